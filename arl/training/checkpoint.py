@@ -12,155 +12,30 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 from zipfile import BadZipFile
-
-import numpy as np
-import numpy.typing as npt
 
 from arl.api.engine import Saving
 from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
-from arl.api.types import NOT_SAMPLED, Group, Trajectory, TurnSpan
+from arl.api.types import Group
 from arl.offload import force_to_disk
+from arl.training.flat_groups import read_groups, write_groups
 
 log = logging.getLogger(__name__)
 
-Array = npt.NDArray[Any]
-
-FORMAT = 1
+FORMAT = 2
 """The format of the files here and of the states in them: +1 for each change that this reader cannot read."""
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
 """The errors of the standard library and numpy for a damaged file."""
 
 _ASIDE = ".writing-"
 _RETIRED = ".deleting-"
-
-# Finished groups as a file: about 8 bytes per token. Reading gives the same groups to the bit.
-
-
-def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
-    """Write `groups` as an .npz."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    masks = _flat((t.loss_mask for t in trajectories), np.int64)
-    versions = _flat((t.versions for t in trajectories), np.int64)
-    run_values, run_lengths = _runs(2 * (versions - NOT_SAMPLED) + masks)
-    np.savez(
-        file,
-        groups=np.frombuffer(json.dumps([_record(group) for group in groups]).encode(), np.uint8),
-        token_ids=_smallest(_flat((t.token_ids for t in trajectories), np.int64)),
-        behavior_logprobs=_exact(_flat((t.behavior_logprobs for t in trajectories), np.float64)),
-        token_rewards=_exact(_flat((t.token_rewards or () for t in trajectories), np.float64)),
-        run_values=run_values,
-        run_lengths=run_lengths,
-    )
-
-
-def read_groups(file: BinaryIO) -> list[Group]:
-    """Read the groups that `write_groups` wrote. Raises one of UNREADABLE for anything else."""
-    with np.load(file, allow_pickle=False) as arrays:
-        if missing := {"groups", "run_values", "run_lengths"} - set(arrays.files):
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        runs = np.repeat(arrays["run_values"], arrays["run_lengths"])
-        fields = {
-            "token_ids": arrays["token_ids"],
-            "loss_mask": runs & 1,
-            "behavior_logprobs": arrays["behavior_logprobs"],
-            "versions": (runs >> 1) + NOT_SAMPLED,
-        }
-        tokens, rewards = _Cursor(fields), _Cursor({"token_rewards": arrays["token_rewards"]})
-        return [_group(record, tokens, rewards) for record in json.loads(arrays["groups"].tobytes())]
-
-
-class _Cursor:
-    """Reads flat arrays of equal length, trajectory by trajectory."""
-
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = arrays
-        self._position = 0
-
-    def take(self, length: int) -> dict[str, tuple[Any, ...]]:
-        """The next `length` entries of each array, as Python's own numbers."""
-        start, self._position = self._position, self._position + length
-        return {name: tuple(array[start : self._position].tolist()) for name, array in self._arrays.items()}
-
-
-def _record(group: Group) -> dict[str, Any]:
-    """A group without its tokens, as JSON."""
-    return {
-        "group_id": group.group_id,
-        "example_id": group.example_id,
-        "stamp": group.stamp,
-        "episode_indices": group.episode_indices,
-        "greedy_rewards": dict(group.greedy_rewards),
-        "trajectories": [
-            {
-                "length": len(t.token_ids),
-                "has_token_rewards": t.token_rewards is not None,
-                "reward": t.reward,
-                "rewards": dict(t.rewards),
-                "turns": [[turn.start, turn.stop, turn.reward, turn.state] for turn in t.turns],
-                "is_truncated": t.is_truncated,
-                "metrics": dict(t.metrics),
-                "role": t.role,
-                "temperature": t.temperature,
-            }
-            for t in group.trajectories
-        ],
-    }
-
-
-def _group(record: Mapping[str, Any], tokens: _Cursor, rewards: _Cursor) -> Group:
-    trajectories: list[Trajectory] = []
-    for values in record["trajectories"]:
-        length = values.pop("length")
-        values.update(tokens.take(length))
-        if values.pop("has_token_rewards"):
-            values.update(rewards.take(length))
-        values["turns"] = tuple(
-            TurnSpan(start=start, stop=stop, reward=reward, state=state)
-            for start, stop, reward, state in values["turns"]
-        )
-        trajectories.append(Trajectory(**values))
-    return Group(
-        group_id=record["group_id"],
-        example_id=(record["example_id"][0], record["example_id"][1]),
-        stamp=record["stamp"],
-        trajectories=tuple(trajectories),
-        episode_indices=tuple(record["episode_indices"]),
-        greedy_rewards=record["greedy_rewards"],
-    )
-
-
-def _flat(sequences: Iterable[Iterable[float]], dtype: npt.DTypeLike) -> Array:
-    return np.fromiter(chain.from_iterable(sequences), dtype)
-
-
-def _runs(values: Array) -> tuple[Array, Array]:
-    """The value and the length of each run of equal values."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-    return values[starts], np.diff(starts, append=len(values))
-
-
-def _smallest(integers: Array) -> Array:
-    if not integers.size:
-        return integers
-    return integers.astype(np.result_type(np.min_scalar_type(integers.min()), np.min_scalar_type(integers.max())))
-
-
-def _exact(numbers: Array) -> Array:
-    """Convert to float32 if that loses nothing, as for numbers that a server computed in float32."""
-    with np.errstate(over="ignore"):
-        narrow = numbers.astype(np.float32)
-    return narrow if np.array_equal(narrow, numbers) else numbers
-
-
-# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

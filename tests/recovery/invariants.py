@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from arl.rollout.ledger import ExampleLedger
-from arl.training.checkpoint import Checkpoints, read_groups
+from arl.training.checkpoint import Checkpoints
+from arl.training.flat_groups import read_groups
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, Path]:

@@ -11,7 +11,7 @@ from nursery import Nursery
 from recovery.invariants import check_ledger, newest_checkpoint
 
 from arl.api.types import Group
-from arl.training.checkpoint import read_groups
+from arl.training.flat_groups import read_groups
 from arl.training.run_files import read_jsonl
 
 HERE = Path(__file__).parent
