@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import aiohttp
+import orjson
 from yarl import URL
 
 from arl.api.errors import ArlError, ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
+from arl.web.connections import Body, Connections, ServerAddress, request_head
 
 _BUSY = 429
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _LONGEST_ASKED_WAIT_S = 120.0
 """The longest wait for a server's Retry-After."""
-_LONG_BODY = 1 << 19
 _MAX_QUOTED = 500
 _JSON = {"Content-Type": "application/json"}
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
@@ -39,19 +38,20 @@ class Reply:
     path: str
     status: int
     headers: Mapping[str, str]
+    """Names in lower case."""
     body: bytes
 
     def json(self) -> Any:
         """Raises ServerError for a body that is not JSON."""
         try:
-            return json.loads(self.body)
+            return _decoded(self.body)
         except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url} answered with something other than JSON: {self.body[:200]!r}") from error
 
     def json_object(self) -> dict[str, Any]:
         """The body as a JSON object; {} for anything else, such as the plain text of an acknowledgement."""
         try:
-            content = json.loads(self.body)
+            content = _decoded(self.body)
         except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
@@ -71,22 +71,11 @@ class Reply:
 
 @dataclass(slots=True)
 class _InLoop:
-    session: aiohttp.ClientSession
+    connections: Connections
     places: asyncio.Semaphore | nullcontext[None]
     """One place for each request under way; without a limit, of no effect."""
     next_at: float = field(default=0.0)
     """The time at which the next request may begin."""
-
-
-def new_session(
-    *, api_key: str | None = None, max_connections: int = 0, keepalive_s: float = 15.0
-) -> aiohttp.ClientSession:
-    """A session with a pool of connections; several clients may share it. max_connections: 0 is no limit."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-    )
 
 
 class JsonClient:
@@ -99,7 +88,7 @@ class JsonClient:
     retries: how often `ask` repeats a request that did not reach the server, or failed there (HTTP 5xx and 429).
         The waits between double up to 8 s, or are as long as Retry-After says. The default spans some 90 s, enough to
         restart a server.
-    session: connections that several clients share, made by `new_session`; its owner closes it.
+    connections: those that several clients share; their owner closes them.
     """
 
     key_hint = "pass the api_key that the server was started with"
@@ -117,7 +106,7 @@ class JsonClient:
         timeout_s: float | None = 120.0,
         connect_timeout_s: float | None = None,
         retries: int = 20,
-        session: aiohttp.ClientSession | None = None,
+        connections: Connections | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url is {url!r}; it must begin with http:// or https://, as in http://127.0.0.1:30000")
@@ -135,20 +124,22 @@ class JsonClient:
         self._base = url.rstrip("/")
         self.url = str(URL(self._base).with_user(None)).rstrip("/")
         """The URL for messages, without a password."""
-        given = session.headers.get("Authorization", "") if session is not None else ""
-        self._api_key = api_key or given.removeprefix("Bearer ")
+        self._api_key = api_key
+        self._heads: dict[tuple[str, str], tuple[ServerAddress, bytes]] = {}
+        """Of JSON requests, by method and URL."""
         self._max_concurrent = max_concurrent
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s)
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
         self._retries = retries
-        self._shared = session
+        self._shared = connections
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _InLoop] = WeakKeyDictionary()
 
     async def aclose(self) -> None:
-        """Close this event loop's connections, unless the session is shared. Idempotent; a later call opens others."""
+        """Close this event loop's connections, unless they are shared. Idempotent; a later call opens others."""
         kept = self._loops.pop(asyncio.get_running_loop(), None)
-        if kept is not None and kept.session is not self._shared:
-            await kept.session.close()
+        if kept is not None and kept.connections is not self._shared:
+            await kept.connections.aclose()
 
     async def ask(self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None) -> Any:
         """GET, or POST a payload; returns JSON. Raises ServerError, RequestTimeoutError and `error_of`'s errors."""
@@ -171,40 +162,41 @@ class JsonClient:
 
     async def call(self, method: str, path: str, payload: Mapping[str, Any] | None = None) -> Reply:
         """One request with a JSON body, without retries. Raises as `ask` does."""
-        body = None if payload is None else _encoded(payload)
-        reply = await self.send(method, path, body, _JSON)
+        url = self._base + path
+        if (head := self._heads.get((method, url))) is None:
+            head = self._heads[method, url] = self._head(method, path, _JSON)
+        reply = await self._send(method, path, b"" if payload is None else _encoded(payload), head)
         if reply.status != 200:
             raise self.error_of(reply)
         return reply
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | io.BytesIO | AsyncIterator[bytes] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Reply:
+    async def send(self, method: str, path: str, body: Body = b"", headers: Mapping[str, str] | None = None) -> Reply:
         """One request; returns the response whatever its status. Raises ServerFailedError and RequestTimeoutError."""
-        kept, timeout = self._in_loop(), self._timeout
+        return await self._send(method, path, body, self._head(method, path, headers or {}))
+
+    def _head(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[ServerAddress, bytes]:
+        url = URL(self._base + path)
+        return ServerAddress.of(url), request_head(method, url, headers, self._api_key)
+
+    async def _send(self, method: str, path: str, body: Body, head: tuple[ServerAddress, bytes]) -> Reply:
+        kept, limit_s = self._in_loop(), self._timeout_s
         async with kept.places:
             if self._gap_s:
                 await self._turn(kept)
+            asked = kept.connections.request(method, head, body, self._connect_timeout_s)
             try:
-                async with kept.session.request(
-                    method, self._base + path, data=body, headers=headers, timeout=timeout
-                ) as answer:
-                    raw = await answer.read()
-            except aiohttp.ServerTimeoutError as error:  # of connecting: it is a TimeoutError too
-                raise self._unreached(path, error) from error
+                if limit_s is None:
+                    answer = await asked
+                else:
+                    async with asyncio.timeout(limit_s):
+                        answer = await asked
             except TimeoutError:
-                if timeout.total is None:
-                    raise
                 raise RequestTimeoutError(
-                    f"{self.url}{path} took longer than timeout_s={timeout.total:g} s; set it higher for a slow server"
+                    f"{self.url}{path} took longer than timeout_s={limit_s:g} s; set it higher for a slow server"
                 ) from None
-            except (aiohttp.ClientError, OSError) as error:
+            except OSError as error:
                 raise self._unreached(path, error) from error
-        return Reply(url=self.url + path, path=path, status=answer.status, headers=answer.headers, body=raw)
+        return Reply(url=self.url + path, path=path, status=answer.status, headers=answer.headers, body=answer.body)
 
     def _unreached(self, path: str, error: Exception) -> ServerFailedError:
         reason = str(error) or type(error).__name__
@@ -215,12 +207,14 @@ class JsonClient:
         reason = reply.reason.replace(self._api_key, "(the api_key)") if self._api_key else reply.reason
         message = f"{reply.url} answered HTTP {reply.status}: {reason}"
         match reply.status:
+            case 301 | 302 | 303 | 307 | 308:
+                return ServerError(f"{message}; it redirects to {reply.headers.get('location')}, which is to be asked")
             case 401 | 403:
                 return ServerError(f"{message}; {self.key_hint}")
             case 404:
                 return NoSuchPathError(f"{message}; {self.path_hint}" if self.path_hint else message)
             case status if status >= 500 or status == _BUSY:
-                return ServerFailedError(message, _seconds(reply.headers.get("Retry-After")))
+                return ServerFailedError(message, _seconds(reply.headers.get("retry-after")))
             case _:
                 return ServerError(message)
 
@@ -236,15 +230,23 @@ class JsonClient:
         kept = self._loops.get(loop)
         if kept is None:
             limit = self._max_concurrent
-            session = self._shared or new_session(api_key=self._api_key, max_connections=limit or 0)
-            kept = self._loops[loop] = _InLoop(session, asyncio.Semaphore(limit) if limit else nullcontext())
+            connections = self._shared or Connections()
+            kept = self._loops[loop] = _InLoop(connections, asyncio.Semaphore(limit) if limit else nullcontext())
         return kept
 
 
-def _encoded(payload: Mapping[str, Any]) -> bytes | io.BytesIO:
-    """JSON bytes; long ones as a file, because aiohttp sends files in pieces and bytes at once."""
-    raw = _ENCODER.encode(payload).encode()
-    return raw if len(raw) < _LONG_BODY else io.BytesIO(raw)
+def _encoded(payload: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # it takes no integers of more than 64 bits, and no keys but strings
+        return _ENCODER.encode(payload).encode()
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except ValueError:  # it takes no NaN, and no halves of surrogate pairs
+        return json.loads(body)
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -113,7 +113,7 @@ def test_requests_begin_no_faster_than_the_rate() -> None:
             begun.append(asyncio.get_running_loop().time())
             return {"choices": [{"message": {"content": '{"score": 1}'}}]}
 
-    kept: Any = web_client._InLoop(session=None, places=None)  # type: ignore[arg-type]
+    kept: Any = web_client._InLoop(connections=None, places=None)  # type: ignore[arg-type]
 
     async def ask_many() -> None:
         server = Instant("http://judge/v1", "judge-1", requests_per_minute=30)

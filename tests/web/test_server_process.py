@@ -20,7 +20,8 @@ from pydantic import Field
 from arl.api.errors import ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
 from arl.web import process as module
 from arl.web.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
-from arl.web.client import JsonClient, Reply, new_session
+from arl.web.client import JsonClient, Reply
+from arl.web.connections import Connections
 from arl.web.process import Watch, check_address
 from arl.web.server import DONE, EventStream, bind, boundary, event, json_response, require_key, serving
 
@@ -280,10 +281,8 @@ async def test_every_path_but_probes_needs_the_key() -> None:
     async with served(api_key="secret") as client:
         with pytest.raises(ServerError, match="HTTP 401: Unauthorized; pass the api_key"):
             await client.ask("/text")
-        async with new_session() as session:
-            for key, status in (("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
-                async with session.get(f"{client.url}/text", headers={"Authorization": key}) as answer:
-                    assert answer.status == status
+        for key, status in (("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
+            assert (await client.send("GET", "/text", headers={"Authorization": key})).status == status
         with pytest.raises(ServerFailedError, match="HTTP 500"):
             await client.ask("/health")
 
@@ -295,9 +294,9 @@ async def test_a_server_that_does_not_answer_in_time_is_a_timeout() -> None:
 
 
 async def test_a_stream_is_events_and_several_clients_may_share_connections() -> None:
-    async with served() as client, new_session() as session:
-        other = JsonClient(client.url, session=session)
+    async with served() as client, Connections() as connections:
+        other = JsonClient(client.url, connections=connections)
         reply = await other.send("GET", "/events")
         await other.aclose()
-        assert not session.closed
+        assert not connections.is_closed
     assert reply.body.decode() == 'data: {"a":1}\n\nevent: last\ndata: {}\n\ndata: [DONE]\n\n'

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import aiohttp
 from yarl import URL
 
 from arl.api.engine import MODEL_SIZES, ServedModel, TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
 from arl.web.client import JsonClient, Reply
+from arl.web.connections import Connections
 
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
@@ -71,14 +71,19 @@ class Holding:
 
 
 class ServerClient(JsonClient):
-    """The HTTP calls to one server. Borrows the session."""
+    """The HTTP calls to one server. Borrows the connections."""
 
     key_hint = "set engine.api_key to the key that the server was started with"
     path_hint = "is it an SGLang server?"
 
-    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+    def __init__(self, connections: Connections, address: str, api_key: str | None = None) -> None:
         super().__init__(
-            address, max_concurrent=None, timeout_s=None, connect_timeout_s=_CONNECT_TIMEOUT_S, session=session
+            address,
+            api_key=api_key,
+            max_concurrent=None,
+            timeout_s=None,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            connections=connections,
         )
         self.address = address
         self.num_ranks = 1

@@ -24,7 +24,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Self
 
-import aiohttp
 from yarl import URL
 
 from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
@@ -50,7 +49,7 @@ from arl.engine.client.server_client import Answer, ServerClient, UnfitServerErr
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch
 from arl.engine.client.upkeep import Upkeep
-from arl.web.client import new_session
+from arl.web.connections import Connections
 from arl.web.process import allow_many_connections
 
 _FIRST_BACKOFF_S = 0.05
@@ -96,20 +95,21 @@ class RemoteSGLangEngine:
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
         self._membership = Membership(self._pool, config, self._upkeep)
         self._patience = Patience(self._pool, self._upkeep.abort)
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
-        session = new_session(api_key=self._api_key, keepalive_s=_KEEPALIVE_S)
+        connections = Connections(keepalive_s=_KEEPALIVE_S)
+        clients = [ServerClient(connections, address, self._api_key) for address in self._addresses]
         try:
-            await self._membership.start([ServerClient(session, address) for address in self._addresses])
+            await self._membership.start(clients)
             await self._tasks.__aenter__()
             self._upkeep.watch(self._patience.watch())
         except BaseException:  # whatever it is: __aexit__ will not run
-            await session.close()
+            await connections.aclose()
             raise
-        self._session = session
+        self._connections = connections
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -183,11 +183,11 @@ class RemoteSGLangEngine:
         Raises ServerError if it can't be reached, is no SGLang server, serves another model or refuses the weights; the
         engine is then as it was.
         """
-        session = self._check_open()
+        connections = self._check_open()
         address = base_url(address)
         if self._pool.at(address) is not None:
             raise ConfigError(f"{address} is already one of the servers")
-        await self._membership.add(ServerClient(session, address))
+        await self._membership.add(ServerClient(connections, address, self._api_key))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
         """Give the server no new requests, wait for those that run there, and forget it. It is left running.
@@ -207,13 +207,13 @@ class RemoteSGLangEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._session is None:
+        if self._connections is None:
             return
         try:
             self._line.turn_away(EngineClosedError("the engine is closed"))
             await self._upkeep.close()
         finally:
-            await self._session.close()
+            await self._connections.aclose()
 
     async def _end_tasks(self, block_error: BaseException | None) -> None:
         """Leave the group. Raises a task's error, which cancelled the block, unless the block had one of its own."""
@@ -321,12 +321,12 @@ class RemoteSGLangEngine:
             f"{size} tokens (0 to {size - 1})"
         )
 
-    def _check_open(self) -> aiohttp.ClientSession:
+    def _check_open(self) -> Connections:
         if self._is_closed:
             raise EngineClosedError("the engine is closed")
-        if self._session is None:
+        if self._connections is None:
             raise EngineClosedError("the engine is not open yet: use it inside `async with`")
-        return self._session
+        return self._connections
 
 
 def base_url(address: str) -> str:

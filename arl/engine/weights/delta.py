@@ -20,6 +20,7 @@ from arl.engine.weights.disk import DiskTransport, WrittenWeights, shared
 from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package
 from arl.offload import offload
 from arl.web.client import JsonClient
+from arl.web.connections import Body
 
 _CONNECT_TIMEOUT_S = 10.0
 _WRONG_BASE = 409
@@ -49,13 +50,13 @@ class MirrorClient(JsonClient):
         """To be held while changing what the mirror holds."""
 
     async def held(self) -> Held:
-        return await self._call("GET", None, {})
+        return await self._call("GET", b"", {})
 
     async def put(self, num_bytes: int, pieces: Iterable[bytes]) -> Held:
         """Send a package of so many bytes; returns when the new version is complete. Raises WrongBaseError."""
         return await self._call("PUT", _sent(iter(pieces)), {"Content-Length": str(num_bytes)})
 
-    async def _call(self, method: str, data: AsyncIterator[bytes] | None, headers: dict[str, str]) -> Held:
+    async def _call(self, method: str, data: Body, headers: dict[str, str]) -> Held:
         try:
             reply = await self.send(method, "/version", data, headers)
         finally:
