@@ -33,7 +33,7 @@ def test_outputs_and_gradients_are_those_of_a_cpu(
 
     ours = [x.cuda().requires_grad_() for x in rows]
     query, key, value = (x.transpose(1, 2) for x in ours)
-    layout = PackedLayout.of_plan(plan, torch.device("cuda"))
+    layout = PackedLayout(plan, torch.device("cuda"))
     output, _ = packed_attention(
         nn.Module(), query, key, value, None, packed_layout=layout, scaling=SCALING, sliding_window=window
     )

@@ -12,7 +12,6 @@ registered with transformers: models run unchanged. It calls one of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -42,37 +41,30 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Which tokens of a row attend to which, in the form that each kernel reads."""
+    """Which tokens of a row attend to which, in the form that each kernel reads.
 
-    stretches: tuple[Stretch, ...]
-    """See RowPlan."""
-    blocks: tuple[Block, ...]
-    """See RowPlan.blocks."""
-    max_keys: int
-    """The most keys that a query sees."""
-    positions: torch.Tensor
-    """int32[T], see RowPlan.positions."""
-    subtree_stops: torch.Tensor
-    """int32[T], see RowPlan.subtree_stops."""
-    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Flex attention's masks by sliding window, made on first use."""
+    It is no dataclass: FSDP would look for tensors in all of it at each layer, and give each layer a copy.
+    """
 
-    @classmethod
-    def of_plan(cls, plan: RowPlan, device: torch.device) -> PackedLayout:
-        return cls(
-            stretches=plan.stretches,
-            blocks=tuple(plan.blocks()),
-            max_keys=max(s.num_tokens + s.num_context_tokens for s in plan.stretches),
-            positions=plan.positions().to(device, torch.int32),
-            subtree_stops=plan.subtree_stops().to(device, torch.int32),
-        )
+    def __init__(self, plan: RowPlan, device: torch.device) -> None:
+        self.stretches = plan.stretches
+        """See RowPlan."""
+        self.blocks = tuple(plan.blocks())
+        """See RowPlan.blocks."""
+        self.max_keys = max(s.num_tokens + s.num_context_tokens for s in plan.stretches)
+        """The most keys that a query sees."""
+        self.positions = plan.positions().to(device, torch.int32)
+        """int32[T], see RowPlan.positions."""
+        self.subtree_stops = plan.subtree_stops().to(device, torch.int32)
+        """int32[T], see RowPlan.subtree_stops."""
+        self.block_masks: dict[int | None, BlockMask] = {}
+        """Flex attention's masks by sliding window, made on first use."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
         """Sequences that share nothing, end to end."""
-        return cls.of_plan(RowPlan.of(PrefixOrder.unshared(lengths)), device)
+        return cls(RowPlan.of(PrefixOrder.unshared(lengths)), device)
 
 
 def packed_attention(

@@ -126,7 +126,7 @@ def build_microbatch(
         # Selected before it is copied: on a GPU, selecting by a mask waits for everything queued there.
         return torch.cat([getattr(s, name) for s in sequences])[trained].to(device)
 
-    layout = PackedLayout.of_plan(plan, device)
+    layout = PackedLayout(plan, device)
     return Microbatch(
         input_ids=input_ids[None].to(device),
         position_ids=layout.positions[None].long(),

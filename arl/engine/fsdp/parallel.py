@@ -121,7 +121,10 @@ def loading_turn() -> Iterator[None]:
 
 
 def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Split, compile, checkpoint and shard the layers by `config`, and the rest at the root. Nothing is sent."""
+    """Split, compile, checkpoint and shard the layers by `config`, and the rest at the root. Nothing is sent.
+
+    One rank on a CPU keeps plain parameters if it computes in their dtype: sharding would only copy them.
+    """
     layers = list(transformer_layers(module.model))
     if config.tensor_parallel > 1:
         split_layers(module.model, mesh["tp"])
@@ -131,6 +134,8 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
         _compile(layers)
     if config.activation_checkpointing:
         _wrap_forward(layers, _checkpointed)
+    if mesh.size() == 1 and mesh.device_type == "cpu" and config.dtype == "float32":
+        return
 
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from arl.algorithm.packing import pack
@@ -286,7 +287,8 @@ class FSDPTrainEngine:
 
         state_dict() does so for every layer; reshard() omits interrupted ones.
         """
-        self._policy.state_dict()
+        if isinstance(self._policy, FSDPModule):
+            self._policy.state_dict()
 
 
 # The optimizer

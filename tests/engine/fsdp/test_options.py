@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
-from typing import cast
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from train_models import MakeEngine
 from train_sequences import LOSS, random_sequences
 from train_variants import OPTIMIZER, weights_of
 
+from arl.algorithm.prefix_tree import Block
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError
-from arl.engine.fsdp.policy import token_logprobs
+from arl.engine.fsdp.attention import block_attention
+from arl.engine.fsdp.policy import local_shard, token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 # bfloat16
@@ -50,13 +52,29 @@ def test_bfloat16_leaves_temperatures_as_they_are(make_engine: MakeEngine, monke
     assert torch.equal(seen[0], torch.full_like(seen[0], 0.7, dtype=torch.float32))
 
 
+def test_every_sharded_layer_reads_the_rows_own_layout(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+    """A copy for each layer would be searched for tensors at each layer, and forget flex attention's masks."""
+    seen: list[Sequence[Block]] = []
+
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float):
+        seen.append(blocks)
+        return block_attention(query, key, value, blocks, scaling)
+
+    engine = make_engine(dtype="bfloat16")
+    assert isinstance(engine._policy, FSDPModule)
+    monkeypatch.setattr("arl.engine.fsdp.attention.block_attention", spy)
+    engine.train_batch([random_sequences(3)], LOSS)
+    assert len(seen) > 1
+    assert all(blocks is seen[0] for blocks in seen)
+
+
 # Activation checkpointing
 
 
 def saved_bytes(engine: FSDPTrainEngine) -> int:
     """What autograd has kept for the backward pass when the loss is computed; parameters do not count."""
     kept: dict[int, int] = {}
-    weights = {cast("DTensor", p).to_local().untyped_storage().data_ptr() for p in engine._policy.parameters()}
+    weights = {local_shard(p).untyped_storage().data_ptr() for p in engine._policy.parameters()}
     at_loss: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def test_packed_sequences_come_out_as_they_went_in(count: int):
 def layout_of(sequences: Family) -> PackedLayout:
     """One shared token is enough to share it."""
     order = PrefixOrder.of([torch.tensor(tokens) for tokens in sequences], min_shared=1)
-    return PackedLayout.of_plan(RowPlan.of(order), CPU)
+    return PackedLayout(RowPlan.of(order), CPU)
 
 
 layouts = trees.filter(bool).map(layout_of)
@@ -223,7 +223,7 @@ def test_flex_attention_is_masked_by_the_tree_with_blocks_for_all_that_is_seen(w
     """A row of 800 tokens: two prompts, branches within branches, and a sequence for itself."""
     lengths, shared = (300, 250, 280, 90, 200, 150), (0, 200, 240, 0, 60, 140)
     plan = RowPlan.of(PrefixOrder(indices=tuple(range(6)), lengths=lengths, shared=shared))
-    layout = PackedLayout.of_plan(plan, CPU)
+    layout = PackedLayout(plan, CPU)
     query, key, value = (x.detach() for x in random_heads(plan.num_tokens, torch.float32))
     ours = flex_attention(query, key, value, layout, 0.3, window)
     torch.testing.assert_close(ours, twin_attention(layout, window, query, key, value), rtol=1e-5, atol=1e-5)
