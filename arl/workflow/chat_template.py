@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
@@ -296,6 +296,30 @@ class ChatTemplate:
             raise ModelError(
                 "the model's chat template shows no tool_calls; use one that does, or put calls into content"
             )
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """A ChatTemplate, the same one again for the conversations of one tokenizer: to make it costs more than a prompt.
+
+    A tokenizer that has got other tokens or another template meanwhile gets a new one.
+    """
+    given = dict(options or {})
+    try:
+        key = json.dumps(given)
+    except (TypeError, ValueError):
+        return ChatTemplate(tokenizer, given)
+    if json.loads(key) != given:  # a tuple, for instance, which JSON does not have
+        return ChatTemplate(tokenizer, given)
+    return _shared(tokenizer, str(tokenizer.chat_template), _tokens_of(tokenizer), key)
+
+
+@lru_cache(maxsize=8)
+def _shared(tokenizer: PreTrainedTokenizerBase, source: str, tokens: tuple[str, ...], options: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer, json.loads(options))
+
+
+def _tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    return str(len(tokenizer)), *tokenizer.special_tokens_map.values(), *tokenizer.all_special_tokens
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import NOT_SAMPLED, ModelRequest, SamplingParams, Trajectory, TurnSpan, new_id
-from arl.workflow.chat_template import ChatTemplate, Message
+from arl.workflow.chat_template import Message, template_of
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Conversation:
         sampled tokens in view, or raise an "error". session_id: keeps all turns on one server; a new id if unset.
         Raises ModelError if the tokenizer has no chat template.
         """
-        self._dialogue = Dialogue(ChatTemplate(tokenizer, template_options), rewriting=rewriting)
+        self._dialogue = Dialogue(template_of(tokenizer, template_options), rewriting=rewriting)
         self._tools = tuple(tool.spec for tool in tools)
         self.session_id = session_id or new_id()
         self._messages: list[Message] = list(messages)

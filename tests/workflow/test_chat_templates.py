@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted_answers import response_of
 
 from arl.api.types import Trajectory
-from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.chat_template import ChatTemplate, template_of
 from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Dialogue, Turn
 
@@ -221,3 +221,21 @@ def test_turns_that_were_cut_off_are_ended_as_the_template_ends_them(name: str, 
         last = trajectory.turns[-1]
         ended = trajectory.token_ids[last.stop - 1] == TEMPLATES[name].tokenizer.eos_token_id
         assert trajectory.is_truncated == (last.stop == len(trajectory.token_ids) and not ended)
+
+
+def test_conversations_of_a_tokenizer_share_a_template_until_it_or_the_options_change() -> None:
+    tokenizer = tokenizer_of("chatml")
+    shared = template_of(tokenizer)
+    assert template_of(tokenizer, {}) is shared
+    assert template_of(tokenizer, {"enable_thinking": False}) is not shared
+    assert template_of(tokenizer_of("chatml")) is not shared
+    odd = {"pair": (1, 2)}  # JSON would make it a list
+    assert template_of(tokenizer, odd) is not template_of(tokenizer, odd)
+    tokenizer.add_special_tokens({"eos_token": "<think>"})
+    with_another_end = template_of(tokenizer)
+    assert with_another_end is not shared
+    tokenizer.add_tokens(["<new>"])
+    with_another_token = template_of(tokenizer)
+    assert with_another_token is not with_another_end
+    tokenizer.chat_template = f"{tokenizer.chat_template} "
+    assert template_of(tokenizer) is not with_another_token
