@@ -1,26 +1,35 @@
-"""How many agenerate calls one process gets through HTTP, against a server process that answers at once.
+"""What one agenerate call costs in CPU time, in the process that calls and in the server's.
 
-    python benchmarks/client.py [--calls 6000] [--concurrency 256] [--prompt-tokens 64] [--new-tokens 16] [--repeats 5]
+    python benchmarks/client.py [--calls 6000] [--concurrency 1 64 1000] [--prompt-tokens 20] [--new-tokens 4]
+                                [--repeats 3] [--profile]
 
-The server is a process of its own with nothing behind its protocol, so the figure is of the client: building a
-request, sending it, reading and checking the answer. The lag is how late a 5 ms timer fires meanwhile.
+The server is a process of its own that answers at once with nothing behind its protocol, so the figure is of the
+client: building a request, sending it, reading and checking the answer. Beside it stands the least that this machine
+needs for such a request and its answer: the same bytes over a bare asyncio protocol. The lag is how late a 5 ms timer
+fires meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
 import json
+import os
+import pstats
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.web.process import allow_many_connections
 
 
 def serve() -> None:
@@ -43,6 +52,7 @@ def serve() -> None:
         return web.json_response({"model_path": "m", "weight_version": "default"})
 
     async def main() -> None:
+        allow_many_connections()
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", generate)
         app.router.add_route("*", "/{name:.+}", acknowledge)
@@ -56,51 +66,113 @@ def serve() -> None:
     asyncio.run(main())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Calls per second of each repeat, by the wall clock and by this process's CPU time; event loop lags in s."""
+class Bare(asyncio.Protocol):
+    """A connection that sends a request and takes whatever comes, until as many bytes as an answer has are there."""
 
-    rates: list[float]
-    cpu_rates: list[float]
-    lags: list[float]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+        self.answer: asyncio.Future[None] | None = None
+        self.missing = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.missing -= len(data)
+        if self.missing <= 0 and self.answer is not None:
+            self.answer.set_result(None)
 
 
-async def measure(address: str, args: argparse.Namespace) -> Measured:
-    request = ModelRequest(
-        input_ids=list(range(args.prompt_tokens)), sampling=SamplingParams(max_new_tokens=args.new_tokens)
-    )
-    measured = Measured(rates=[], cpu_rates=[], lags=[])
-    async with RemoteSGLangEngine([address], ClientConfig()) as engine:
+async def bare_call(port: int, args: argparse.Namespace) -> Callable[[], Awaitable[object]]:
+    """A function that makes the same request as agenerate, without reading the answer."""
+    loop, idle = asyncio.get_running_loop(), list[Bare]()
+    sampling = {"max_new_tokens": args.new_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    payload = {"rid": "0" * 34, "input_ids": prompt_of(args), "sampling_params": sampling, "return_logprob": True}
+    body = json.dumps(payload).encode()
+    request = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = len(head) + int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    writer.close()
 
-        async def worker(calls: int) -> None:
-            for _ in range(calls):
-                await engine.agenerate(request)
+    async def call() -> None:
+        bare = idle.pop() if idle else (await loop.create_connection(Bare, "127.0.0.1", port))[1]
+        bare.answer, bare.missing = loop.create_future(), length
+        bare.transport.write(request)
+        await bare.answer
+        idle.append(bare)
 
-        async def clock() -> None:
-            while True:
-                due = time.perf_counter() + 0.005
-                await asyncio.sleep(0.005)
-                measured.lags.append(time.perf_counter() - due)
+    return call
 
+
+def prompt_of(args: argparse.Namespace) -> list[int]:
+    return [(7919 * place) % args.vocabulary for place in range(args.prompt_tokens)]
+
+
+def agenerate_call(engine: RemoteSGLangEngine, args: argparse.Namespace) -> Callable[[], Awaitable[object]]:
+    sampling, prompt = SamplingParams(max_new_tokens=args.new_tokens), prompt_of(args)
+
+    async def call() -> None:
+        await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
+
+    return call
+
+
+async def run(call: Callable[[], Awaitable[object]], args: argparse.Namespace, concurrency: int, server: int) -> str:
+    """Make the calls, `concurrency` at once; returns the line of the table."""
+    costs, rates, lags = list[tuple[float, float]](), list[float](), list[float]()
+    per_worker = max(1, args.calls // concurrency)
+
+    async def worker() -> None:
+        for _ in range(per_worker):
+            await call()
+
+    async def clock() -> None:
+        while True:
+            due = time.perf_counter() + 0.005
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - due)
+
+    async with asyncio.TaskGroup() as workers:  # connections are opened here
+        for _ in range(concurrency):
+            workers.create_task(call())  # type: ignore[arg-type]
+    for _ in range(args.repeats):
+        started, mine, others = time.perf_counter(), time.process_time(), cpu_s(server)
         async with asyncio.TaskGroup() as group:
             ticking = group.create_task(clock())
-            for _ in range(args.repeats):
-                started, cpu_started = time.perf_counter(), time.process_time()
-                async with asyncio.TaskGroup() as workers:
-                    for _ in range(args.concurrency):
-                        workers.create_task(worker(args.calls // args.concurrency))
-                done = args.calls // args.concurrency * args.concurrency
-                measured.rates.append(done / (time.perf_counter() - started))
-                measured.cpu_rates.append(done / (time.process_time() - cpu_started))
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(concurrency):
+                    workers.create_task(worker())
             ticking.cancel()
-    return measured
+        done = per_worker * concurrency
+        costs.append(((time.process_time() - mine) / done, (cpu_s(server) - others) / done))
+        rates.append(done / (time.perf_counter() - started))
+    client, there = min(costs)
+    lag = 1000 * sorted(lags)[int(len(lags) * 0.99)]
+    return f"{1e6 * client:9.0f} µs {1e6 * there:9.0f} µs {max(rates):9,.0f}/s {lag:9.1f} ms"
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU time that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(port: int, args: argparse.Namespace, server: int) -> None:
+    allow_many_connections()
+    print(f"{args.prompt_tokens} prompt and {args.new_tokens} new tokens; CPU time per call")
+    print(f"{'at once':>8}  {'':10} {'client':>12} {'server':>12} {'calls':>11} {'lag p99':>12}")
+    async with RemoteSGLangEngine([f"http://127.0.0.1:{port}"], ClientConfig()) as engine:
+        for concurrency in args.concurrency:
+            for name, call in (("bare", await bare_call(port, args)), ("agenerate", agenerate_call(engine, args))):
+                print(f"{concurrency:8}  {name:10} {await run(call, args, concurrency, server)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("calls", 6000), ("concurrency", 256), ("prompt-tokens", 64), ("new-tokens", 16)):
+    for name, default in (("calls", 6000), ("prompt-tokens", 20), ("new-tokens", 4), ("vocabulary", 150_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 64, 1000])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="show where the client spends its time")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -108,14 +180,15 @@ def main() -> None:
     with subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True) as server:
         try:
             port = int(server.stdout.readline()) if server.stdout else 0
-            measured = asyncio.run(measure(f"http://127.0.0.1:{port}", args))
+            profile = cProfile.Profile(time.process_time)
+            if args.profile:
+                profile.enable()
+            asyncio.run(measure(port, args, server.pid))
+            profile.disable()
         finally:
             server.kill()
-    rates, lags = sorted(measured.rates), sorted(measured.lags)
-    print(f"{args.concurrency} concurrent calls of {args.prompt_tokens} prompt and {args.new_tokens} new tokens")
-    print(f"agenerate calls/s: best {rates[-1]:,.0f}, median {rates[len(rates) // 2]:,.0f}; ", end="")
-    print(f"{max(measured.cpu_rates):,.0f} per second of the client's CPU time")
-    print(f"event loop lag: p50 {1000 * lags[len(lags) // 2]:.1f} ms, p99 {1000 * lags[int(len(lags) * 0.99)]:.1f} ms")
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":
