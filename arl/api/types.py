@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import uuid
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -77,7 +77,7 @@ class SamplingParams:
 
 def new_id() -> str:
     """A random identifier for a request or a session."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -37,9 +37,13 @@ class Reply:
     """Without a password."""
     path: str
     status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
+    headers: Sequence[tuple[bytes, bytes]]
     body: bytes
+
+    def header(self, name: str) -> str | None:
+        """The first header of this name, in whatever case."""
+        wanted = name.lower().encode()
+        return next((value.decode("latin-1") for given, value in self.headers if given.lower() == wanted), None)
 
     def json(self) -> Any:
         """Raises ServerError for a body that is not JSON."""
@@ -208,13 +212,13 @@ class JsonClient:
         message = f"{reply.url} answered HTTP {reply.status}: {reason}"
         match reply.status:
             case 301 | 302 | 303 | 307 | 308:
-                return ServerError(f"{message}; it redirects to {reply.headers.get('location')}, which is to be asked")
+                return ServerError(f"{message}; it redirects to {reply.header('Location')}, which is to be asked")
             case 401 | 403:
                 return ServerError(f"{message}; {self.key_hint}")
             case 404:
                 return NoSuchPathError(f"{message}; {self.path_hint}" if self.path_hint else message)
             case status if status >= 500 or status == _BUSY:
-                return ServerFailedError(message, _seconds(reply.headers.get("retry-after")))
+                return ServerFailedError(message, _seconds(reply.header("Retry-After")))
             case _:
                 return ServerError(message)
 

@@ -13,7 +13,7 @@ import base64
 import functools
 import ssl
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 from urllib.parse import unquote
@@ -31,6 +31,7 @@ _MAX_HEAD_BYTES = 1 << 15
 _MAX_FIELD_BYTES = 8190
 _EYEBALLS_S = 0.25
 _SAFE_TO_REPEAT = ("GET", "HEAD")
+_LENGTHS = frozenset((b"content-length", b"transfer-encoding"))
 _LINE_END = frozenset("\r\n\0")
 
 
@@ -53,10 +54,9 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """headers: names in lower case; of a repeated header, the first."""
-
     status: int
-    headers: Mapping[str, str]
+    headers: Sequence[tuple[bytes, bytes]]
+    """As they were sent."""
     body: bytes
 
 
@@ -231,7 +231,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_reusable = False
         self._opened.discard(self)
         self.resume_writing()
-        lasts_to_end = self._has_head and not {"content-length", "transfer-encoding"} & self._headers.keys()
+        lasts_to_end = self._has_head and not _LENGTHS & {name.lower() for name, _ in self._headers}
         if exc is None and lasts_to_end:
             self.on_message_complete()
         self._fail(DisconnectedError(str(exc or "the server closed the connection")))
@@ -249,7 +249,7 @@ class HttpConnection(asyncio.Protocol):
     def _begin_response(self) -> None:
         self._has_head = False
         self._num_head_bytes = 0
-        self._headers: dict[str, str] = {}
+        self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
 
     def on_message_begin(self) -> None:
@@ -259,7 +259,7 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(name) + len(value) > _MAX_FIELD_BYTES:
             self._fail(ConnectionError(f"a header of its response exceeds {_MAX_FIELD_BYTES} bytes"))
-        self._headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._has_head = True

@@ -271,7 +271,7 @@ async def test_an_error_of_the_server_is_an_exception_of_the_client(
 
 
 def test_an_answer_that_is_nested_without_end_is_no_json() -> None:
-    reply = Reply(url="http://server/path", path="/path", status=200, headers={}, body=b"[" * 100_000)
+    reply = Reply(url="http://server/path", path="/path", status=200, headers=(), body=b"[" * 100_000)
     assert reply.json_object() == {}
     with pytest.raises(ServerError, match="something other than JSON"):
         reply.json()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from arl.api.errors import TrajectoryError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
 from arl.engine.client.server_client import Answer
 
@@ -110,7 +114,8 @@ class PartialResponse:
 
     def __init__(self, request: ModelRequest) -> None:
         self._sampling = request.sampling
-        self._prompt_ids = tuple(request.input_ids)
+        self.prompt_ids = _token_array(request)
+        """int32."""
         self._output_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -133,13 +138,18 @@ class PartialResponse:
         named = {} if adapter is None else {"lora_path": adapter}
         return {
             "rid": rid,
-            "input_ids": [*self._prompt_ids, *self._output_ids],
+            "input_ids": self._ids_so_far(),
             "sampling_params": _sampling_params(self._sampling, budget),
             "return_logprob": True,
             "stream": False,
             "extra_key": cache_key,
             **named,
         }
+
+    def _ids_so_far(self) -> np.ndarray:
+        if not self._output_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.array(self._output_ids, dtype=np.int32)])
 
     def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
         """What is impossible in this answer to the last payload; None if nothing is. vocab_size: the model's."""
@@ -195,6 +205,22 @@ class PartialResponse:
         text = self._tail + text
         self._tail = text[-longest:]
         return any(stop in text for stop in self._sampling.stop)
+
+
+def _token_array(request: ModelRequest) -> np.ndarray:
+    """The prompt as int32: a copy, unless it is such an array already. Raises TrajectoryError for other numbers."""
+    ids: Any = request.input_ids
+    try:
+        if not isinstance(ids, np.ndarray):
+            return np.frombuffer(array("i", ids), dtype=np.int32)
+        if ids.ndim == 1 and ids.dtype == np.int32:
+            return np.ascontiguousarray(ids)
+        return np.frombuffer(array("i", ids.tolist()), dtype=np.int32)
+    except (TypeError, OverflowError):
+        places = ((t, i) for t, i in enumerate(ids) if not hasattr(i, "__index__") or not 0 <= i < 1 << 31)
+        position, value = next(places, (0, ids))
+        what = f"request {request.rid} has {value!r:.40} at position {position} of input_ids"
+        raise TrajectoryError(f"{what}; a token id is an integer from 0 to {(1 << 31) - 1}") from None
 
 
 def _ends_with_beginning_of(stops: Collection[str], tail: str) -> bool:

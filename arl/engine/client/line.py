@@ -48,7 +48,10 @@ class Line:
     def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
         self._line: deque[_Waiter] = deque()
-        self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
+        self._num_starts = 0
+        """How many requests have started in this turn of the event loop."""
+        self._starters: deque[asyncio.Future[None]] = deque()
+        """Requests that start in later turns."""
         self._coming: Counter[Server] = Counter()
         """Requests that left the line for a server, but are not sent yet."""
         self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
@@ -63,14 +66,34 @@ class Line:
 
         avoid: the server where the request has just failed; chosen only if there is no other.
         """
-        await self._turns.acquire()
-        asyncio.get_running_loop().call_soon(self._turns.release)
+        await self._start()
         if self._error is not None:
             raise self._error
         if not self._line and (server := self._choose(session_id, avoid)) is not None:
             return server
         async with asyncio.timeout_at(deadline):
             return await self._wait_in_line(session_id, avoid)
+
+    async def _start(self) -> None:
+        """Wait for a turn of the event loop in which fewer than _STARTS_PER_TURN others start."""
+        if self._num_starts == 0:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        if self._num_starts < _STARTS_PER_TURN and not self._starters:
+            self._num_starts += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._starters.append(turn)
+        await turn  # a caller that gives up leaves a cancelled one behind, which takes no part
+
+    def _begin_turn(self) -> None:
+        self._num_starts = 0
+        while self._starters and self._num_starts < _STARTS_PER_TURN:
+            turn = self._starters.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._num_starts += 1
+        if self._num_starts:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
 
     async def _wait_in_line(self, session_id: str | None, avoid: Server | None) -> Server:
         waiter = _Waiter(session_id, avoid, asyncio.get_running_loop().create_future())

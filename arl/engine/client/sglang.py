@@ -24,6 +24,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Self
 
+import numpy as np
 from yarl import URL
 
 from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
@@ -130,9 +131,9 @@ class RemoteSGLangEngine:
         server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server.
         """
-        self._check_tokens(request)
-        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         partial = PartialResponse(request)
+        self._check_tokens(request, partial)
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         sent = faults = 0
         failed: Server | None = None
         while partial.stop_reason is None:
@@ -311,11 +312,11 @@ class RemoteSGLangEngine:
             raise ServerError(f"{what}; the last error: {fault}")
         await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 
-    def _check_tokens(self, request: ModelRequest) -> None:
-        size = self._model.vocab_size
-        if size is None or (min(request.input_ids) >= 0 and max(request.input_ids) < size):
+    def _check_tokens(self, request: ModelRequest, partial: PartialResponse) -> None:
+        size, ids = self._model.vocab_size, partial.prompt_ids
+        if size is None or ids.view(np.uint32).max() < size:  # unsigned, a negative id is a large one
             return
-        position, token_id = next((t, i) for t, i in enumerate(request.input_ids) if not 0 <= i < size)
+        position, token_id = next((t, i) for t, i in enumerate(ids) if not 0 <= i < size)
         raise TrajectoryError(
             f"request {request.rid} has token id {token_id} at position {position}, but {self._model.name} has "
             f"{size} tokens (0 to {size - 1})"
