@@ -139,6 +139,21 @@ class LoadedAdapters:
             if owner is not None
         ]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the next step has tokens of an adapter."""
+        return bool(self._groups)
+
+    def update(self, name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the updates of the step's adapters to y [tokens, out], which the linear layer `name` made of x."""
+        for adapter, places in self._groups:
+            if (factors := adapter.layers.get(name)) is None:
+                continue
+            if places is None:
+                y.addmm_(x @ factors.a, factors.b)
+            else:
+                y.index_add_(0, places, x[places] @ factors.a @ factors.b)
+
     def _adapted(
         self, name: str, own: Callable[[torch.Tensor], torch.Tensor]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -146,14 +161,7 @@ class LoadedAdapters:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             y = own(x)
-            flat_x, flat_y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-            for adapter, places in self._groups:
-                if (factors := adapter.layers.get(name)) is None:
-                    continue
-                if places is None:
-                    flat_y.addmm_(flat_x @ factors.a, factors.b)
-                else:
-                    flat_y.index_add_(0, places, flat_x[places] @ factors.a @ factors.b)
+            self.update(name, x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
             return y
 
         return forward

@@ -1,8 +1,8 @@
 """The slot cache, and attention over it. transformers knows the attention function, so models run their own code.
 
 Each running sequence has one contiguous row of keys and values, so a batch is a view and needs no gather. A forward
-pass takes all tokens of a step as one sequence [1, tokens]: first one token of each decoding sequence (cache rows 0,
-1, ...), then the chunks of prompts. Linear layers see them together; attention separates them again.
+pass takes all tokens of a step as one sequence: first one token of each decoding sequence (cache rows 0, 1, ...), then
+the chunks of prompts (the rows after them). Linear layers see them together; attention separates them again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -39,28 +40,26 @@ class CacheShape:
 
 
 class SlotCache:
-    """Keys and values [2, layers, rows, kv heads, capacity, head dim]; row i belongs to the i-th running sequence.
-
-    `keys[l]` and `values[l]` are layer l's views [rows, kv heads, capacity, head dim].
-    """
+    """Keys and values [layers, 2, rows, kv heads, capacity, head dim]; row i belongs to the i-th running sequence."""
 
     def __init__(self, shape: CacheShape, max_rows: int, max_length: int, device: torch.device) -> None:
         self.shape = shape
         self.max_length = max_length
         self._max_rows = max_rows
-        self._device = device
+        self.device = device
         self._use(self._allocate(min(_FIRST_ROWS, max_rows), min(_FIRST_CAPACITY, max_length)))
 
     def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
         """Zeros: attention multiplies everything beyond a sequence's end by 0, so it must be finite."""
         s = self.shape
-        size = (2, s.num_layers, num_rows, s.num_kv_heads, capacity, s.head_dim)
-        return torch.zeros(size, dtype=s.dtype, device=self._device)
+        size = (s.num_layers, 2, num_rows, s.num_kv_heads, capacity, s.head_dim)
+        return torch.zeros(size, dtype=s.dtype, device=self.device)
 
     def _use(self, data: torch.Tensor) -> None:
         self._data = data
-        self.keys = list(data[0])
-        self.values = list(data[1])
+        self.layers = [(layer[0], layer[1]) for layer in data]
+        """Each layer's keys and values, [rows, kv heads, capacity, head dim]."""
+        self._vectors = [layer.view(-1, self.shape.head_dim) for layer in data]
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +80,17 @@ class SlotCache:
         grown[:, :, : self.num_rows, :, : self.capacity] = self._data
         self._use(grown)
 
+    def places(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Where `write` puts tokens' keys and values, int64[tokens, 2 x kv heads]; valid until the cache grows."""
+        heads = self.shape.num_kv_heads
+        lines = rows[:, None] * heads + np.arange(heads)
+        both = np.concatenate([lines, lines + self.num_rows * heads], axis=1)
+        return torch.from_numpy(both * self.capacity + positions[:, None]).to(self.device)
+
+    def write(self, layer: int, places: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """keys_values [tokens, 2 x kv heads, head dim]: of each token, the keys of all kv heads and then the values."""
+        self._vectors[layer][places] = keys_values
+
     def clear(self) -> None:
         """Forget everything, and with it any numbers that are not finite."""
         self._data.zero_()
@@ -90,7 +100,7 @@ class SlotCache:
         self._data[:, :, target, :, :length] = self._data[:, :, source, :, :length]
 
     def export(self, row: int, length: int) -> torch.Tensor:
-        """A copy of a row's first `length` positions: [2, layers, kv heads, length, head dim]."""
+        """A copy of a row's first `length` positions: [layers, 2, kv heads, length, head dim]."""
         return self._data[:, :, row, :, :length].clone()
 
     def restore(self, row: int, exported: torch.Tensor, length: int) -> None:
@@ -125,8 +135,23 @@ class Segment:
     first: int
     last: int
     context: int
+    bias: torch.Tensor
+    """0 or -inf: [rows * kv heads, 1, context], or [1, 1, 1] where all rows have the same length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Window:
+    """Chunks of cache rows first..last-1, which attend to `context` positions together, padded to the longest."""
+
+    first: int
+    last: int
+    context: int
+    tokens: slice | torch.Tensor
+    """The step's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
+    filled: torch.Tensor | None
+    """Which of rows * longest are no filling; None for all."""
     bias: torch.Tensor | None
-    """[rows * kv heads, 1, context], 0 or -inf; None where all rows have the same length."""
+    """[rows, 1, longest, context], 0 or -inf; None for a single chunk that begins its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,66 +159,152 @@ class SlotBatch:
     """Where the tokens of one step belong."""
 
     cache: SlotCache
-    rows: torch.Tensor
-    """int64[D], 0..D-1, of the D decoding sequences."""
-    positions: torch.Tensor
-    """int64[D], of the D decoding sequences."""
+    places: torch.Tensor
     segments: Sequence[Segment]
-    """Segments that cover the decoding sequences in order."""
-    chunks: Sequence[Chunk]
-    masks: Sequence[torch.Tensor | None]
-    """For each chunk its bias [length, start + length], 0 or -inf; None for a chunk that begins its prompt."""
+    """They cover the decoding sequences in order."""
+    windows: Sequence[Window]
+    """They cover the chunks in order."""
 
     @classmethod
-    def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
-        """A batch that decodes at `positions` of the first rows, and computes `chunks`."""
-        places = torch.tensor(positions, dtype=torch.int64, device=rows.device)
-        segments = [
-            Segment(first=first, last=last, context=context, bias=_bias(cache, places, positions, first, last, context))
-            for first, last, context in _split(positions)
-        ]
+    def of(cls, cache: SlotCache, positions: np.ndarray, chunks: Sequence[Chunk]) -> SlotBatch:
+        """positions: int64, of every token of the step: first one of each of the decoding rows, then the chunks'."""
+        lengths = [chunk.length for chunk in chunks]
+        num_decoding = len(positions) - sum(lengths)
+        rows = np.arange(num_decoding)
+        if chunks:
+            rows = np.concatenate([rows, np.repeat([chunk.row for chunk in chunks], lengths)])
+        decoding = positions[:num_decoding]
+        starts = (num_decoding + np.cumsum([0, *lengths])).tolist()
         return cls(
             cache=cache,
-            rows=rows[: len(positions)],
-            positions=places,
-            segments=segments,
-            chunks=chunks,
-            masks=[_causal_bias(cache, chunk, rows.device) if chunk.start else None for chunk in chunks],
+            places=cache.places(rows, positions),
+            segments=[_segment(cache, decoding, first, last) for first, last in _split(decoding)],
+            windows=[_window(cache, chunks[i:j], starts[i]) for i, j in _alike(chunks)],
         )
 
 
-def _split(positions: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first row, end, context) of runs of blocks whose contexts are within a factor of two.
+def _split(positions: np.ndarray) -> list[tuple[int, int]]:
+    """(first row, end) of runs of blocks whose contexts are within a factor of two.
 
     All rows of a segment read as much of the cache as its longest, so one long row must not slow down all others.
     """
-    segments: list[tuple[int, int, int]] = []
-    for first in range(0, len(positions), _BLOCK_ROWS):
-        block = positions[first : first + _BLOCK_ROWS]
-        context = max(block) + 1
-        last = first + len(block)
-        if segments:
-            start, _, before = segments[-1]
-            if max(before, context) <= 2 * min(before, context):
-                segments[-1] = (start, last, max(before, context))
-                continue
-        segments.append((first, last, context))
+    if len(positions) <= _BLOCK_ROWS:
+        return [(0, len(positions))] if len(positions) else []
+    firsts = range(0, len(positions), _BLOCK_ROWS)
+    contexts = (np.maximum.reduceat(positions, list(firsts)) + 1).tolist()
+    segments: list[tuple[int, int]] = []
+    before = 0
+    for first, context in zip(firsts, contexts, strict=True):
+        last = min(first + _BLOCK_ROWS, len(positions))
+        if segments and max(before, context) <= 2 * min(before, context):
+            segments[-1] = (segments[-1][0], last)
+            before = max(before, context)
+        else:
+            segments.append((first, last))
+            before = context
     return segments
 
 
-def _bias(
-    cache: SlotCache, places: torch.Tensor, positions: Sequence[int], first: int, last: int, context: int
-) -> torch.Tensor | None:
-    if min(positions[first:last]) + 1 == context:
-        return None
-    visible = torch.arange(context, device=places.device) <= places[first:last, None]
-    bias = torch.zeros((), dtype=cache.shape.dtype, device=places.device).where(visible, float("-inf"))
-    return bias.repeat_interleave(cache.shape.num_kv_heads, 0)[:, None]
+def _segment(cache: SlotCache, positions: np.ndarray, first: int, last: int) -> Segment:
+    places = positions[first:last]
+    context = int(places.max()) + 1
+    if places.min() + 1 == context:
+        bias = torch.zeros(1, 1, 1, dtype=cache.shape.dtype, device=cache.device)
+    else:
+        bias = _bias(cache, np.repeat(places, cache.shape.num_kv_heads)[:, None], context)
+    return Segment(first=first, last=last, context=context, bias=bias)
 
 
-def _causal_bias(cache: SlotCache, chunk: Chunk, device: torch.device) -> torch.Tensor:
-    size = (chunk.length, chunk.end)
-    return torch.full(size, float("-inf"), dtype=cache.shape.dtype, device=device).triu(chunk.start + 1)
+def _alike(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """(first, end) of runs of chunks that padding to the longest makes at most twice as much work."""
+    runs: list[tuple[int, int]] = []
+    length = context = work = 0
+    for index, chunk in enumerate(chunks):
+        longest, widest = max(length, chunk.length), max(context, chunk.end)
+        more = work + chunk.length * chunk.end
+        if runs and longest * widest * (index + 1 - runs[-1][0]) <= 2 * more:
+            runs[-1] = (runs[-1][0], index + 1)
+            length, context, work = longest, widest, more
+        else:
+            runs.append((index, index + 1))
+            length, context, work = chunk.length, chunk.end, chunk.length * chunk.end
+    return runs
+
+
+def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
+    """start: the index of the chunks' first token among the step's."""
+    context = max(chunk.end for chunk in chunks)
+    first, last = chunks[0].row, chunks[-1].row + 1
+    if len(chunks) == 1 and chunks[0].start == 0:
+        tokens = slice(start, start + chunks[0].length)
+        return Window(first=first, last=last, context=context, tokens=tokens, filled=None, bias=None)
+    lengths = np.array([chunk.length for chunk in chunks])
+    steps = np.arange(lengths.max())
+    ends = start + np.cumsum(lengths)
+    tokens = np.minimum((ends - lengths)[:, None] + steps, ends[:, None] - 1)
+    positions = np.array([chunk.start for chunk in chunks])[:, None] + steps
+    filled = np.flatnonzero(steps < lengths[:, None])
+    is_even = len(filled) == tokens.size
+    return Window(
+        first=first,
+        last=last,
+        context=context,
+        tokens=slice(start, int(ends[-1])) if is_even else torch.from_numpy(tokens.ravel()).to(cache.device),
+        filled=None if is_even else torch.from_numpy(filled).to(cache.device),
+        bias=_bias(cache, positions[:, None], context),
+    )
+
+
+def _bias(cache: SlotCache, positions: np.ndarray, context: int) -> torch.Tensor:
+    """[*positions, context]: 0 for what a token at each position sees, and -inf for what comes after it."""
+    hidden = torch.arange(context, device=cache.device) > torch.from_numpy(positions).to(cache.device)[..., None]
+    return torch.zeros(hidden.shape, dtype=cache.shape.dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
+
+
+def attend(
+    layer: int, query: torch.Tensor, keys_values: torch.Tensor, batch: SlotBatch, scaling: float
+) -> torch.Tensor:
+    """Write the step's keys and values into the cache and attend to it; returns [tokens, heads * d].
+
+    query [tokens, heads, d]; keys_values [tokens, 2 x kv heads, d].
+    """
+    batch.cache.write(layer, batch.places, keys_values)
+    keys, values = batch.cache.layers[layer]
+    outputs = [_decode(query, keys, values, segment, scaling) for segment in batch.segments]
+    outputs += [_prefill(query, keys, values, window, scaling) for window in batch.windows]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _decode(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scaling: float
+) -> torch.Tensor:
+    """One token of each row. The query heads that share a kv head are rows of one small matrix: no key is repeated."""
+    _, num_kv_heads, _, head_dim = keys.shape
+    rows = slice(segment.first, segment.last)
+    k = keys[rows, :, : segment.context].flatten(0, 1)
+    v = values[rows, :, : segment.context].flatten(0, 1)
+    q = query[rows].reshape(-1, query.shape[1] // num_kv_heads, head_dim)
+    scores = torch.baddbmm(segment.bias, q, k.transpose(1, 2), alpha=scaling)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.bmm(weights, v).view(segment.last - segment.first, -1)
+
+
+def _prefill(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: Window, scaling: float
+) -> torch.Tensor:
+    num_rows = window.last - window.first
+    _, num_heads, head_dim = query.shape
+    output = F.scaled_dot_product_attention(
+        query[window.tokens].reshape(num_rows, -1, num_heads, head_dim).transpose(1, 2),
+        keys[window.first : window.last, :, : window.context],
+        values[window.first : window.last, :, : window.context],
+        attn_mask=window.bias,
+        is_causal=window.bias is None,
+        scale=scaling,
+        enable_gqa=num_heads != keys.shape[1],
+    )
+    output = output.transpose(1, 2).reshape(-1, num_heads * head_dim)
+    return output if window.filled is None else output[window.filled]
 
 
 def slot_attention(
@@ -208,28 +319,17 @@ def slot_attention(
     slot_batch: SlotBatch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the step's keys and values into the cache and attend to it.
+    """`attend`, as the layers of transformers' models call it.
 
-    query [1, heads, N, d], key and value [1, kv heads, N, d]; returns [1, N, heads, d]. Called by the model's layers.
+    query [1, heads, N, d], key and value [1, kv heads, N, d]; returns [1, N, heads, d].
     """
     if slot_batch is None:
         raise ModelError("the model does not pass keyword arguments to its attention; the embedded server needs that")
     _refuse_unknown(options, slot_batch)
     layer: Any = module.layer_idx
-    num_decoding = len(slot_batch.rows)
-    if not slot_batch.chunks:
-        return _decode(layer, query[0], key[0], value[0], slot_batch, scaling).unsqueeze(0), None
-    keys, values = slot_batch.cache.keys[layer], slot_batch.cache.values[layer]
-    outputs = []
-    if num_decoding:
-        q, k, v = (x[0, :, :num_decoding] for x in (query, key, value))
-        outputs.append(_decode(layer, q, k, v, slot_batch, scaling))
-    start = num_decoding
-    for chunk, mask in zip(slot_batch.chunks, slot_batch.masks, strict=True):
-        q, k, v = (x[:, :, start : start + chunk.length] for x in (query, key, value))
-        outputs.append(_prefill(q, k, v, keys[chunk.row], values[chunk.row], chunk, mask, scaling))
-        start += chunk.length
-    return torch.cat(outputs).unsqueeze(0), None
+    keys_values = torch.cat([key[0], value[0]]).transpose(0, 1)
+    output = attend(layer, query[0].transpose(0, 1), keys_values, slot_batch, scaling)
+    return output.view(1, -1, query.shape[1], query.shape[3]), None
 
 
 def _refuse_unknown(options: dict[str, Any], batch: SlotBatch) -> None:
@@ -242,70 +342,6 @@ def _refuse_unknown(options: dict[str, Any], batch: SlotBatch) -> None:
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ModelError(f"the model's attention uses {name}, which the embedded server does not support")
-
-
-def _decode(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: SlotBatch, scaling: float
-) -> torch.Tensor:
-    """One token of each decoding sequence: query [heads, D, d], key and value [kv heads, D, d] -> [D, heads, d].
-
-    The query heads that share a kv head become rows of one small matrix, so that keys are never repeated.
-    """
-    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-    keys[batch.rows, :, batch.positions] = key.transpose(0, 1)
-    values[batch.rows, :, batch.positions] = value.transpose(0, 1)
-    num_heads, num_rows, head_dim = query.shape
-    group = num_heads // key.shape[0]
-    query = query.transpose(0, 1).reshape(-1, group, head_dim)
-    if len(batch.segments) == 1:
-        output = _attend(query, keys, values, batch.segments[0], scaling)
-    else:
-        per_row = key.shape[0]
-        parts = [_attend(query[s.first * per_row : s.last * per_row], keys, values, s, scaling) for s in batch.segments]
-        output = torch.cat(parts)
-    return output.view(num_rows, num_heads, head_dim)
-
-
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scaling: float
-) -> torch.Tensor:
-    """query [M, group, d] of the segment's M = rows * kv heads; keys and values of the whole layer."""
-    k = keys[segment.first : segment.last, :, : segment.context].flatten(0, 1)
-    v = values[segment.first : segment.last, :, : segment.context].flatten(0, 1)
-    if segment.bias is None:
-        scores = torch.bmm(query * scaling, k.transpose(1, 2))
-    else:
-        scores = torch.baddbmm(segment.bias, query, k.transpose(1, 2), alpha=scaling)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return torch.bmm(weights, v)
-
-
-def _prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chunk: Chunk,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """A chunk of one prompt: query [1, heads, T, d], key and value [1, kv heads, T, d] -> [T, heads, d].
-
-    keys and values: the sequence's cache row in this layer, [kv heads, capacity, d].
-    """
-    keys[:, chunk.start : chunk.end] = key[0]
-    values[:, chunk.start : chunk.end] = value[0]
-    output = F.scaled_dot_product_attention(
-        query,
-        keys[None, :, : chunk.end],
-        values[None, :, : chunk.end],
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output[0].transpose(0, 1)
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -8,11 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_qwen import SIZES, build_model, make_batch_of, make_job, prompt_of, random_model, run_all, save
-from torch import nn
 from transformers import AutoModelForSequenceClassification, GraniteConfig, Qwen3ForSequenceClassification
 
 from arl.api.errors import ModelError
-from arl.engine.local.runner import quicken_norms
 
 PAD = 255
 
@@ -46,9 +44,9 @@ def test_scores_are_the_models_own_whoever_shares_the_batch_on_each_way_through_
     jobs = [make_job(prompt_of(n, n)) for n in (1, 2, 70, 130)]
     jobs += [make_job(prompt) for prompt in (shared, shared, [*shared, 5, 6], [*shared[:30], PAD], shared[:10])]
     batch = make_batch_of(str(scorer_dir), max_rows=4, prefill_tokens=16)
-    assert batch._runner._stack is not None
+    assert batch._runner._fused is not None
     if not is_short:
-        batch._runner._stack = None
+        batch._runner._fused = None
     run_all(batch, jobs)
     check(model, jobs)
     again = [make_job(job.input_ids) for job in jobs]
@@ -68,42 +66,4 @@ def test_a_reward_model_without_the_weights_of_its_head_is_refused(scorer_dir: P
 
 def test_a_model_that_scales_its_embeddings_takes_the_long_way(tmp_path: Path) -> None:
     model = random_model(GraniteConfig(**SIZES, embedding_multiplier=3.0))
-    assert make_batch_of(save(model, tmp_path))._runner._stack is None
-
-
-def test_quick_norms_equal_the_models_own_to_rounding() -> None:
-    plain, quick = build_model(3), build_model(3)
-    quicken_norms(quick)
-    norms = [
-        (own, new)
-        for own, new in zip(plain.modules(), quick.modules(), strict=True)
-        if hasattr(own, "variance_epsilon")
-    ]
-    assert len(norms) == 9
-    for own, new in norms:
-        nn.init.normal_(own.weight)
-        new.weight.data.copy_(own.weight)
-        assert "forward" in vars(new)
-        for scale in (0.0, 1e-5, 1.0, 1e4):
-            x = scale * torch.randn(3, 5, own.weight.shape[0])
-            torch.testing.assert_close(new(x), own(x), rtol=1e-5, atol=1e-6)
-
-
-class ShiftedRMSNorm(nn.Module):
-    """As Gemma has it: scales by 1 + weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
-
-
-@pytest.mark.parametrize("norm", [ShiftedRMSNorm(), build_model(0).to(torch.bfloat16).model.norm])
-@torch.no_grad()
-def test_norms_that_would_change_keep_their_own_forward(norm: nn.Module) -> None:
-    quicken_norms(nn.ModuleList([norm]))
-    x = torch.randn(2, norm.weight.shape[0], dtype=norm.weight.dtype)
-    assert torch.equal(norm(x), type(norm).forward(norm, x))
+    assert make_batch_of(save(model, tmp_path))._runner._fused is None
