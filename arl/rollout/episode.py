@@ -63,6 +63,8 @@ class Episode:
 
 def episode_reward(trajectories: Sequence[Trajectory]) -> float:
     """The mean over roles: an agent whose transcript branched counts once."""
+    if len(trajectories) == 1:
+        return float(trajectories[0].reward)
     return fmean(rewards_by_role(trajectories).values())
 
 
@@ -89,7 +91,10 @@ class EpisodeSampler:
         self._num_requests = 0
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._engine.agenerate(replace(request, sampling=self._steered(request.sampling)))
+        sampling = self._steered(request.sampling)
+        if sampling is not request.sampling:
+            request = replace(request, sampling=sampling)
+        return await self._engine.agenerate(request)
 
     def _steered(self, sampling: SamplingParams) -> SamplingParams:
         number, self._num_requests = self._num_requests, self._num_requests + 1

@@ -146,17 +146,19 @@ class FailureBudget:
     def __init__(self, max_failure_rate: float, window: int = 64) -> None:
         self._max_failure_rate = max_failure_rate
         self._recent: deque[Exception | None] = deque(maxlen=window)
+        self._window = window
+        self._num_failed = 0
 
     def record(self, error: Exception | None) -> None:
         """Count an episode, which failed with `error` or did not. Raises FailureBudgetError from the window's first."""
+        self._num_failed += error is not None
+        if len(self._recent) == self._window:
+            self._num_failed -= self._recent[0] is not None
         self._recent.append(error)
-        if len(self._recent) != self._recent.maxlen:
-            return
-        failures = [error for error in self._recent if error is not None]
-        if len(failures) > self._max_failure_rate * len(self._recent):
-            first = failures[0]
+        if len(self._recent) == self._window and self._num_failed > self._max_failure_rate * self._window:
+            first = next(error for error in self._recent if error is not None)
             raise FailureBudgetError(
-                f"{len(failures)} of the last {len(self._recent)} episodes failed, and rollout.max_failure_rate is "
+                f"{self._num_failed} of the last {self._window} episodes failed, and rollout.max_failure_rate is "
                 f"{self._max_failure_rate:g}. The first failed with {type(first).__name__}: {first}"
             ) from first
 
