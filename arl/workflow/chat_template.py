@@ -17,6 +17,7 @@ from arl.api.errors import ModelError
 from arl.api.types import StopReason
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
@@ -163,8 +164,21 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered text."""
-        parts = text.split(_CUT)
-        return tuple(i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False))
+        parts, backend = text.split(_CUT), self._backend
+        if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
+            return tuple(i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False))
+        return tuple(i for found in backend.encode_batch(parts, add_special_tokens=False) for i in found.ids)
+
+    @cached_property
+    def _backend(self) -> Tokenizer | None:
+        """What the tokenizer's `encode` calls, if it does nothing else: a third of the time of a short text."""
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer, stock = self.tokenizer, PreTrainedTokenizerFast
+        if not isinstance(tokenizer, stock) or tokenizer.split_special_tokens:
+            return None
+        is_stock = type(tokenizer).encode is stock.encode and type(tokenizer)._encode_plus is stock._encode_plus
+        return tokenizer.backend_tokenizer if is_stock else None
 
     def encode_said(self, text: str) -> tuple[int, ...]:
         """The tokens of an assistant's words."""
