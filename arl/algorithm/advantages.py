@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from arl.algorithm.batch import Batch, joined
+from arl.algorithm.batch import Batch, token_rewards
 from arl.algorithm.peers import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
 from arl.algorithm.returns import TrainedTokens, gae_advantages, process_rewards, returns_to_go, turn_advantages
 from arl.api.algorithm import AlgorithmConfig
@@ -104,7 +104,7 @@ def returns_advantages(
         return [c / divisor for c in centred(penalised, one, settings.baseline)]
 
     advantages = batch.over_tokens(_of_each(batch, peers, outcomes))
-    has_process = any(any(t.token_rewards or ()) or any(turn.reward for turn in t.turns) for t in batch.trajectories)
+    has_process = any(any(t.process_rewards) for t in batch.trajectories)
     has_penalties = penalties is not None and not settings.is_relative
     if not has_process and not has_penalties:
         return advantages
@@ -123,8 +123,7 @@ def distillation_advantages(batch: Batch) -> torch.Tensor:
     workflow compares the teacher with the sampler b. So this adds b - p; without it, training would go on pushing stale
     tokens after the student has reached its teacher.
     """
-    given = joined("d", (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories))
-    return given + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
+    return token_rewards(batch) + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
 
 
 def _one_success(peers: Peers, k: int) -> list[float]:

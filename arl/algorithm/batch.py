@@ -9,13 +9,13 @@ The algorithm works on these tensors by index. A train engine takes `sequences`:
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
-from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from arl.api.algorithm import Aggregation
@@ -68,7 +68,7 @@ class Batch:
             for place, group in enumerate(groups)
             for t, episode in zip(group.trajectories, group.episode_indices, strict=True)
         ]
-        behavior = joined("f", (t.behavior_logprobs for t in trajectories))
+        behavior = joined((t.behavior_logprobs for t in trajectories), np.float32)
         unknown = torch.zeros(sum(lengths))
         return cls(
             groups=tuple(groups),
@@ -76,8 +76,8 @@ class Batch:
             group=tuple(place for place, _, _ in members),
             episode=tuple(numbers.setdefault(member, len(numbers)) for member in members),
             lengths=lengths,
-            token_ids=joined("q", (t.token_ids for t in trajectories)),
-            loss_mask=joined("b", (_mask(t, overlong) for t in trajectories)).bool(),
+            token_ids=joined((t.token_ids for t in trajectories), np.int32).long(),
+            loss_mask=joined((_mask(t, overlong) for t in trajectories), np.bool_),
             behavior_logprobs=behavior,
             proximal_logprobs=behavior,
             reference_logprobs=unknown,
@@ -86,7 +86,7 @@ class Batch:
             returns=unknown,
             selected=unknown.bool(),
             loss_weights=unknown,
-            versions=joined("q", (t.versions for t in trajectories)),
+            versions=joined((t.versions for t in trajectories), np.int32).long(),
         )
 
     def __len__(self) -> int:
@@ -147,16 +147,21 @@ class Batch:
         ]
 
 
-def joined(kind: Literal["b", "q", "f", "d"], rows: Iterable[Iterable[float]]) -> torch.Tensor:
-    """One flat tensor of all rows; kind: int8, int64, float32 or float64, as the array module calls them."""
-    values = array(kind, chain.from_iterable(rows))
-    dtype = {"b": torch.int8, "q": torch.int64, "f": torch.float32, "d": torch.float64}[kind]
-    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+def joined(rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike) -> torch.Tensor:
+    """One flat tensor of all rows."""
+    return torch.from_numpy(np.concatenate((np.zeros(0, dtype), *rows), dtype=dtype, casting="unsafe"))
 
 
-def _mask(trajectory: Trajectory, overlong: OverlongConfig) -> Iterable[int]:
+def token_rewards(batch: Batch) -> torch.Tensor:
+    """float64[T]: the trajectories' token_rewards; 0 for one that has none."""
+    rows = (t.token_rewards for t in batch.trajectories)
+    pairs = zip(rows, batch.lengths, strict=True)
+    return joined((np.zeros(length) if row is None else row for row, length in pairs), np.float64)
+
+
+def _mask(trajectory: Trajectory, overlong: OverlongConfig) -> npt.NDArray[np.bool_]:
     is_left_out = overlong.mask_truncated and trajectory.is_truncated
-    return repeat(0, len(trajectory.loss_mask)) if is_left_out else trajectory.loss_mask
+    return np.zeros_like(trajectory.loss_mask) if is_left_out else trajectory.loss_mask
 
 
 def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int = 1) -> torch.Tensor:

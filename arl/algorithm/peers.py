@@ -45,7 +45,7 @@ class Peers:
         outcomes, totals = self.outcomes, [0.0] * len(self)
         for members in self.episodes:
             trajectories = [self.trajectories[i] for i in members]
-            process = [r for t in trajectories for r in (*(turn.reward for turn in t.turns), *(t.token_rewards or ()))]
+            process = [r for t in trajectories for r in t.process_rewards]
             for i in members:
                 totals[i] = math.fsum((outcomes[i], *process))
         return totals

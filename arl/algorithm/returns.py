@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from arl.algorithm.batch import Batch, joined
+from arl.algorithm.batch import Batch, joined, token_rewards
 from arl.algorithm.peers import Peers, Spread, kl_penalties, spread_of
 from arl.api.objective import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
 from arl.api.types import Trajectory
@@ -30,7 +31,7 @@ class TrainedTokens:
 
     @classmethod
     def of(cls, batch: Batch) -> TrainedTokens:
-        mask = joined("b", (t.loss_mask for t in batch.trajectories)).bool()
+        mask = joined((t.loss_mask for t in batch.trajectories), np.bool_)
         owners, starts = batch.owners, batch.starts
         last = torch.where(mask, torch.arange(len(mask)), -1).cummax(0).values
         is_own = last >= torch.tensor(starts, dtype=torch.int64)[owners]
@@ -50,13 +51,13 @@ class TrainedTokens:
 
     def token_rewards(self, batch: Batch) -> torch.Tensor:
         """float64[T]: each trained token's part of the trajectories' token_rewards."""
-        rows = (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories)
-        return self.credited(torch.arange(len(self.last)), joined("d", rows))
+        return self.credited(torch.arange(len(self.last)), token_rewards(batch))
 
     def turn_rewards(self, batch: Batch, rewards: torch.Tensor) -> torch.Tensor:
         """float64[T]: one reward for each turn of the batch, given at the turn's last token."""
         pairs = zip(self.starts, batch.trajectories, strict=False)
-        return self.credited(joined("q", ([start + turn.stop - 1 for turn in t.turns] for start, t in pairs)), rewards)
+        ends = joined(([start + turn.stop - 1 for turn in t.turns] for start, t in pairs), np.int64)
+        return self.credited(ends, rewards)
 
 
 def process_rewards(
@@ -76,15 +77,15 @@ def process_rewards(
     become 0, and so do the rewards of an episode without peers.
     """
     rewards = torch.zeros(len(trained.last), dtype=torch.float64)
-    if any(any(t.token_rewards or ()) for t in batch.trajectories):
+    if any(t.token_rewards is not None and t.token_rewards.any() for t in batch.trajectories):
         given = trained.token_rewards(batch)
         rows = trained.places.split(torch.bincount(trained.owners, minlength=len(batch)).tolist())
-        has = [row if t.token_rewards else row[:0] for row, t in zip(rows, batch.trajectories, strict=True)]
+        has = [row[:0] if t.token_rewards is None else row for row, t in zip(rows, batch.trajectories, strict=True)]
         values = _normalised([given[row].tolist() for row in has], peers, settings)
-        rewards[torch.cat(has)] = joined("d", values)
+        rewards[torch.cat(has)] = joined(values, np.float64)
     if any(turn.reward for t in batch.trajectories for turn in t.turns):
         values = _normalised([[turn.reward for turn in t.turns] for t in batch.trajectories], peers, settings)
-        rewards += trained.turn_rewards(batch, joined("d", values))
+        rewards += trained.turn_rewards(batch, joined(values, np.float64))
     return rewards
 
 
@@ -130,7 +131,7 @@ def returns_to_go(
     kept = settings.token_discount * trained.goes_on.double()
     if settings.turn_discount < 1:
         pairs = zip(trained.starts, batch.trajectories, strict=False)
-        starts = joined("q", ([start + turn.start for turn in t.turns] for start, t in pairs))
+        starts = joined(([start + turn.start for turn in t.turns] for start, t in pairs), np.int64)
         turn_numbers = torch.searchsorted(starts, trained.places, right=True)
         kept = kept * settings.turn_discount ** turn_numbers.diff().double()
     sums = torch.zeros_like(rewards)
@@ -163,7 +164,8 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
     trained = TrainedTokens.of(batch)
     ends = torch.tensor(trained.starts[1:], dtype=torch.int64) - 1
     rewards = trained.credited(ends, torch.tensor(outcomes, dtype=torch.float64)) + trained.token_rewards(batch)
-    rewards += trained.turn_rewards(batch, joined("d", ([turn.reward for turn in t.turns] for t in batch.trajectories)))
+    of_turns = joined(([turn.reward for turn in t.turns] for t in batch.trajectories), np.float64)
+    rewards += trained.turn_rewards(batch, of_turns)
     penalties = kl_penalties(batch, kl)
     if penalties is not None:
         rewards -= penalties
@@ -203,11 +205,11 @@ def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> lis
     A turn's rewards are its own and those of all tokens from its first up to the next turn's first.
     """
     turns, stop = trajectory.turns, len(trajectory.token_ids)
+    of_tokens = [] if trajectory.token_rewards is None else trajectory.token_rewards.tolist()
     returns = [0.0] * len(turns)
     later = outcome
     for j in range(len(turns) - 1, -1, -1):
-        rewards = (trajectory.token_rewards or ())[turns[j].start : stop]
-        returns[j] = math.fsum((turns[j].reward, *rewards, later))
+        returns[j] = math.fsum((turns[j].reward, *of_tokens[turns[j].start : stop], later))
         later, stop = discount * returns[j], turns[j].start
     return returns
 

@@ -6,18 +6,18 @@ All are frozen and validated when built, so that no component checks one again. 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
 from arl.api.errors import TrajectoryError
 
 if TYPE_CHECKING:
     import torch
+
+    from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -32,6 +32,10 @@ MAX_REWARD = 1e12
 
 MAX_NUMBER = 3.4e38
 """Logprobs and metrics lie within ±MAX_NUMBER, the range of float32."""
+
+_MOST = (1 << 31) - 1  # of int32, the type of token ids and versions
+_TOKEN_ID = "a token id, an integer of at least 0, below 2^31"
+_VERSION = "-1 (not sampled) or a policy version, below 2^31"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,56 +137,39 @@ class TurnSpan:
     def __post_init__(self) -> None:
         if not 0 < self.start <= self.stop:
             raise TrajectoryError(f"a turn spans tokens {self.start} to {self.stop}; it must begin after token 0")
-        _check_numbers(f"the reward of the turn at token {self.start}", (self.reward,), MAX_REWARD)
+        _check_number(f"the reward of the turn at token {self.start}", self.reward, MAX_REWARD)
 
 
-def _check_numbers(name: str, values: Sequence[Any], limit: float) -> None:
-    """Raise TrajectoryError unless all are finite numbers within ±limit."""
-    # Trajectories are long, so the usual case runs in C: a sum shows whether all are finite, and Python's own types.
-    with contextlib.suppress(TypeError, OverflowError):
-        total = sum(values)
-        is_proper = type(total) in (int, float) and math.isfinite(total)
-        if is_proper and -limit <= min(values, default=0) and max(values, default=0) <= limit:
-            return
-    for t, value in enumerate(values):
-        where = f"{name}[{t}]" if len(values) > 1 else name
-        if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise TrajectoryError(f"{where} is {value!r}; it must be a finite number")
-        if not -limit <= value <= limit:
-            raise TrajectoryError(f"{where} is {value!r:.40}; it must lie between -{limit:g} and {limit:g}")
+def _check_number(name: str, value: Any, limit: float) -> None:
+    """Raise TrajectoryError unless it is a finite number within ±limit."""
+    if not (type(value) in (int, float) and -limit <= value <= limit):
+        from arl.api import columns
+
+        columns.check_number(name, value, limit)
 
 
-def _check_integers(name: str, values: Sequence[Any], allowed: range, what: str) -> None:
-    """Raise TrajectoryError unless all are integers in a range. what: describes what each must be."""
-    with contextlib.suppress(TypeError):
-        if type(sum(values)) is int and min(values) in allowed and max(values) in allowed:
-            return
-    for t, value in enumerate(values):
-        if not hasattr(value, "__index__") or value.__index__() not in allowed:
-            raise TrajectoryError(f"{name}[{t}] is {value!r:.40}; it must be {what}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
     """The token-level record that an episode returns. Token-level fields have length T = len(token_ids).
 
-    Raises TrajectoryError naming the field that is wrong.
+    Give any sequences of numbers for them. They become read-only numpy arrays of 13 bytes a token together. Two
+    trajectories are equal if all their numbers are. Raises TrajectoryError naming the field that is wrong.
     """
 
-    token_ids: tuple[int, ...]
-    """Prompt, sampled and environment tokens, in the order in which the model saw them."""
-    loss_mask: tuple[int, ...]
-    """1 where a token is trained; only sampled tokens can be."""
-    behavior_logprobs: tuple[float, ...]
-    """The sampler's logprob of each sampled token; 0.0 elsewhere."""
-    versions: tuple[int, ...]
-    """The policy version that sampled each token; -1 where none did."""
+    token_ids: IntColumn
+    """int32: prompt, sampled and environment tokens, in the order in which the model saw them."""
+    loss_mask: BoolColumn
+    """bool: whether a token is trained; only sampled tokens can be."""
+    behavior_logprobs: FloatColumn
+    """float32: the sampler's logprob of each sampled token; 0.0 elsewhere."""
+    versions: IntColumn
+    """int32: the policy version that sampled each token; -1 where none did."""
     reward: float
     """The reward of the outcome."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The named parts of the reward, if they are to be normalised apart (GDPO)."""
-    token_rewards: tuple[float, ...] | None = None
-    """Process rewards beside the outcome, one for each token."""
+    token_rewards: OptionalColumn = None  # pyright: ignore[reportAssignmentType] - it is given a sequence or None
+    """float64, or None: process rewards beside the outcome, one for each token."""
     turns: tuple[TurnSpan, ...] = ()
     """Where each turn lies, in order. A turn can have a process reward."""
     is_truncated: bool = False
@@ -193,20 +180,52 @@ class Trajectory:
     """The agent's role, in multi-agent episodes."""
     temperature: float = 1.0
     """Logits are divided by this before logprobs, for every sampled token."""
+    num_trained_tokens: int = field(init=False, repr=False)
+    oldest_version: int | None = field(init=False, repr=False)
+    """The smallest version among trained tokens; None when no token is trained."""
+    newest_version: int | None = field(init=False, repr=False)
+    """The largest version among trained tokens; None when no token is trained."""
 
     def __post_init__(self) -> None:
         self._check_lengths()
+        self._build_columns()
         self._check_numbers()
-        self._check_mask_and_versions()
         self._check_turns()
-        if self.loss_mask[0]:
+        if self.loss_mask.item(0):
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
-    def _check_mask_and_versions(self) -> None:
-        _check_integers("loss_mask", self.loss_mask, range(2), "0 or 1")
-        _check_integers("versions", self.versions, range(-1, 1 << 63), "-1 (not sampled) or a policy version")
-        if NOT_SAMPLED in {*compress(self.versions, self.loss_mask)}:
-            t = next(t for t, pair in enumerate(zip(self.loss_mask, self.versions, strict=True)) if pair == (1, -1))
+    def __eq__(self, other: object) -> bool:
+        from arl.api.columns import are_equal
+
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        return all(are_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__)
+
+    def __setstate__(self, values: Sequence[Any]) -> None:
+        """Take the fields of a record that was built elsewhere, in their order, without checking them again."""
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+            if name in COLUMNS and value is not None:
+                value.flags.writeable = False
+
+    def _build_columns(self) -> None:
+        from arl.api import columns
+
+        put = object.__setattr__
+        put(self, "token_ids", columns.integers("token_ids", self.token_ids, 0, _MOST, _TOKEN_ID))
+        if self.token_rewards is not None:
+            put(self, "token_rewards", columns.rewards("token_rewards", self.token_rewards, MAX_REWARD))
+        put(self, "behavior_logprobs", columns.logprobs("behavior_logprobs", self.behavior_logprobs, MAX_NUMBER))
+        mask = columns.integers("loss_mask", self.loss_mask, 0, 1, "0 or 1")
+        put(self, "loss_mask", mask)
+        versions = columns.integers("versions", self.versions, NOT_SAMPLED, _MOST, _VERSION)
+        put(self, "versions", versions)
+        trained = versions[mask]
+        put(self, "num_trained_tokens", trained.size)
+        put(self, "oldest_version", trained.item(trained.argmin()) if trained.size else None)
+        put(self, "newest_version", trained.item(trained.argmax()) if trained.size else None)
+        if self.oldest_version == NOT_SAMPLED:
+            t = int((mask & (versions == NOT_SAMPLED)).argmax())
             raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
 
     def _check_turns(self) -> None:
@@ -219,51 +238,36 @@ class Trajectory:
             raise TrajectoryError(f"a turn ends at token {end}, but there are {len(self.token_ids)} token_ids")
 
     def _check_lengths(self) -> None:
-        n = len(self.token_ids)
-        if n == 0:
+        if (n := len(self.token_ids)) == 0:
             raise TrajectoryError("token_ids is empty; return None from arun_episode to reject an episode")
-        aligned = {
-            "loss_mask": self.loss_mask,
-            "behavior_logprobs": self.behavior_logprobs,
-            "versions": self.versions,
-            "token_rewards": self.token_rewards,
-        }
-        for name, values in aligned.items():
+        for name in COLUMNS:
+            values = getattr(self, name)
             if values is not None and len(values) != n:
                 raise TrajectoryError(f"{name} has {len(values)} entries for {n} token_ids; they must be equal")
 
     def _check_numbers(self) -> None:
-        _check_integers("token_ids", self.token_ids, range(1 << 63), "a token id, an integer of at least 0")
-        _check_numbers("reward", (self.reward,), MAX_REWARD)
-        _check_numbers("token_rewards", self.token_rewards or (), MAX_REWARD)
-        _check_numbers("behavior_logprobs", self.behavior_logprobs, MAX_NUMBER)
+        _check_number("reward", self.reward, MAX_REWARD)
         for name, numbers, limit in (("metrics", self.metrics, MAX_NUMBER), ("rewards", self.rewards, MAX_REWARD)):
             for key, value in numbers.items():
-                _check_numbers(f"{name}[{key!r}]", (value,), limit)
-        if max(self.behavior_logprobs) > 1e-4:
-            raise TrajectoryError("behavior_logprobs holds a value above 0; log-probabilities are at most 0")
+                _check_number(f"{name}[{key!r}]", value, limit)
         if not MIN_TEMPERATURE <= self.temperature <= MAX_NUMBER:
             bounds = f"at least {MIN_TEMPERATURE}, and finite"
             raise TrajectoryError(f"temperature is {self.temperature}; it must be {bounds}")
 
     @property
-    def oldest_version(self) -> int | None:
-        """The smallest version among trained tokens; None when no token is trained."""
-        return min(set(compress(self.versions, self.loss_mask)), default=None)
-
-    @property
-    def newest_version(self) -> int | None:
-        """The largest version among trained tokens; None when no token is trained."""
-        return max(set(compress(self.versions, self.loss_mask)), default=None)
-
-    @property
-    def num_trained_tokens(self) -> int:
-        return sum(self.loss_mask)
+    def process_rewards(self) -> list[float]:
+        """The rewards of its turns and tokens, which come on top of the outcome's."""
+        of_turns = [turn.reward for turn in self.turns]
+        return of_turns if self.token_rewards is None else of_turns + self.token_rewards.tolist()
 
     @property
     def total_reward(self) -> float:
         """Outcome and process rewards, added up."""
-        return math.fsum((self.reward, *(self.token_rewards or ()), *(turn.reward for turn in self.turns)))
+        return math.fsum((self.reward, *self.process_rewards))
+
+
+COLUMNS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "token_rewards")
+"""The token-level fields of Trajectory. The last may be None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,7 +231,7 @@ class Scoring:
                     "rewards": dict(trajectory.rewards),
                     "is_truncated": trajectory.is_truncated,
                     "num_trained_tokens": trajectory.num_trained_tokens,
-                    "text": self._stage.decode(trajectory.token_ids),
+                    "text": self._stage.decode(trajectory.token_ids.tolist()),
                 }
                 for trajectory in episode.trajectories
             ],

@@ -167,10 +167,10 @@ class Passage:
 def passage_of(trajectory: Trajectory) -> Passage:
     """Sampled tokens with loss_mask 0 are trained in another trajectory, or nowhere."""
     return Passage(
-        token_ids=trajectory.token_ids,
+        token_ids=tuple(trajectory.token_ids.tolist()),
         origins=tuple(
             Origin.GIVEN if version == NOT_SAMPLED else Origin.TRAINED if trained else Origin.SAMPLED
-            for version, trained in zip(trajectory.versions, trajectory.loss_mask, strict=True)
+            for version, trained in zip(trajectory.versions.tolist(), trajectory.loss_mask.tolist(), strict=True)
         ),
     )
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import compress, count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar, cast
@@ -307,14 +306,14 @@ def _check_versions(trajectory: Trajectory, oldest_allowed: int, newest_allowed:
 
 def _check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
     ids, room = trajectory.token_ids, limits.context_length
-    if (highest := max(ids)) >= limits.vocab_size:
+    place = int(ids.argmax())
+    if (highest := ids.item(place)) >= limits.vocab_size:
         raise TrajectoryError(
-            f"arun_episode returned a trajectory with token_ids[{ids.index(highest)}] = {highest}, but the model has "
+            f"arun_episode returned a trajectory with token_ids[{place}] = {highest}, but the model has "
             f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}); encode prompts with the model's own tokenizer"
         )
-    if room is None or len(ids) <= room:
-        return
-    if (last := max(compress(count(1), trajectory.loss_mask), default=0)) > room:
+    if room is not None and trajectory.loss_mask[room:].any():
+        last = int(trajectory.loss_mask.nonzero()[0][-1]) + 1
         raise TrajectoryError(
             f"arun_episode returned a trajectory with {last} tokens up to the last trained one, but the model has room "
             f"for {room} (max_position_embeddings in its config.json); shorten its prompts, or end it sooner"

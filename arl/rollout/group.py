@@ -9,7 +9,7 @@ from enum import Enum
 from statistics import fmean
 
 from arl.api.config import RolloutConfig
-from arl.api.types import Group, Trajectory
+from arl.api.types import Group
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.ledger import GroupOutcome, Issue
@@ -251,11 +251,7 @@ def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
     trajectories = group.trajectories
     parts = [tuple(sorted(t.rewards.items())) if rules.compares_parts else () for t in trajectories]
     seen = {(t.role, t.reward, part) for t, part in zip(trajectories, parts, strict=True)}
-    if len(seen) > len({t.role for t in trajectories}) or any(map(_has_process_rewards, trajectories)):
+    if len(seen) > len({t.role for t in trajectories}) or any(any(t.process_rewards) for t in trajectories):
         return False
     turns = [(t.role, turn.state) for t in trajectories if t.reward for turn in t.turns if turn.state is not None]
     return not rules.compares_turns or len(turns) == len(set(turns))
-
-
-def _has_process_rewards(trajectory: Trajectory) -> bool:
-    return any(trajectory.token_rewards or ()) or any(turn.reward for turn in trajectory.turns)

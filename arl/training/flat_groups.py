@@ -1,114 +1,104 @@
 """Finished groups as flat arrays: the form in which they cross to another process, and lie in a checkpoint.
 
-header      JSON: what is not per token, for each group and each of its trajectories
-arrays      one array for each field of the tokens: all trajectories end to end
+header      JSON: what is not per token, a list for each field of the groups and of their trajectories
+arrays      one for each field of the tokens: all trajectories end to end
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice, pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from arl.api.types import Group, Trajectory, TurnSpan
+from arl.api.types import COLUMNS, Group, Trajectory, TurnSpan
 
 Array = npt.NDArray[Any]
 
-_DTYPES = {
-    "token_ids": np.int32,
-    "loss_mask": np.int8,
-    "behavior_logprobs": np.float64,
-    "versions": np.int32,
-    "token_rewards": np.float64,
+_GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards")
+_EMPTY = {
+    "token_ids": np.zeros(0, np.int32),
+    "loss_mask": np.zeros(0, np.bool_),
+    "behavior_logprobs": np.zeros(0, np.float32),
+    "versions": np.zeros(0, np.int32),
+    "token_rewards": np.zeros(0, np.float64),
 }
-"""The arrays. token_rewards holds the rewards of those trajectories that have them, the others one entry per token."""
-
-_PLAIN = ("reward", "is_truncated", "role", "temperature")
-_DICTS = ("rewards", "metrics")
+"""The arrays of no group. token_rewards are those of the trajectories that have them."""
 
 
 def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     """The header and the arrays from which `restore` makes the groups again."""
     trajectories = [t for group in groups for t in group.trajectories]
-    arrays = {name: _joined((getattr(t, name) or () for t in trajectories), kind) for name, kind in _DTYPES.items()}
-    return json.dumps([_group_record(group) for group in groups]).encode(), arrays
+    fields = {name: [getattr(t, name) for t in trajectories] for name in Trajectory.__slots__}
+    rows = {name: [row for row in fields.pop(name) if row is not None] for name in COLUMNS}
+    fields |= {
+        "turns": [[(turn.start, turn.stop, turn.reward, turn.state) for turn in t.turns] for t in trajectories],
+        "length": [len(t.token_ids) for t in trajectories],
+        "num_token_rewards": [0 if t.token_rewards is None else len(t.token_rewards) for t in trajectories],
+    }
+    of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
+    header = json.dumps({"groups": of_groups, "trajectories": fields}, default=dict).encode()
+    return header, {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
 
 
 def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
-    """The groups that `flatten` took. Raises ValueError, KeyError or TypeError if the two do not fit together."""
-    records = json.loads(header)
-    tokens, rewards = 0, 0
-    groups: list[Group] = []
-    for record in records:
-        trajectories: list[Trajectory] = []
-        for values in record["trajectories"]:
-            end = tokens + values.pop("length")
-            for name in _DTYPES.keys() - {"token_rewards"}:
-                values[name] = tuple(arrays[name][tokens:end].tolist())
-            if values.pop("has_token_rewards"):
-                values["token_rewards"] = tuple(arrays["token_rewards"][rewards : rewards + end - tokens].tolist())
-                rewards += end - tokens
-            tokens = end
-            values["turns"] = tuple(
-                TurnSpan(start=start, stop=stop, reward=reward, state=state)
-                for start, stop, reward, state in values["turns"]
-            )
-            trajectories.append(Trajectory(**values))
-        groups.append(_group(record, trajectories))
-    return groups
+    """The groups that `flatten` took. Their columns are read-only views of `arrays`, which are not checked again.
+
+    Raises ValueError, KeyError or TypeError if the two do not fit together.
+    """
+    known = json.loads(header)
+    fields = known["trajectories"]
+    for name in COLUMNS:
+        lengths = fields["num_token_rewards" if name == "token_rewards" else "length"]
+        fields[name] = _views(name, arrays[name], lengths)
+    fields["turns"] = [tuple(map(_turn, turns)) for turns in fields["turns"]]
+    trajectories = map(_trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
+    of_groups = zip(*(known["groups"][name] for name in _GROUP_FIELDS), strict=True)
+    return [
+        Group(
+            group_id=group_id,
+            example_id=tuple(example_id),
+            stamp=stamp,
+            trajectories=tuple(islice(trajectories, len(episode_indices))),
+            episode_indices=tuple(episode_indices),
+            greedy_rewards=greedy_rewards,
+        )
+        for group_id, example_id, stamp, episode_indices, greedy_rewards in of_groups
+    ]
 
 
 def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
     """Write `groups` as an .npz."""
     header, arrays = flatten(groups)
-    np.savez(file, header=np.frombuffer(header, np.uint8), **arrays)
+    np.savez(file, allow_pickle=False, header=np.frombuffer(header, np.uint8), **arrays)
 
 
 def read_groups(file: BinaryIO) -> list[Group]:
     """Read the groups that `write_groups` wrote. Raises one of checkpoint.UNREADABLE for anything else."""
     with np.load(file, allow_pickle=False) as arrays:
-        if missing := {"header", *_DTYPES} - set(arrays.files):
+        if missing := {"header", *COLUMNS} - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in _DTYPES})
+        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in COLUMNS})
 
 
-def _joined(rows: Iterable[Iterable[float]], dtype: npt.DTypeLike) -> Array:
-    return np.fromiter(chain.from_iterable(rows), dtype)
+def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None]:
+    """The next entries of `array` for each length; None for none."""
+    ends = list(accumulate(lengths, initial=0))
+    if ends[-1] != len(array):
+        raise ValueError(f"{name} has {len(array)} entries for {ends[-1]} tokens")
+    return [array[start:end] if start < end else None for start, end in pairwise(ends)]
 
 
-def _group_record(group: Group) -> dict[str, Any]:
-    """A group without its tokens, as JSON."""
-    return {
-        "group_id": group.group_id,
-        "example_id": group.example_id,
-        "stamp": group.stamp,
-        "episode_indices": group.episode_indices,
-        "greedy_rewards": dict(group.greedy_rewards),
-        "trajectories": [_record(t) for t in group.trajectories],
-    }
+def _turn(values: Sequence[Any]) -> TurnSpan:
+    start, stop, reward, state = values
+    return TurnSpan(start=start, stop=stop, reward=reward, state=state)
 
 
-def _record(t: Trajectory) -> dict[str, Any]:
-    """A trajectory without its tokens, as JSON."""
-    return {
-        "length": len(t.token_ids),
-        "has_token_rewards": t.token_rewards is not None,
-        "turns": [(turn.start, turn.stop, turn.reward, turn.state) for turn in t.turns],
-        **{name: getattr(t, name) for name in _PLAIN},
-        **{name: dict(getattr(t, name)) for name in _DICTS},
-    }
-
-
-def _group(record: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> Group:
-    return Group(
-        group_id=record["group_id"],
-        example_id=(record["example_id"][0], record["example_id"][1]),
-        stamp=record["stamp"],
-        trajectories=tuple(trajectories),
-        episode_indices=tuple(record["episode_indices"]),
-        greedy_rewards=record["greedy_rewards"],
-    )
+def _trajectory(values: Sequence[Any]) -> Trajectory:
+    """Of its fields, without a check of each."""
+    trajectory = object.__new__(Trajectory)
+    trajectory.__setstate__(values)
+    return trajectory

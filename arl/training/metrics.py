@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from statistics import fmean, pstdev
 
 from arl.api.config import EvaluationConfig
@@ -122,10 +121,12 @@ def batch_metrics(
 
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     all_trained = [*trajectories, *(trajectory for group in replayed for trajectory in group.trajectories)]
-    staleness = [version - v for t in filter(is_trained, all_trained) for v in compress(t.versions, t.loss_mask)]
+    trained = [t.versions[t.loss_mask] for t in filter(is_trained, all_trained)]
+    num_trained = sum(map(len, trained))
+    oldest = [t.oldest_version for t in filter(is_trained, all_trained) if t.oldest_version is not None]
     return {
-        "staleness/mean": fmean(staleness) if staleness else 0.0,
-        "staleness/max": max(staleness, default=0),
+        "staleness/mean": (version * num_trained - sum(int(v.sum()) for v in trained)) / max(num_trained, 1),
+        "staleness/max": max((version - v for v in oldest), default=0),
         "replayed_groups": len(replayed),
         "equal_groups": fmean(map(_is_equal, groups)),
         "truncated": fmean(t.is_truncated for t in trajectories),

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from arl.api.config import LogConfig
 from arl.api.errors import ConfigError, RunFileError
-from arl.api.types import Group, StepStats
+from arl.api.types import COLUMNS, Group, StepStats, Trajectory
 from arl.offload import force_to_disk
 from arl.training.display import Display
 from arl.training.metrics import Evaluation
@@ -121,11 +121,11 @@ class RunLog:
                 "group_id": group.group_id,
                 "example_id": group.example_id,
                 "episode": group.episode_indices[i],
-                **asdict(trajectory),
+                **_row_of(trajectory),
                 "greedy_rewards": dict(group.greedy_rewards),
                 "advantage": advantage,
             }
-            yield row | ({"text": self._decode(trajectory.token_ids)} if self._decode else {})
+            yield row | ({"text": self._decode(row["token_ids"])} if self._decode else {})
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
         """Write rows at the end, in place of any that an error left there; returns where they end."""
@@ -133,6 +133,18 @@ class RunLog:
             file.truncate(min(self._begun.setdefault(name, file.tell()), file.tell()))
             file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
             return file.tell()
+
+
+def _row_of(trajectory: Trajectory) -> dict[str, Any]:
+    """What was given for its fields, as JSON."""
+    row = {field.name: getattr(trajectory, field.name) for field in fields(trajectory) if field.init}
+    row |= {name: row[name].tolist() for name in COLUMNS if row[name] is not None}
+    return row | {
+        "loss_mask": [int(is_trained) for is_trained in row["loss_mask"]],
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "rewards": dict(trajectory.rewards),
+        "metrics": dict(trajectory.metrics),
+    }
 
 
 def make_run_dir(run_dir: Path) -> None:

@@ -85,15 +85,16 @@ class DistillationWorkflow(RolloutWorkflow):
         return judged[0] if isinstance(episode, Trajectory) else judged
 
     async def _gains(self, trajectory: Trajectory) -> list[float]:
-        if not any(trajectory.loss_mask):
+        if not trajectory.num_trained_tokens:
             return [0.0] * len(trajectory.token_ids)
         if trajectory.temperature != 1.0:
             raise ConfigError(
                 f"the student sampled at temperature {trajectory.temperature:g}, and the teacher's logprobs are at 1; "
                 "set SamplingParams(temperature=1.0) for distillation"
             )
-        teacher = await self._teacher.logprobs(trajectory.token_ids, start=trajectory.loss_mask.index(1))
-        pairs = zip(teacher, trajectory.behavior_logprobs, trajectory.loss_mask, strict=True)
+        token_ids, first = tuple(trajectory.token_ids.tolist()), int(trajectory.loss_mask.argmax())
+        teacher = await self._teacher.logprobs(token_ids, start=first)
+        pairs = zip(teacher, trajectory.behavior_logprobs.tolist(), trajectory.loss_mask.tolist(), strict=True)
         return [t - b if is_trained else 0.0 for t, b, is_trained in pairs]
 
     def _metrics(self, trajectories: Sequence[Trajectory], gains: Sequence[Sequence[float]]) -> list[dict[str, float]]:
@@ -102,7 +103,7 @@ class DistillationWorkflow(RolloutWorkflow):
         metrics = [dict(trajectory.metrics) for trajectory in trajectories]
         for role in dict.fromkeys(trajectory.role for trajectory in trajectories):
             places = [i for i, trajectory in enumerate(trajectories) if trajectory.role == role]
-            of_trained = [gain for i in places for gain in compress(gains[i], trajectories[i].loss_mask)]
+            of_trained = [gain for i in places for gain in compress(gains[i], trajectories[i].loss_mask.tolist())]
             if of_trained:
                 metrics[places[0]]["teacher_kl"] = -math.fsum(of_trained) / len(of_trained)
             if not self.keep_reward:
@@ -110,8 +111,9 @@ class DistillationWorkflow(RolloutWorkflow):
         return metrics
 
     def _rewarded(self, trajectory: Trajectory, gains: Sequence[float], metrics: Mapping[str, float]) -> Trajectory:
-        own = trajectory.token_rewards if self.keep_reward and trajectory.token_rewards else (0.0,) * len(gains)
-        token_rewards = tuple(r + self._coefficient * gain for r, gain in zip(own, gains, strict=True))
+        token_rewards = [self._coefficient * gain for gain in gains]
+        if self.keep_reward and trajectory.token_rewards is not None:
+            token_rewards = trajectory.token_rewards + token_rewards
         if self.keep_reward:
             return replace(trajectory, token_rewards=token_rewards, metrics=metrics)
         return replace(

@@ -59,7 +59,7 @@ def one_each(group: Group, advantage: Settings, **others: Any) -> list[float]:
     """The advantage of each trajectory's first trained token, with nothing forwarded beforehand."""
     config = config_of(advantage, **others)
     rows = rows_of(with_advantages(Batch.of([group], config.overlong), config))
-    return [row[t.loss_mask.index(1)] for row, t in zip(rows, group.trajectories, strict=True)]
+    return [row[int(t.loss_mask.argmax())] for row, t in zip(rows, group.trajectories, strict=True)]
 
 
 def taken(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
@@ -71,9 +71,8 @@ def taken(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
 
 
 def _noise(t: Trajectory) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(
-        crc32(repr((t.token_ids, t.loss_mask, t.token_rewards, t.turns)).encode())
-    )
+    columns = [None if row is None else row.tolist() for row in (t.token_ids, t.loss_mask, t.token_rewards)]
+    generator = torch.Generator().manual_seed(crc32(repr((columns, t.turns)).encode()))
     return torch.rand(3, len(t.token_ids), generator=generator)
 
 

@@ -6,6 +6,8 @@ An episode counts once among its peers, as the mean of its trajectories of the r
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig
@@ -17,11 +19,11 @@ from arl.api.objective import (
     RejectionAdvantage,
     ReturnsAdvantage,
 )
-from arl.api.types import Group, TrainSequence, Trajectory
+from arl.api.types import COLUMNS, Group, TrainSequence, Trajectory
 
 EPSILON = 1e-6
-Member = tuple[Group, Trajectory, TrainSequence, int]
-"""A trajectory with its group, its sequence and its episode."""
+Member = tuple[Group, Any, TrainSequence, int]
+"""A trajectory, with lists of Python's numbers for its columns; its group, its sequence and its episode."""
 Numbers = list[float]
 
 
@@ -45,8 +47,13 @@ def reference_returns(batch: Batch, config: AlgorithmConfig) -> Numbers:
 
 
 def _members(batch: Batch) -> list[Member]:
-    pairs = [(g, t, e) for g in batch.groups for t, e in zip(g.trajectories, g.episode_indices, strict=True)]
+    pairs = [(g, _plain(t), e) for g in batch.groups for t, e in zip(g.trajectories, g.episode_indices, strict=True)]
     return [(g, t, s, e) for (g, t, e), s in zip(pairs, batch.sequences(), strict=True)]
+
+
+def _plain(trajectory: Trajectory) -> SimpleNamespace:
+    fields = {name: getattr(trajectory, name) for name in trajectory.__slots__}
+    return SimpleNamespace(**fields | {name: fields[name].tolist() for name in COLUMNS if fields[name] is not None})
 
 
 def _where_trained(row: Numbers, sequence: TrainSequence) -> Numbers:
@@ -79,7 +86,7 @@ def _of_one(place: int, peers: list[Member], config: AlgorithmConfig) -> Numbers
 # Rewards --------------------------------------------------------------------------------------------------------------
 
 
-def _penalty(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+def _penalty(trajectory: Any, config: AlgorithmConfig) -> float:
     limit, buffer = config.overlong.max_tokens, config.overlong.buffer_tokens
     length = sum(trajectory.loss_mask)
     if limit is None or length <= limit - buffer:
@@ -89,7 +96,7 @@ def _penalty(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     return config.overlong.penalty * (length - (limit - buffer)) / buffer
 
 
-def _outcome(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+def _outcome(trajectory: Any, config: AlgorithmConfig) -> float:
     return trajectory.reward - _penalty(trajectory, config)
 
 
@@ -124,12 +131,12 @@ def _kl(sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
     return penalties
 
 
-def _owner(trajectory: Trajectory, token: int) -> int | None:
+def _owner(trajectory: Any, token: int) -> int | None:
     """The last trained token at or before this one."""
     return next((t for t in range(token, -1, -1) if trajectory.loss_mask[t]), None)
 
 
-def _credited(trajectory: Trajectory) -> Numbers:
+def _credited(trajectory: Any) -> Numbers:
     """The token rewards that each trained token earns."""
     credited = [0.0] * len(trajectory.token_ids)
     for token, reward in enumerate(trajectory.token_rewards or ()):
@@ -205,7 +212,7 @@ def _returns(place: int, peers: list[Member], config: AlgorithmConfig, settings:
     return [outcome + _to_go(t, rewards, me, settings) for t in range(len(me.token_ids))]
 
 
-def _to_go(start: int, rewards: Numbers, me: Trajectory, settings: ReturnsAdvantage) -> float:
+def _to_go(start: int, rewards: Numbers, me: Any, settings: ReturnsAdvantage) -> float:
     total = 0.0
     for t in range(start, len(rewards)):
         tokens_between = sum(me.loss_mask[start + 1 : t + 1])
@@ -271,7 +278,7 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
             return 0.0
         return _scaled(value - statistics.mean(among), _std(among), settings.scale)
 
-    def q(trajectory: Trajectory, first: int) -> float:
+    def q(trajectory: Any, first: int) -> float:
         total = 0.0
         for j in range(first, len(trajectory.turns)):
             is_last = j == len(trajectory.turns) - 1
@@ -295,7 +302,7 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
     return advantages
 
 
-def _gae(me: Trajectory, sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
+def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
     settings = config.advantage
     assert isinstance(settings, GAEAdvantage)
     advantages = [0.0] * len(me.token_ids)

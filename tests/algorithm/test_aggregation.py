@@ -16,7 +16,7 @@ from arl.api.types import Group
 def reference(groups: Sequence[Group], aggregation: Aggregation, sequence_tokens: int) -> list[float]:
     """Each token's weight, found by counting for it alone."""
     rows = [
-        ((g.group_id, episode, t.role), t.loss_mask)
+        ((g.group_id, episode, t.role), t.loss_mask.tolist())
         for g in groups
         for t, episode in zip(g.trajectories, g.episode_indices, strict=True)
     ]

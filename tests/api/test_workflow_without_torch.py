@@ -27,7 +27,7 @@ class Guess(RolloutWorkflow):
 engine = ScriptedEngine(lambda request: [sum(request.input_ids)], version=3)
 trajectory = asyncio.run(Guess().arun_episode(engine, {"prompt": [1, 2], "answer": (3,)}))
 assert trajectory.reward == 1.0
-assert trajectory.versions == (-1, -1, 3)
+assert trajectory.versions.tolist() == [-1, -1, 3]
 assert engine.requests[0].sampling.max_new_tokens == 4
 
 from arl.rollout.controller import run_examples

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.api.types import MAX_REWARD, Group, Trajectory, TurnSpan
+from arl.api.types import COLUMNS, MAX_REWARD, Group, Trajectory, TurnSpan
 from arl.training.checkpoint import UNREADABLE
 from arl.training.flat_groups import flatten, read_groups, restore, write_groups
 
@@ -80,11 +80,21 @@ def test_groups_come_back_as_they_were(what: list[Group]):
     assert {type(header), *map(type, arrays.values())} == {bytes, np.ndarray}
 
 
-def test_a_token_takes_17_bytes_and_comes_back_as_pythons_own_numbers(long_group: Group):
-    (trajectory,) = read_groups(file := written([long_group]))[0].trajectories
-    assert len(file.getbuffer()) < 17 * len(trajectory.token_ids) + 4000
-    fields = (trajectory.token_ids, trajectory.loss_mask, trajectory.behavior_logprobs, trajectory.versions)
-    assert [type(values[0]) for values in fields] == [int, int, float, int]
+def test_a_token_takes_13_bytes_and_restored_columns_are_read_only_views_of_the_arrays(long_group: Group):
+    assert len(written([long_group]).getbuffer()) < 13 * 20_000 + 4000
+    header, arrays = flatten([long_group, long_group])
+    for group in restore(header, arrays):
+        (trajectory,) = group.trajectories
+        for name in COLUMNS[:-1]:
+            column = getattr(trajectory, name)
+            assert np.shares_memory(column, arrays[name])
+            assert (column.dtype, column.flags.writeable) == (getattr(long_group.trajectories[0], name).dtype, False)
+
+
+def test_arrays_of_another_length_than_the_header_says_are_refused(long_group: Group):
+    header, arrays = flatten([long_group])
+    with pytest.raises(ValueError, match="versions has 19999 entries for 20000 tokens"):
+        restore(header, {**arrays, "versions": arrays["versions"][1:]})
 
 
 @pytest.mark.parametrize("position", [0.1, 0.5, 0.9])

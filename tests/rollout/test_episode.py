@@ -236,7 +236,7 @@ def tokens_of(seed: int, workflow: RolloutWorkflow | None = None, **settings: ob
     """What a run's first batch was trained on, group by group, with requests seeded."""
     engine, sizes = ScriptedEngine(seeded_tokens), {"batch_size": 4, "group_size": 3, "shuffle": False}
     groups, _ = trained(workflow or TwoTurns(), 1, 9, engine=engine, seed=seed, seed_requests=True, **sizes, **settings)
-    return [[t.token_ids for t in group.trajectories] for group in groups]
+    return [[tuple(t.token_ids) for t in group.trajectories] for group in groups]
 
 
 def test_seeded_requests_make_the_same_run_again_whatever_the_schedule_and_no_two_turns_sample_alike() -> None:
@@ -254,7 +254,7 @@ def test_a_retry_samples_anew_from_an_engine_that_can_do_nothing_else() -> None:
             assert [name for name in dir(engine) if not name.startswith("_")] == ["agenerate"]
             answer = await TwoTurns().arun_episode(engine, data)
             assert answer is not None
-            seen.append(answer.token_ids)
+            seen.append(tuple(answer.token_ids))
             if len(seen) == 1:
                 raise RuntimeError("once")
             return answer

@@ -66,8 +66,7 @@ def seen_by(engine: ScriptedEngine, index: int = -1) -> str:
 
 def said_in(trajectory: Trajectory) -> str:
     """What is trained of it."""
-    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    return decode([token for token, mask in pairs if mask])
+    return decode(trajectory.token_ids[trajectory.loss_mask].tolist())
 
 
 def response_of(ids: Sequence[int], *, version: int = 0, logprob: float = -1.0, **fields: Any) -> ModelResponse:

@@ -137,8 +137,8 @@ class Episode:
         for trajectory in made:
             for version, start, stop in runs(trajectory.versions):
                 if version >= 0:
-                    assert trajectory.token_ids[:start] == self.inputs[version]
-                    assert trajectory.token_ids[start:stop] == self.outputs[version]
+                    assert tuple(trajectory.token_ids[:start]) == self.inputs[version]
+                    assert tuple(trajectory.token_ids[start:stop]) == self.outputs[version]
                     assert set(trajectory.behavior_logprobs[start:stop]) == {-float(version)}
                     assert len(set(trajectory.loss_mask[start:stop])) == 1
                     trained[version] += sum(trajectory.loss_mask[start:stop])
@@ -196,7 +196,7 @@ def test_the_model_sees_what_a_server_renders_and_each_token_is_trained_once(
     episode = played(name, messages, by_messages=by_messages)
     made = episode.check()
     last = episode.dialogue.turns[-1]
-    assert any(t.token_ids == last.token_ids for t in made)
+    assert any(tuple(t.token_ids) == last.token_ids for t in made)
     has_rewritten = name == "qwen3" and any("reasoning_content" in message for message in messages)
     has_moved = name == "mistral" and bool(episode.tools)
     if not has_rewritten and not has_moved:

@@ -24,16 +24,16 @@ def turn(parent: Turn | None, output_ids: Sequence[int], *, temperature: float =
 
 
 def trained(trajectory: Trajectory) -> list[int]:
-    return [t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
+    return trajectory.token_ids[trajectory.loss_mask].tolist()
 
 
 def test_a_line_of_turns_is_one_trajectory() -> None:
     first = turn(None, [5, 6])
     (made,) = trajectories([first, turn(first, [7])], 1.0, turn_rewards=[0.5, 0.25], states=["a", None])
-    assert made.token_ids == (0, 0, 5, 6, 0, 0, 7)
-    assert made.loss_mask == (0, 0, 1, 1, 0, 0, 1)
-    assert made.versions == (-1, -1, 5, 6, -1, -1, 7)
-    assert made.behavior_logprobs == (0.0, 0.0, -5.0, -6.0, 0.0, 0.0, -7.0)
+    assert made.token_ids.tolist() == [0, 0, 5, 6, 0, 0, 7]
+    assert made.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
+    assert made.versions.tolist() == [-1, -1, 5, 6, -1, -1, 7]
+    assert made.behavior_logprobs.tolist() == [0.0, 0.0, -5.0, -6.0, 0.0, 0.0, -7.0]
     assert [(t.start, t.stop, t.reward, t.state) for t in made.turns] == [(2, 4, 0.5, "a"), (6, 7, 0.25, None)]
 
 
@@ -44,8 +44,8 @@ def test_a_shared_beginning_is_trained_in_the_first_trajectory_alone_and_is_in_a
         [root, *leaves], 0.5, metrics={"calls": 3}, rewards={"right": 1.0}, turn_rewards=[1.0, 2.0, 4.0], role="solver"
     )
     assert (trained(first), trained(second)) == ([5, 6], [7])
-    assert second.token_ids == (0, 0, 5, 0, 0, 7)
-    assert second.versions == (-1, -1, 5, -1, -1, 7)
+    assert second.token_ids.tolist() == [0, 0, 5, 0, 0, 7]
+    assert second.versions.tolist() == [-1, -1, 5, -1, -1, 7]
     assert second.behavior_logprobs[2] == -5.0
     assert [[t.reward for t in made.turns] for made in (first, second)] == [[1.0, 2.0], [4.0]]
     assert (first.metrics, second.metrics) == ({"calls": 3}, {})
@@ -75,7 +75,7 @@ def test_turns_of_another_temperature_are_a_trajectory_of_their_own_with_all_the
     warm, cool = trajectories([first, second, third], 1.0, metrics={"n": 1})
     assert (warm.temperature, trained(warm)) == (1.0, [5, 7])
     assert (cool.temperature, trained(cool)) == (0.5, [6])
-    assert cool.token_ids == warm.token_ids[: len(cool.token_ids)] == (0, 0, 5, 0, 0, 6)
+    assert cool.token_ids.tolist() == warm.token_ids[: len(cool.token_ids)].tolist() == [0, 0, 5, 0, 0, 6]
     assert (warm.metrics, cool.metrics) == ({"n": 1}, {})
 
 
@@ -102,5 +102,5 @@ def test_a_turn_that_was_forgotten_is_seen_by_what_follows_it_and_not_trained() 
     root = turn(None, [5])
     forgotten = turn(root, [6])
     (made,) = trajectories([root, turn(forgotten, [7])], 1.0)
-    assert made.token_ids == (0, 0, 5, 0, 0, 6, 0, 0, 7)
+    assert made.token_ids.tolist() == [0, 0, 5, 0, 0, 6, 0, 0, 7]
     assert trained(made) == [5, 7]

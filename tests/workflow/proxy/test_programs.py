@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -72,8 +73,7 @@ async def test_an_episode_is_recorded_as_a_conversation_records_it(program: Any)
     async with opened(saying(*ANSWERS)) as episode:
         assert await program(episode) == ANSWERS[-1]
         (made,) = episode.session.trajectories(0.5, {"score": 2.0})
-    assert (made.token_ids, made.loss_mask, made.turns) == (expected.token_ids, expected.loss_mask, expected.turns)
-    assert (made.behavior_logprobs, made.versions) == (expected.behavior_logprobs, expected.versions)
+    assert replace(made, metrics={}) == replace(expected, metrics={})
     assert (made.metrics["calls"], made.metrics["branches"], made.metrics["score"]) == (3, 0, 2.0)
 
 

@@ -52,8 +52,8 @@ async def test_a_single_turn_is_a_trajectory_with_what_was_sampled_and_the_parts
     (trajectory,) = await run(letters(), engine, sampling=sampling)
     (turn,) = trajectory.turns
     assert engine.requests[0].sampling == sampling
-    assert trajectory.token_ids == (*engine.requests[0].input_ids, *ended("e"))
-    assert trajectory.behavior_logprobs[turn.start : turn.stop] == (-0.1, -0.2)
+    assert tuple(trajectory.token_ids) == (*engine.requests[0].input_ids, *ended("e"))
+    assert trajectory.behavior_logprobs[turn.start : turn.stop].tolist() == pytest.approx([-0.1, -0.2])
     assert trajectory.reward == 1.5
     assert trajectory.rewards == {"correct": 1.0, "short": 0.5}
     assert trajectory.metrics == {"turns": 1, "length": 1.0}
@@ -67,7 +67,7 @@ async def test_turns_with_a_user_are_one_trajectory_even_if_the_template_drops_t
     (branch,) = env.episodes[0].traces[0].branches
     assert trained(trajectory) == ["5", "<think>\nLess.\n</think>\n\n9", "7"]
     assert [message.content for message in branch.messages if message.role == "assistant"] == ["5", "9", "7"]
-    assert trajectory.token_ids == (*engine.requests[-1].input_ids, *ended("7"))
+    assert tuple(trajectory.token_ids) == (*engine.requests[-1].input_ids, *ended("7"))
     assert "Higher." in shown(engine.requests[-1])
     assert (trajectory.role, trajectory.reward) == ("player", 1.0)
 

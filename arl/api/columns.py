@@ -1,0 +1,130 @@
+"""Columns: the token-level fields of records as flat, read-only numpy arrays, checked once, when they are built.
+
+Whoever builds a record may give any sequence of numbers. Records import this module when the first of them is built,
+because numpy takes longer to import than all of arl.api.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array as Numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arl.api.errors import TrajectoryError
+
+Array = npt.NDArray[Any]
+
+if TYPE_CHECKING:
+    # The fields' types: any sequence may be given for a column, and an array is read from it.
+    class IntColumn:
+        def __get__(self, record: object, of: Any) -> npt.NDArray[np.int32]: ...
+        def __set__(self, record: object, values: Sequence[int] | Array) -> None: ...
+
+    class BoolColumn:
+        def __get__(self, record: object, of: Any) -> npt.NDArray[np.bool_]: ...
+        def __set__(self, record: object, values: Sequence[int] | Array) -> None: ...
+
+    class FloatColumn:
+        def __get__(self, record: object, of: Any) -> npt.NDArray[np.float32]: ...
+        def __set__(self, record: object, values: Sequence[float] | Array) -> None: ...
+
+    class OptionalColumn:
+        def __get__(self, record: object, of: Any) -> npt.NDArray[np.float64] | None: ...
+        def __set__(self, record: object, values: Sequence[float] | Array | None) -> None: ...
+
+
+_BOOL, _INT32, _FLOAT32, _FLOAT64 = map(np.dtype, ("bool", "int32", "float32", "float64"))
+_MAX_LOGPROB = 1e-4
+"""Servers round: the logprob of a certain token may lie a little above 0."""
+
+
+def integers(name: str, values: Sequence[int] | Array, lowest: int, highest: int, what: str) -> Array:
+    """int32, or bool if 1 is the highest. what: describes what each must be.
+
+    Raises TrajectoryError, which names the first entry that is wrong, as the next two do.
+    """
+    array = _read(values, _INT32)
+    # Two such calls take half the time of min() and max().
+    if array is None or not (lowest <= array.item(array.argmin()) and array.item(array.argmax()) <= highest):
+        array = np.array([_integer(name, t, value, lowest, highest, what) for t, value in _entries(name, values)])
+    return _owned(array, values, _BOOL if highest == 1 else _INT32)
+
+
+def logprobs(name: str, values: Sequence[float] | Array, limit: float) -> Array:
+    """float32, finite and at most 0."""
+    array = _read(values, _FLOAT64)
+    if array is None or not (-limit <= array.item(array.argmin()) and array.item(array.argmax()) <= _MAX_LOGPROB):
+        array = _numbers(name, values, limit)
+        if array.max() > _MAX_LOGPROB:
+            raise TrajectoryError(f"{name} holds a value above 0; log-probabilities are at most 0")
+    return _owned(array, values, _FLOAT32)
+
+
+def rewards(name: str, values: Sequence[float] | Array, limit: float) -> Array:
+    """float64, within ±limit."""
+    array = _read(values, _FLOAT64)
+    if array is None or not (-limit <= array.item(array.argmin()) and array.item(array.argmax()) <= limit):
+        array = _numbers(name, values, limit)
+    return _owned(array, values, _FLOAT64)
+
+
+def check_number(where: str, value: Any, limit: float) -> None:
+    """Raise TrajectoryError unless it is a finite number within ±limit."""
+    if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        raise TrajectoryError(f"{where} is {value!r}; it must be a finite number")
+    if not -limit <= value <= limit:
+        raise TrajectoryError(f"{where} is {value!r:.40}; it must lie between -{limit:g} and {limit:g}")
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two fields of records are equal. Columns are, if all their entries are."""
+    has_column = np.ndarray in (type(one), type(other))
+    return np.array_equal(one, other) if has_column else one == other
+
+
+def _read(values: Sequence[float] | Array, dtype: np.dtype[Any]) -> Array | None:
+    """A flat array of these numbers; None if it cannot be, as some are no numbers, or not integers for an integer type.
+
+    A list becomes an array of `dtype`, another array keeps its own.
+    """
+    try:
+        if isinstance(values, list | tuple):
+            return np.frombuffer(Numbers(dtype.char, values), dtype)  # half the time of np.array
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return array if array.ndim == 1 and array.dtype.kind in ("biu" if dtype is _INT32 else "biuf") else None
+
+
+def _numbers(name: str, values: Sequence[float] | Array, limit: float) -> Array:
+    for t, value in _entries(name, values):
+        check_number(f"{name}[{t}]", value.item() if isinstance(value, np.generic) else value, limit)
+    return np.array([float(value) for value in values])
+
+
+def _owned(array: Array, values: object, dtype: np.dtype[Any]) -> Array:
+    """`array` as a column: read-only, and a copy if somebody else could write to it."""
+    if array.dtype is not dtype:
+        array = array.astype(dtype)
+    elif not array.flags.writeable:
+        return array
+    elif not isinstance(values, list | tuple):
+        array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def _entries(name: str, values: Sequence[Any] | Array) -> enumerate[Any]:
+    if getattr(values, "ndim", 1) != 1:
+        raise TrajectoryError(f"{name} has several dimensions; it must be flat, with one entry for each token")
+    return enumerate(values.tolist() if isinstance(values, np.ndarray) else values)
+
+
+def _integer(name: str, t: int, value: Any, lowest: int, highest: int, what: str) -> int:
+    if not hasattr(value, "__index__") or not lowest <= value.__index__() <= highest:
+        raise TrajectoryError(f"{name}[{t}] is {value!r:.40}; it must be {what}")
+    return value.__index__()
