@@ -93,14 +93,14 @@ class _Parts:
     @classmethod
     def of(cls, order: PrefixOrder, units: Sequence[int]) -> _Parts:
         members: dict[int, list[int]] = {}
-        for index in sorted(order.indices):
-            if units and units[index] >= 0:
-                members.setdefault(units[index], []).append(index)
+        for index, unit in enumerate(units):
+            if unit >= 0:
+                members.setdefault(unit, []).append(index)
         several = [indices for indices in members.values() if len(indices) > 1]
         together = {index for indices in several for index in indices}
         return cls(
             tuple(_Piece(order.only(indices).num_tokens, indices[0], tuple(indices)) for indices in several),
-            order.only(set(order.indices) - together) if together else order,
+            order.only(set(order.indices.tolist()) - together) if together else order,
         )
 
     @property
@@ -121,8 +121,8 @@ def _families(order: PrefixOrder, budget: float, most: float) -> list[list[_Piec
     depths = [0]  # of the nodes on the path from the root to the current sequence
     children: list[list[list[_Piece]]] = [[]]  # for each of these nodes, the pieces of its complete children
     # A last entry that shares nothing closes all nodes.
-    next_shared = (*order.shared[1:], 0)
-    for index, length, shared in zip(order.indices, order.lengths, next_shared, strict=False):
+    columns = order.indices.tolist(), order.lengths.tolist(), [*order.shared[1:].tolist(), 0]
+    for index, length, shared in zip(*columns, strict=False):
         pieces = [_Piece(length, index, (index,))]
         while depths[-1] > shared:
             pieces = _best_fit_decreasing([*children.pop(), pieces], depths.pop(), budget, most)

@@ -9,8 +9,9 @@ these numbers describe the whole tree, and a sequence adds to the row the tokens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,62 +20,63 @@ from arl.api.types import TrainSequence
 
 MIN_SHARED_TOKENS = 8
 """Shorter common beginnings are forwarded once for each sequence: separate attention costs more than it saves."""
+_TILE = 256
+"""The most tokens of several stretches that are one masked block of attention."""
+_WASTED = 1024
+"""A stretch joins the tile before it if at most this many of its tokens times the tile's are masked in vain."""
 
 Run = tuple[int, int]
 """(start, stop) of neighbouring tokens in a packed row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixOrder:
     """Some sequences in the depth-first order of their radix tree."""
 
-    indices: tuple[int, ...]
-    """The index of the k-th sequence."""
-    lengths: tuple[int, ...]
-    """The number of its tokens."""
-    shared: tuple[int, ...]
-    """How many first tokens it shares with the sequence before it; 0 for the first sequence."""
+    indices: torch.Tensor
+    """int64: the index of the k-th sequence."""
+    lengths: torch.Tensor
+    """int64: the number of its tokens."""
+    shared: torch.Tensor
+    """int64: how many first tokens it shares with the sequence before it; 0 for the first sequence."""
 
     @classmethod
-    def unshared(cls, lengths: Sequence[int]) -> PrefixOrder:
+    def unshared(cls, lengths: Sequence[int] | torch.Tensor) -> PrefixOrder:
         """The given order, without sharing."""
-        return cls(indices=tuple(range(len(lengths))), lengths=tuple(lengths), shared=(0,) * len(lengths))
+        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        return cls(indices=torch.arange(len(lengths)), lengths=lengths, shared=torch.zeros_like(lengths))
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
         """Sort int64[T_i] token ids by their prefixes. Common prefixes below `min_shared` tokens count as none."""
-        arrays = [tokens.cpu().numpy() for tokens in sequences]
+        arrays = [tokens.numpy() for tokens in sequences]
         keys = [array.tobytes() for array in arrays]  # any order of the tokens will do, and bytes are fast
         indices = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0] * len(indices)
         for k in range(1, len(indices)):
             common = _common_prefix(arrays[indices[k - 1]], arrays[indices[k]])
             shared[k] = common if common >= min_shared else 0
-        lengths = tuple(len(sequences[i]) for i in indices)
-        return cls(indices=tuple(indices), lengths=lengths, shared=tuple(shared))
+        columns = (torch.tensor(c, dtype=torch.int64) for c in (indices, [len(arrays[i]) for i in indices], shared))
+        return cls(**dict(zip(("indices", "lengths", "shared"), columns, strict=True)))
 
     @property
     def num_tokens(self) -> int:
         """Tokens to forward."""
-        return sum(self.lengths) - sum(self.shared)
+        return int((self.lengths - self.shared).sum())
 
     def only(self, indices: Collection[int]) -> PrefixOrder:
         """The order of some of the sequences. Two of them share as much as all neighbours between them share."""
-        wanted = frozenset(indices)
-        kept: list[int] = []
-        shared: list[int] = []
-        common = 0
-        for k, index in enumerate(self.indices):
-            common = min(common, self.shared[k])
-            if index in wanted:
-                kept.append(k)
-                shared.append(common)
-                common = self.lengths[k]
-        return PrefixOrder(
-            indices=tuple(self.indices[k] for k in kept),
-            lengths=tuple(self.lengths[k] for k in kept),
-            shared=tuple(shared),
-        )
+        is_kept = torch.isin(self.indices, torch.tensor(list(indices), dtype=torch.int64))
+        num_before = is_kept.cumsum(0) - is_kept.long()
+        least = torch.zeros(int(is_kept.sum()) + 1, dtype=torch.int64)
+        least.scatter_reduce_(0, num_before, self.shared, "amin", include_self=False)
+        return PrefixOrder(indices=self.indices[is_kept], lengths=self.lengths[is_kept], shared=least[:-1])
+
+    def renumbered(self, indices: Sequence[int]) -> PrefixOrder:
+        """`only` some sequences, with their places in the ascending `indices` as their new ones."""
+        some = self.only(indices) if len(indices) < len(self.indices) else self
+        numbers = torch.searchsorted(torch.tensor(indices, dtype=torch.int64), some.indices)
+        return PrefixOrder(indices=numbers, lengths=some.lengths, shared=some.shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,124 +85,186 @@ class Stretch:
 
     start: int
     stop: int
-    context: tuple[Run, ...] = ()
-    """The runs of the row with the tokens before the stretch, from the root on."""
+    depth: int = 0
+    """How many tokens of the row before it belong to the same sequences: its context."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
 
-    @property
-    def num_context_tokens(self) -> int:
-        return _size(self.context)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Queries and keys of a row that attend to each other: all to all, or causally if both are the same run."""
+    """Queries and keys of a row that attend to each other: all to all, causally, or under a mask."""
 
     queries: Run
     keys: Run
-    is_causal: bool
+    is_causal: bool = False
+    mask: torch.Tensor | None = None
+    """float32[queries, keys]: 0 where the query sees the key, else minus infinity."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RowPlan:
-    """A packed row in which every node of the radix tree lies once, in depth-first order."""
+    """A packed row in which every node of the radix tree lies once, in depth-first order.
 
+    Each sequence adds a run of its own to the row: its tokens after those that it shares with earlier ones.
+    """
+
+    order: PrefixOrder
+    begins: torch.Tensor
+    """int64: where the run of the order's k-th sequence begins."""
+    parents: torch.Tensor
+    """int64: the number of the sequence with the last token that the k-th shares; its own if it shares none."""
     stretches: tuple[Stretch, ...]
     """The row, from left to right. A node's first child continues its stretch; further children begin new ones."""
-    runs: tuple[tuple[Run, ...], ...]
-    """The runs with the tokens of the order's k-th sequence, from its first to its last."""
+    closed: tuple[tuple[int, int, int], ...]
+    """The row in pieces (start, stop, end), from left to right: the subtrees of all tokens of a piece stop at `end`."""
 
     @classmethod
     def of(cls, order: PrefixOrder) -> RowPlan:
-        stretches: list[Stretch] = []
-        all_runs: list[tuple[Run, ...]] = []
-        runs: tuple[Run, ...] = ()
+        """In time proportional to the number of sequences, however deep the tree is."""
+        lengths, shared = order.lengths.tolist(), order.shared.tolist()
+        path: list[tuple[int, int, int]] = []  # (sequence, start, stop): the runs of the row with the current tokens
+        begins: list[int] = []
+        parents: list[int] = []
+        starts: list[tuple[int, int]] = []  # of stretches, with their depths
+        closed: list[tuple[int, int, int]] = []
         end = 0
-        for length, shared in zip(order.lengths, order.shared, strict=True):
-            runs = _first(runs, shared)
-            stop = end + length - shared
-            if runs and runs[-1][1] == end:
-                begin = stretches[-1]
-                stretches[-1] = Stretch(start=begin.start, stop=stop, context=begin.context)
-                runs = (*runs[:-1], (runs[-1][0], stop))
-            elif stop > end:
-                stretches.append(Stretch(start=end, stop=stop, context=runs))
-                runs = (*runs, (end, stop))
-            all_runs.append(runs)
-            end = stop
-        return cls(stretches=tuple(stretches), runs=tuple(all_runs))
+        # A last sequence that shares nothing closes all pieces.
+        for k, (length, common) in enumerate(zip([*lengths, 0], [*shared, 0], strict=True)):
+            while path:
+                owner, start, stop = path.pop()
+                kept = start + max(common - shared[owner], 0)
+                if kept < stop:
+                    closed.append((kept, stop, end))
+                if kept > start:
+                    path.append((owner, start, min(kept, stop)))
+                    break
+            begins.append(end)
+            parents.append(path[-1][0] if path else k)
+            if length > common:
+                if not path or path[-1][2] != end:
+                    starts.append((end, common))
+                path.append((k, end, end + length - common))
+                end += length - common
+        stops = [*(start for start, _ in starts[1:]), end]
+        stretches = [Stretch(start=a, stop=b, depth=depth) for (a, depth), b in zip(starts, stops, strict=False)]
+        return cls(
+            order=order,
+            begins=torch.tensor(begins[:-1], dtype=torch.int64),
+            parents=torch.tensor(parents[:-1], dtype=torch.int64),
+            stretches=tuple(stretches),
+            closed=tuple(sorted(closed)),
+        )
 
     @property
     def num_tokens(self) -> int:
         return self.stretches[-1].stop if self.stretches else 0
 
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64[T]: for each token of the row, the number of tokens before it in its sequences."""
+        columns = [(s.depth - s.start, s.num_tokens) for s in self.stretches]
+        shifts, sizes = torch.tensor(columns, dtype=torch.int64).view(-1, 2).T
+        return torch.arange(self.num_tokens) + shifts.repeat_interleave(sizes)
+
+    @cached_property
+    def subtree_stops(self) -> torch.Tensor:
+        """int64[T]: for each token, the place after the last token of its subtree. q sees k when k <= q < stops[k]."""
+        starts, stops, ends = torch.tensor(self.closed, dtype=torch.int64).view(-1, 3).T
+        return ends.repeat_interleave(stops - starts)
+
+    def places(self, numbers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64[M]: the place in the row of the token at positions[i] of the order's sequence numbers[i]."""
+        owners, shared = numbers, self.order.shared
+        # The owner is the nearest ancestor with at most `position` shared tokens; jumps double in length.
+        jumps = [self.parents]
+        while not torch.equal(further := jumps[-1][jumps[-1]], jumps[-1]):
+            jumps.append(further)
+        for jump in reversed(jumps):
+            owners = torch.where(shared[jump[owners]] > positions, jump[owners], owners)
+        owners = torch.where(shared[owners] > positions, self.parents[owners], owners)
+        return self.begins[owners] + positions - shared[owners]
+
+    def context(self, stretch: Stretch) -> torch.Tensor:
+        """int64[depth]: the places of the tokens before the stretch that it sees, in order."""
+        if not stretch.depth:
+            return self.subtree_stops[:0]
+        return (self.subtree_stops[: stretch.start] > stretch.start).nonzero()[:, 0]
+
     def blocks(self) -> list[Block]:
-        """The blocks of attention: each stretch to itself, then neighbouring stretches together to a shared context.
+        """The blocks of attention: tiles of the row to themselves, then runs of keys to the later queries below them.
 
         The blocks overlap nowhere, and the first ones hold each query once.
         """
-        blocks = [Block(queries=(s.start, s.stop), keys=(s.start, s.stop), is_causal=True) for s in self.stretches]
-        queries: dict[Run, Run] = {}
-        for stretch in self.stretches:
-            for run in stretch.context:
-                start, _ = queries.get(run, (stretch.start, stretch.stop))
-                queries[run] = (start, stretch.stop)
-        # Everything below a place of the tree lies in one piece, so a run's queries are neighbours.
-        return blocks + [Block(queries=q, keys=run, is_causal=False) for run, q in queries.items()]
+        tiles = list(self._tiles())
+        return [self._tile_block(*tile) for tile in tiles] + list(self._rectangles([stop for _, stop, _ in tiles]))
 
-    def positions(self) -> torch.Tensor:
-        """int64[T]: for each token of the row, the number of tokens before it in its sequences."""
-        return positions_of([(c, c + s.num_tokens) for s in self.stretches for c in (s.num_context_tokens,)])
+    def _tiles(self) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, number of stretches) of each tile, from left to right."""
+        start, count = 0, 0
+        for i, stretch in enumerate(self.stretches):
+            width = stretch.start - start
+            if i and (stretch.stop - start > _TILE or width * stretch.num_tokens > _WASTED):
+                yield start, stretch.start, count
+                start, count = stretch.start, 0
+            count += 1
+        if count:
+            yield start, self.num_tokens, count
 
-    def subtree_stops(self) -> torch.Tensor:
-        """int64[T]: for each token, the place after the last token of its subtree. q sees k when k <= q < stops[k]."""
-        stops = torch.zeros(self.num_tokens, dtype=torch.int64)
-        places = stops.numpy()  # the same memory, which numpy writes to sooner
-        for stretch in self.stretches:
-            for start, stop in (*stretch.context, (stretch.start, stretch.stop)):
-                places[start:stop] = stretch.stop
-        return stops
+    def _tile_block(self, start: int, stop: int, num_stretches: int) -> Block:
+        run = (start, stop)
+        if num_stretches == 1:
+            return Block(queries=run, keys=run, is_causal=True)
+        place = torch.arange(start, stop)
+        is_seen = (place <= place[:, None]) & (place[:, None] < self.subtree_stops[start:stop])
+        mask = torch.zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
+        return Block(queries=run, keys=run, mask=mask)
+
+    def _rectangles(self, tile_stops: Sequence[int]) -> Iterator[Block]:
+        """Everything below a piece lies right of it in one piece, and its tile has the first part already."""
+        tile, keys, queries = 0, (0, 0), (0, 0)
+        for start, stop, end in self.closed:
+            while tile_stops[tile] <= start:
+                tile += 1
+            seen_by = (tile_stops[tile], end)
+            if keys[1] == start and queries == seen_by:
+                keys = (keys[0], stop)
+                continue
+            if queries[0] < queries[1]:
+                yield Block(queries=queries, keys=keys)
+            keys, queries = (start, stop), seen_by
+        if queries[0] < queries[1]:
+            yield Block(queries=queries, keys=keys)
 
 
-def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
-    """int64[at least 1]: the token ids to forward, all before the last trained token: by causality no others matter."""
-    (trained,) = sequence.loss_mask.cpu().numpy().nonzero()
-    last = int(trained[-1]) if len(trained) else 0
-    return sequence.token_ids[: max(last, 1)]
+def last_trained(sequences: Sequence[TrainSequence]) -> torch.Tensor:
+    """int64[N]: the place of each sequence's last trained token; -1 without one."""
+    if not sequences:
+        return torch.zeros(0, dtype=torch.int64)
+    trained = torch.cat([sequence.loss_mask for sequence in sequences]).nonzero()[:, 0]
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    stops = lengths.cumsum(0)
+    found = torch.cat([torch.tensor([-1]), trained])[torch.searchsorted(trained, stops)] - (stops - lengths)
+    return found.clamp(min=-1)
+
+
+def needed_tokens(sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+    """int64[at least 1] each: the token ids before the last trained one. By causality no others matter."""
+    lengths = last_trained(sequences).clamp(min=1).tolist()
+    return [sequence.token_ids[:length] for sequence, length in zip(sequences, lengths, strict=True)]
 
 
 def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:
     """The order in which the needed tokens share most; the given order without share_prefixes."""
-    needed = [needed_tokens(sequence) for sequence in sequences]
-    return PrefixOrder.of(needed) if share_prefixes else PrefixOrder.unshared([len(tokens) for tokens in needed])
-
-
-def positions_of(runs: Sequence[Run]) -> torch.Tensor:
-    """The places of all tokens of the runs, int64, in their order."""
-    starts, stops = torch.tensor(runs, dtype=torch.int64).view(-1, 2).T
-    sizes = stops - starts
-    before = sizes.cumsum(0) - sizes
-    return (starts - before).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+    if not share_prefixes:
+        return PrefixOrder.unshared(last_trained(sequences).clamp(min=1))
+    return PrefixOrder.of(needed_tokens(sequences))
 
 
 def _common_prefix(one: Any, other: Any) -> int:
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def _first(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
-    cut: list[Run] = []
-    for start, stop in runs:
-        if count <= 0:
-            break
-        cut.append((start, min(stop, start + count)))
-        count -= stop - start
-    return tuple(cut)
-
-
-def _size(runs: Sequence[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length

@@ -13,18 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.packing import balanced_shares, pack
-from arl.algorithm.prefix_tree import MIN_SHARED_TOKENS, PrefixOrder, RowPlan, needed_tokens, positions_of, prefix_order
+from arl.algorithm.prefix_tree import MIN_SHARED_TOKENS, PrefixOrder, RowPlan, needed_tokens, prefix_order
 
 
 def order_of(sequences: Family, min_shared: int = 1) -> PrefixOrder:
     return PrefixOrder.of([torch.tensor(tokens) for tokens in sequences], min_shared)
 
 
+def places_of(plan: RowPlan) -> list[list[int]]:
+    """Where the tokens of the order's sequences lie, one list for each sequence."""
+    lengths = plan.order.lengths.tolist()
+    numbers = torch.arange(len(lengths)).repeat_interleave(plan.order.lengths)
+    positions = torch.tensor([position for length in lengths for position in range(length)], dtype=torch.int64)
+    return [part.tolist() for part in plan.places(numbers, positions).split(lengths)] if lengths else []
+
+
 def row_of(order: PrefixOrder, plan: RowPlan, sequences: Family) -> list[int]:
     """The row's token ids; every sequence that passes through a place has the same token there."""
     row = [-1] * plan.num_tokens
-    for index, runs in zip(order.indices, plan.runs, strict=True):
-        for place, token in zip(positions_of(runs).tolist(), sequences[index], strict=True):
+    for index, places in zip(order.indices.tolist(), places_of(plan), strict=True):
+        for place, token in zip(places, sequences[index], strict=True):
             assert row[place] in (-1, token)
             row[place] = token
     return row
@@ -47,8 +55,8 @@ def test_a_token_of_the_row_sees_its_own_prefix_and_nothing_else(sequences: Fami
     row = row_of(order, plan, sequences)
     seen: list[tuple[int, ...]] = []
     for stretch in plan.stretches:
-        context = [row[place] for place in positions_of(stretch.context).tolist()]
-        assert len(context) == stretch.num_context_tokens
+        context = [row[place] for place in plan.context(stretch).tolist()]
+        assert len(context) == stretch.depth
         own = row[stretch.start : stretch.stop]
         seen += [(*context, *own[: i + 1]) for i in range(len(own))]
     assert sorted(seen) == sorted(set().union(*map(prefixes, sequences)))
@@ -69,7 +77,9 @@ def test_stretches_are_no_more_than_different_sequences_and_cover_the_row(sequen
 def test_the_order_of_some_sequences_is_what_they_alone_would_give(sequences: Family, data: st.DataObject):
     chosen = data.draw(st.lists(st.integers(0, max(len(sequences) - 1, 0)), unique=True)) if sequences else []
     some = order_of(sequences).only(chosen)
-    assert sorted(some.indices) == sorted(chosen)
+    assert sorted(some.indices.tolist()) == sorted(chosen)
+    assert row_of(some, RowPlan.of(some), sequences).count(-1) == 0
+    assert some.renumbered(sorted(chosen)).indices.tolist() == [sorted(chosen).index(i) for i in some.indices.tolist()]
     assert RowPlan.of(some).num_tokens == slow_num_tokens([sequences[i] for i in chosen])
 
 
@@ -78,32 +88,69 @@ def test_the_order_of_some_sequences_is_what_they_alone_would_give(sequences: Fa
 def test_a_context_has_at_least_as_many_tokens_as_asked_for(sequences: Family, min_shared: int):
     order = order_of(sequences, min_shared)
     plan = RowPlan.of(order)
-    assert all(s.num_context_tokens == 0 or s.num_context_tokens >= min_shared for s in plan.stretches)
-    for index, runs in zip(order.indices, plan.runs, strict=True):
-        assert len(positions_of(runs)) == len(sequences[index])
+    assert all(s.depth == 0 or s.depth >= min_shared for s in plan.stretches)
+    assert row_of(order, plan, sequences).count(-1) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees)
+def test_positions_and_subtrees_are_those_of_the_tree(sequences: Family):
+    plan = RowPlan.of(order_of(sequences))
+    paths = places_of(plan)
+    stops, positions = plan.subtree_stops.tolist(), plan.positions.tolist()
+    for path in paths:
+        assert [positions[place] for place in path] == list(range(len(path)))
+    for place, stop in enumerate(stops):
+        below = {p for path in paths if place in path for p in path if p >= place}
+        assert below == set(range(place, stop))
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees, st.integers(1, 12))
+def test_blocks_hold_every_pair_that_sees_each_other_once_and_no_other(sequences: Family, tile: int):
+    plan = RowPlan.of(order_of(sequences))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arl.algorithm.prefix_tree._TILE", tile)
+        blocks = plan.blocks()
+    place = torch.arange(plan.num_tokens)
+    expected = (place <= place[:, None]) & (place[:, None] < plan.subtree_stops)
+    count = torch.zeros_like(expected, dtype=torch.int64)
+    for block in blocks:
+        seen = torch.ones(block.queries[1] - block.queries[0], block.keys[1] - block.keys[0], dtype=torch.int64)
+        seen = seen.tril() if block.is_causal else seen if block.mask is None else (block.mask == 0).long()
+        count[slice(*block.queries), slice(*block.keys)] += seen
+    assert torch.equal(count, expected.long())
+    tiles = [block.queries for block in blocks if block.queries == block.keys]
+    assert [p for run in tiles for p in range(*run)] == place.tolist()
+    assert blocks[: len(tiles)] == [block for block in blocks if block.queries == block.keys]
+    whole = {(s.start, s.stop) for s in plan.stretches}
+    assert all(stop - start <= tile or (start, stop) in whole for start, stop in tiles)
 
 
 def test_a_first_child_continues_the_stretch_of_its_parent():
     plan = RowPlan.of(order_of([[1, 2], [1, 2, 3], [1, 2, 4], [1, 5]]))
-    assert [(s.start, s.stop, s.context) for s in plan.stretches] == [(0, 3, ()), (3, 4, ((0, 2),)), (4, 5, ((0, 1),))]
+    assert [(s.start, s.stop, s.depth) for s in plan.stretches] == [(0, 3, 0), (3, 4, 2), (4, 5, 1)]
 
 
 def test_unshared_sequences_keep_their_order():
     sequences = [train_sequence([9, 9, 1]), train_sequence([1, 1, 1, 1])]
     plan = RowPlan.of(prefix_order(sequences, share_prefixes=False))
-    assert plan.runs == (((0, 2),), ((2, 5),))
+    assert places_of(plan) == [[0, 1], [2, 3, 4]]
 
 
 @pytest.mark.parametrize("common", [MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS])
 def test_short_common_beginnings_are_not_shared(common: int):
     sequences = [train_sequence([*range(common), 100 + i, 0]) for i in range(2)]
     expected = common if common >= MIN_SHARED_TOKENS else 0
-    assert prefix_order(sequences).shared == (0, expected)
+    assert prefix_order(sequences).shared.tolist() == [0, expected]
 
 
 @pytest.mark.parametrize(("trained", "needed"), [([2, 3], 3), ([1], 1), ([], 1), ([4], 4)])
 def test_nothing_is_forwarded_from_the_last_trained_token_on(trained: list[int], needed: int):
-    assert needed_tokens(train_sequence([5, 6, 7, 8, 9], trained)).tolist() == [5, 6, 7, 8, 9][:needed]
+    others = [train_sequence([1, 2]), train_sequence([3, 4, 5], [])]
+    for before in (0, 1, 2):
+        sequences = [*others[:before], train_sequence([5, 6, 7, 8, 9], trained), *others[before:]]
+        assert needed_tokens(sequences)[before].tolist() == [5, 6, 7, 8, 9][:needed]
 
 
 PROMPT, ANSWERS = list(range(40)), [[100 + i] * 10 for i in range(8)]

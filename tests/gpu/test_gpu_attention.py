@@ -10,7 +10,11 @@ from arl.engine.fsdp.attention import PackedLayout, masked_attention, packed_att
 
 HEAD_SIZE, SCALING = 64, 0.125
 APART = PrefixOrder.unshared((1, 200, 37, 130, 64))
-SHARED = PrefixOrder(indices=tuple(range(6)), lengths=(300, 250, 280, 90, 200, 150), shared=(0, 200, 240, 0, 60, 140))
+SHARED = PrefixOrder(
+    indices=torch.arange(6),
+    lengths=torch.tensor([300, 250, 280, 90, 200, 150]),
+    shared=torch.tensor([0, 200, 240, 0, 60, 140]),
+)
 
 
 @pytest.mark.parametrize("order", [APART, SHARED], ids=["apart", "shared"])
@@ -28,7 +32,7 @@ def test_outputs_and_gradients_are_those_of_a_cpu(
 
     exact = [x.double().requires_grad_() for x in rows]
     query, key, value = (x.transpose(1, 2) for x in exact)
-    theirs = masked_attention(query, key, value, plan.stretches, SCALING, window)
+    theirs = masked_attention(query, key, value, plan, SCALING, window)
     theirs.backward(weights.double())
 
     ours = [x.cuda().requires_grad_() for x in rows]

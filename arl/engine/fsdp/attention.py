@@ -4,7 +4,7 @@ In a microbatch's row [1, T], tokens that sequences share lie once, so a token s
 `PackedLayout` describes it, and travels through the model's keyword arguments to `packed_attention`, which is
 registered with transformers: models run unchanged. It calls one of
 
-    block_attention     CPU: causal blocks and rectangles of the row, whose softmaxes are merged
+    block_attention     CPU: tiles and rectangles of the row, whose softmaxes are merged
     masked_attention    CPU: pieces of a stretch under a mask, for sliding windows and unequal head sizes
     flex_attention      GPU: one kernel under the tree's block mask, in any dtype
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, Stretch, positions_of
+from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, Stretch
 from arl.api.errors import ModelError
 
 if TYPE_CHECKING:
@@ -48,15 +48,14 @@ class PackedLayout:
     """
 
     def __init__(self, plan: RowPlan, device: torch.device) -> None:
-        self.stretches = plan.stretches
-        """See RowPlan."""
-        self.blocks = tuple(plan.blocks())
+        self.plan = plan
+        self.blocks = tuple(plan.blocks()) if device.type == "cpu" else ()
         """See RowPlan.blocks."""
-        self.max_keys = max(s.num_tokens + s.num_context_tokens for s in plan.stretches)
+        self.max_keys = max(s.num_tokens + s.depth for s in plan.stretches)
         """The most keys that a query sees."""
-        self.positions = plan.positions().to(device, torch.int32)
+        self.positions = plan.positions.to(device, torch.int32)
         """int32[T], see RowPlan.positions."""
-        self.subtree_stops = plan.subtree_stops().to(device, torch.int32)
+        self.subtree_stops = plan.subtree_stops.to(device, torch.int32)
         """int32[T], see RowPlan.subtree_stops."""
         self.block_masks: dict[int | None, BlockMask] = {}
         """Flex attention's masks by sliding window, made on first use."""
@@ -95,7 +94,7 @@ def packed_attention(
     if query.is_cuda and min(sizes) >= _MIN_FLEX_HEAD_SIZE:
         return flex_attention(query, key, value, packed_layout, scaling, sliding_window), None
     if query.is_cuda or sliding_window is not None or sizes[0] != sizes[1]:
-        return masked_attention(query, key, value, packed_layout.stretches, scaling, sliding_window), None
+        return masked_attention(query, key, value, packed_layout.plan, scaling, sliding_window), None
     return block_attention(query, key, value, packed_layout.blocks, scaling), None
 
 
@@ -108,7 +107,7 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float | None
 ) -> torch.Tensor:
-    """query [1, H, T, D], key, value [1, H_kv, T, D] -> [1, T, H, D]. Causal blocks come first, each query in one."""
+    """query [1, H, T, D], key, value [1, H_kv, T, D] -> [1, T, H, D]. Tiles come first, with each query in one."""
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     output = _BlockAttention.apply(query, key, value, blocks, scaling)
     return output.transpose(1, 2)  # pyright: ignore[reportOptionalMemberAccess]
@@ -137,9 +136,11 @@ class _BlockAttention(torch.autograd.Function):
         total = _like_transposed(query, torch.promote_types(query.dtype, torch.float32))
         log_total = torch.empty(query.shape[:-1], dtype=total.dtype)
         for block in blocks:
-            k, v = _of(key, block.keys), _of(value, block.keys)
-            output, logsumexp = _flash(_of(query, block.queries), k, v, 0.0, block.is_causal, scale=scaling)
-            if block.is_causal:
+            k, v, mask = _of(key, block.keys), _of(value, block.keys), _mask(block, query)
+            output, logsumexp = _flash(
+                _of(query, block.queries), k, v, 0.0, block.is_causal, attn_mask=mask, scale=scaling
+            )
+            if block.queries == block.keys:
                 _of(total, block.queries).copy_(output)
                 _of(log_total, block.queries).copy_(logsumexp)
             else:
@@ -165,6 +166,7 @@ class _BlockAttention(torch.autograd.Function):
                 _of(log_total, block.queries),
                 0.0,
                 block.is_causal,
+                attn_mask=_mask(block, query),
                 scale=ctx.scaling,
             )
             for total, part, run in zip(sums, grads, (block.queries, block.keys, block.keys), strict=True):
@@ -179,6 +181,10 @@ def _merge(total: torch.Tensor, log_total: torch.Tensor, output: torch.Tensor, l
     total.mul_((log_total - both).exp_()[..., None])
     total.addcmul_(output.to(total.dtype), (logsumexp - both).exp_()[..., None])
     log_total.copy_(both)
+
+
+def _mask(block: Block, query: torch.Tensor) -> torch.Tensor | None:
+    return None if block.mask is None else block.mask.to(query.dtype)
 
 
 def _of(rows: torch.Tensor, run: Run) -> torch.Tensor:
@@ -200,7 +206,7 @@ def masked_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stretches: Sequence[Stretch],
+    plan: RowPlan,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
@@ -211,9 +217,9 @@ def masked_attention(
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     outputs: list[torch.Tensor] = []
-    for stretch in stretches:
+    for stretch in plan.stretches:
         for start in range(0, stretch.num_tokens, _PIECE):
-            given = stretch, (start, min(start + _PIECE, stretch.num_tokens)), scaling, sliding_window
+            given = plan, stretch, (start, min(start + _PIECE, stretch.num_tokens)), scaling, sliding_window
             outputs.append(checkpoint(_piece, query, key, value, *given, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -222,15 +228,17 @@ def _piece(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    plan: RowPlan,
     stretch: Stretch,
     piece: Run,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
     """The outputs of a stretch's tokens [start, stop), counted from its first, for the keys that they see."""
-    before = stretch.num_context_tokens
+    before = stretch.depth
     first = 0 if sliding_window is None else max(0, before + piece[0] - sliding_window + 1)
-    seen = positions_of((*stretch.context, (stretch.start, stretch.start + piece[1])))[first:].to(query.device)
+    own = torch.arange(stretch.start, stretch.start + piece[1])
+    seen = torch.cat([plan.context(stretch), own])[first:].to(query.device)
     distance = torch.arange(before + piece[0], before + piece[1])[:, None] - torch.arange(first, before + piece[1])
     mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
     return F.scaled_dot_product_attention(

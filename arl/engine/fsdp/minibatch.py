@@ -1,6 +1,6 @@
 """A minibatch's way through the ranks: shares, microbatches, and the sums of its metrics.
 
-TrainSequences --divide--> shares --PackedSequences--> ranks --build_microbatch--> Microbatch --> MinibatchTally
+TrainSequences --divide--> shares --PackedSequences--> ranks --microbatches--> Microbatch --> MinibatchTally
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from arl.algorithm.packing import balanced_shares
-from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, positions_of, prefix_order
+from arl.algorithm.packing import balanced_shares, pack
+from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, last_trained, prefix_order
 from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.types import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
@@ -26,7 +25,7 @@ _FIELDS = tuple(field.name for field in fields(TrainSequence))
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
     """Shares of nearly equal forwarded tokens, as indices; a share may be empty. Untrained sequences are in none."""
-    trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
+    trained = (last_trained(sequences) >= 0).nonzero()[:, 0].tolist()
     shares = balanced_shares([sequences[i] for i in trained], num_shares, share_prefixes=share_prefixes)
     return [[trained[i] for i in share] for share in shares]
 
@@ -108,33 +107,53 @@ class Microbatch:
         return list(row.split(list(self.lengths)))
 
 
+def microbatches(
+    sequences: Sequence[TrainSequence], budget: int, device: torch.device, *, share_prefixes: bool
+) -> list[tuple[list[int], Microbatch]]:
+    """(indices into `sequences`, their microbatch) under the budget of `pack`. Untrained sequences are in none."""
+    trained = (last_trained(sequences) >= 0).nonzero()[:, 0].tolist()
+    kept = [sequences[i] for i in trained]
+    order = prefix_order(kept, share_prefixes=share_prefixes)
+    bins = pack(order, budget, [sequence.unit for sequence in kept])
+    return [
+        ([trained[i] for i in members], _packed([kept[i] for i in members], order.renumbered(members), device))
+        for members in bins
+    ]
+
+
 def build_microbatch(
     sequences: Sequence[TrainSequence], device: torch.device, *, share_prefixes: bool = True
 ) -> Microbatch:
     """Pack at least one sequence. Raises ValueError if a first token is marked as trained."""
-    order = prefix_order(sequences, share_prefixes=share_prefixes)
-    plan = RowPlan.of(order)
+    return _packed(sequences, prefix_order(sequences, share_prefixes=share_prefixes), device)
+
+
+def _packed(sequences: Sequence[TrainSequence], order: PrefixOrder, device: torch.device) -> Microbatch:
     lengths = tuple(len(s) for s in sequences)
-    token_ids, trained = (torch.cat([getattr(s, name) for s in sequences]) for name in ("token_ids", "loss_mask"))
-    if trained[list(accumulate(lengths[:-1], initial=0))].any():
+    trained = torch.cat([s.loss_mask for s in sequences])
+    places, sizes = trained.nonzero()[:, 0], torch.tensor(lengths)
+    stops = sizes.cumsum(0)
+    sequence_ids = torch.searchsorted(stops, places, right=True)
+    positions = places - (stops - sizes)[sequence_ids]
+    if not positions.all():
         raise ValueError("loss_mask is 1 at a sequence's first token, which has no context and so no logprob to train")
-    input_ids, place_of = _laid_out(token_ids, lengths, order, plan)
-    sequence_ids = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[trained]
+    plan = RowPlan.of(order)
+    numbers = order.indices.argsort()[sequence_ids]
     temperatures = torch.tensor([s.temperature for s in sequences], dtype=torch.float32)
 
     def of_trained(name: str) -> torch.Tensor:
         # Selected before it is copied: on a GPU, selecting by a mask waits for everything queued there.
-        return torch.cat([getattr(s, name) for s in sequences])[trained].to(device)
+        return torch.cat([getattr(s, name) for s in sequences])[places].to(device)
 
     layout = PackedLayout(plan, device)
     return Microbatch(
-        input_ids=input_ids[None].to(device),
+        input_ids=_row(sequences, order)[None].to(device),
         position_ids=layout.positions[None].long(),
         layout=layout,
         lengths=lengths,
         trained=trained,
-        predictors=place_of[trained.nonzero()[:, 0] - 1].to(device),
-        targets=token_ids[trained].to(device),
+        predictors=plan.places(numbers, positions - 1).to(device),
+        targets=of_trained("token_ids"),
         temperatures=temperatures[sequence_ids].to(device),
         tokens=PackedTokens(
             **{name: of_trained(name) for name in TOKEN_FIELDS},
@@ -144,18 +163,10 @@ def build_microbatch(
     )
 
 
-def _laid_out(
-    token_ids: torch.Tensor, lengths: Sequence[int], order: PrefixOrder, plan: RowPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row, int64[T], and the place in it of each token, int64[U]; -1 for none. token_ids: int64[U]."""
-    starts = list(accumulate(lengths, initial=0))
-    forwarded = positions_of([(starts[i], starts[i] + n) for i, n in zip(order.indices, order.lengths, strict=True)])
-    places = positions_of([run for runs in plan.runs for run in runs])
-    row = torch.empty(plan.num_tokens, dtype=torch.int64)
-    row[places] = token_ids[forwarded]
-    place_of = torch.full_like(token_ids, -1)
-    place_of[forwarded] = places
-    return row, place_of
+def _row(sequences: Sequence[TrainSequence], order: PrefixOrder) -> torch.Tensor:
+    """int64[T]: the token ids that each sequence of the order adds to the row."""
+    columns = order.indices.tolist(), order.shared.tolist(), order.lengths.tolist()
+    return torch.cat([sequences[i].token_ids[start:stop] for i, start, stop in zip(*columns, strict=True)])
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:

@@ -23,8 +23,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from arl.algorithm.packing import pack
-from arl.algorithm.prefix_tree import prefix_order
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError
@@ -33,9 +31,9 @@ from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
     Microbatch,
     MinibatchTally,
-    build_microbatch,
     empty_microbatch,
     mean_of_minibatches,
+    microbatches,
 )
 from arl.engine.fsdp.model import ModelWriter, load_model, model_limits
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
@@ -255,15 +253,10 @@ class FSDPTrainEngine:
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), equally many on every rank, without untrained sequences."""
-        share = self._config.share_prefixes
-        trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
-        order = prefix_order([sequences[i] for i in trained], share_prefixes=share)
-        bins = pack(order, self._config.max_tokens_per_microbatch, [sequences[i].unit for i in trained])
-        members = [[trained[i] for i in indices] for indices in bins]
-        batches = [
-            (indices, build_microbatch([sequences[i] for i in indices], self._device, share_prefixes=share))
-            for indices in members
-        ]
+        config = self._config
+        batches = microbatches(
+            sequences, config.max_tokens_per_microbatch, self._device, share_prefixes=config.share_prefixes
+        )
         count = torch.tensor(len(batches), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
         batches += [([], empty_microbatch(self._device))] * (int(count) - len(batches))

@@ -73,7 +73,7 @@ def test_positions_restart_with_each_sequence():
     first, second = random_sequences(2)
     batch = build_microbatch([first, second], CPU, share_prefixes=False)
     assert batch.position_ids.tolist() == [[*range(len(first) - 1), *range(len(second) - 1)]]
-    assert [stretch.num_tokens for stretch in batch.layout.stretches] == [len(first) - 1, len(second) - 1]
+    assert [stretch.num_tokens for stretch in batch.layout.plan.stretches] == [len(first) - 1, len(second) - 1]
 
 
 def test_a_trained_first_token_is_refused():
@@ -166,11 +166,14 @@ def assert_equal_with_gradients(ours: torch.Tensor, theirs: torch.Tensor, leaves
         torch.testing.assert_close(mine, twin, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
-@given(layouts)
-def test_blocks_merge_to_the_softmax_over_the_whole_prefix(layout: PackedLayout):
+@settings(max_examples=80, deadline=None)
+@given(layouts, st.sampled_from([1, 12, 256]))
+def test_blocks_merge_to_the_softmax_over_the_whole_prefix(layout: PackedLayout, tile: int):
+    """tile 1: every stretch for itself, causally."""
     qkv = random_heads(len(layout.positions), torch.float64)
-    ours = block_attention(*qkv, layout.blocks, 0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arl.algorithm.prefix_tree._TILE", tile)
+        ours = block_attention(*qkv, layout.plan.blocks(), 0.3)
     assert_equal_with_gradients(ours, twin_attention(layout, None, *qkv), qkv)
 
 
@@ -178,7 +181,7 @@ def test_blocks_merge_to_the_softmax_over_the_whole_prefix(layout: PackedLayout)
 @given(layouts, st.sampled_from([None, 1, 3, 6]))
 def test_masked_stretches_see_the_prefix_and_the_window(layout: PackedLayout, window: int | None):
     qkv = random_heads(len(layout.positions), torch.float64)
-    ours = masked_attention(*qkv, layout.stretches, 0.3, window)
+    ours = masked_attention(*qkv, layout.plan, 0.3, window)
     assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
 
 
@@ -211,7 +214,7 @@ def test_masked_attention_needs_memory_for_the_row_and_not_for_what_each_branch_
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), LargestTensor() as largest:
-        ours = masked_attention(*qkv, layout.stretches, 0.3, window)
+        ours = masked_attention(*qkv, layout.plan, 0.3, window)
     assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
     assert sum(saved.values()) <= 4 * qkv[0].nbytes
     assert largest.elements <= max(4 * num_tokens * 8, 16 * num_tokens)
@@ -221,8 +224,8 @@ def test_masked_attention_needs_memory_for_the_row_and_not_for_what_each_branch_
 @pytest.mark.parametrize("window", [None, 40])
 def test_flex_attention_is_masked_by_the_tree_with_blocks_for_all_that_is_seen(window: int | None):
     """A row of 800 tokens: two prompts, branches within branches, and a sequence for itself."""
-    lengths, shared = (300, 250, 280, 90, 200, 150), (0, 200, 240, 0, 60, 140)
-    plan = RowPlan.of(PrefixOrder(indices=tuple(range(6)), lengths=lengths, shared=shared))
+    lengths, shared = torch.tensor([300, 250, 280, 90, 200, 150]), torch.tensor([0, 200, 240, 0, 60, 140])
+    plan = RowPlan.of(PrefixOrder(indices=torch.arange(6), lengths=lengths, shared=shared))
     layout = PackedLayout(plan, CPU)
     query, key, value = (x.detach() for x in random_heads(plan.num_tokens, torch.float32))
     ours = flex_attention(query, key, value, layout, 0.3, window)
