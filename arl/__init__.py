@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from arl.api.scripted import ScriptedEngine
     from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
     from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
-    from arl.assembly import launch, load_train_engine, serve
+    from arl.assembly import launch, serve
     from arl.cli import load_config, run
     from arl.data import load_dataset, load_splits
-    from arl.engine.fsdp.model import load_tokenizer
+    from arl.engine.model_files import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.experiment import Experiment, ExperimentConfig, Setup
     from arl.start import atrain, train
+    from arl.trainer_process import load_train_engine
     from arl.training import finetuning
     from arl.training.display import progress
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
@@ -48,16 +49,17 @@ _HOMES = {
     "arl.api.scripted": "ScriptedEngine",
     "arl.api.types": "Example ModelRequest SamplingParams Trajectory",
     "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
-    "arl.assembly": "launch load_train_engine serve",
+    "arl.assembly": "launch serve",
     "arl.cli": "load_config run",
     "arl.data": "load_dataset load_splits",
-    "arl.engine.fsdp.model": "load_tokenizer",
+    "arl.engine.model_files": "load_tokenizer",
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
     "arl.experiment": "Experiment ExperimentConfig Setup",
     "arl.rewards": "",
     "arl.sandbox": "",
     "arl.start": "atrain train",
     "arl.training.display": "progress",
+    "arl.trainer_process": "load_train_engine",
     "arl.training.finetuning": "",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
-from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
+from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
 from arl.api.engine_config import (
     DEFAULT_CONTEXT_LENGTH,
     AdapterWeightsConfig,
@@ -26,7 +26,6 @@ from arl.api.engine_config import (
     DistributedWeightsConfig,
     LocalEngineConfig,
     SGLangEngineConfig,
-    TrainConfig,
 )
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
@@ -34,21 +33,20 @@ from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.fsdp.model import load_tokenizer, local_directory, model_digest, served_model
-from arl.engine.fsdp.ray_engine import RayTrainEngine, check_gpus
-from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.model_files import load_tokenizer, local_directory, model_digest, served_model
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
-from arl.offload import offload
+from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
 from arl.rollout.group import GroupRules
+from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display
-from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import Evaluator, RunTotals
+from arl.training.remote_learner import RemoteLearner
 from arl.training.run_files import RunLock, RunLog, make_run_dir
 from arl.training.trainer import Trainer
 from arl.workflow.agent import AgentWorkflow
@@ -114,22 +112,6 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     async with AsyncExitStack() as stack:
         addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs" / "serve")
         yield await stack.enter_async_context(await _client(config, addresses, api_key, processes))
-
-
-def load_train_engine(
-    model: str | Path, settings: TrainConfig | None = None, *, seed: int = 0, head: Head = "policy"
-) -> TrainEngine:
-    """The train engine alone, on as many ranks as `settings` says, for fine-tuning; see docs/finetuning.md.
-
-    seed: of a head that the model does not have. head: what the model ends in; "value" for a reward model. Close the
-    engine after use. Raises ConfigError, ModelError.
-    """
-    settings = settings or TrainConfig()
-    kind, hook = FSDPTrainEngine if settings.num_ranks == 1 else RayTrainEngine, sys.excepthook
-    try:
-        return kind(str(model), settings, seed, head)
-    finally:
-        sys.excepthook = hook  # torch's would begin every later traceback of this process with [rank0]
 
 
 def decoder(model: str) -> Callable[[Sequence[int]], str]:
@@ -209,9 +191,9 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
 
 async def _engines(
     stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, thread: TrainThread
-) -> tuple[Learner, InferenceEngine]:
+) -> tuple[RemoteLearner, InferenceEngine]:
     """Both at once: the train engine loads while servers start."""
-    loading = thread.submit(_learner, config, workflow)
+    loading = thread.submit(_load_learner, config, workflow)
     stack.push_async_callback(_close, thread, loading)
     try:
         addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs")
@@ -229,7 +211,7 @@ async def _client(
     return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, model=model, processes=processes)
 
 
-def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, learner: Learner) -> EpisodeRunner:
+def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, learner: RemoteLearner) -> EpisodeRunner:
     """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
     failures = FailureLog(config.run_dir / "logs" / "episodes.log")
     stack.callback(failures.sum_up)
@@ -301,25 +283,14 @@ async def _addresses(
     return processes.addresses, api_key, processes
 
 
-def _learner(config: Config, workflow: RolloutWorkflow) -> Learner:
-    """The policy's engine; and the critic's beside it, if any. A failure closes what was built."""
-    _check_critics_tokens(config)
-    with ExitStack() as stack:
-        engines: list[TrainEngine] = []
-        for model, train, head in _loads(config):
-            engines.append(load_train_engine(model, train, seed=config.seed, head=head))
-            stack.callback(engines[-1].close)
-            if isinstance(engines[-1], RayTrainEngine):
-                engines[-1].check_shares(config.run_dir)
-        _check_room(config, workflow, engines[0].limits.context_length)
-        learner = Learner(
-            engines[0],
-            config.algorithm,
-            critic=engines[1] if len(engines) > 1 else None,
-            max_staleness=config.rollout.max_staleness,
-            seed=config.seed,
-        )
-        stack.pop_all()
+def _load_learner(config: Config, workflow: RolloutWorkflow) -> RemoteLearner:
+    log = config.run_dir / "logs" / "trainer.log"
+    learner = RemoteLearner(partial(host_learner, config), log, config.train.num_threads)
+    try:
+        _check_room(config, workflow, learner.engine.limits.context_length)
+    except BaseException:
+        learner.close()
+        raise
     return learner
 
 
@@ -338,31 +309,6 @@ def _check_room(config: Config, workflow: RolloutWorkflow, of_model: int | None)
         )
 
 
-def _check_critics_tokens(config: Config) -> None:
-    """Raise ConfigError for a critic whose tokens differ from the policy's; it may know more tokens."""
-    critic = config.algorithm.critic
-    if critic is None or critic.model is None:
-        return
-    vocabulary, known = (load_tokenizer(model).get_vocab() for model in (config.model, critic.model))
-    if not vocabulary.items() <= known.items():
-        token = next(token for token, i in vocabulary.items() if known.get(token) != i)
-        raise ConfigError(
-            f"algorithm.critic.model {critic.model} has other tokens than {config.model}: {token!r} is "
-            f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a critic of the same family"
-        )
-
-
-def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
-    train, critic = config.train, config.algorithm.critic
-    if critic is None:
-        return [(config.model, train, "policy")]
-    if train.num_ranks > 1:
-        check_gpus(train, num_engines=2)
-    optimizer = train.optimizer.model_copy(update={"lr": critic.lr})
-    own = train.model_copy(update={"optimizer": optimizer})
-    return [(config.model, train, "policy"), (critic.model or config.model, own, "value")]
-
-
 def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
     advantage = algorithm.advantage
     return GroupRules(
@@ -375,14 +321,14 @@ def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | Non
     )
 
 
-async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
+async def _close(thread: TrainThread, loading: asyncio.Future[RemoteLearner]) -> None:
     """Close the train engines, even if something else failed while they loaded."""
     await asyncio.wait([loading])
     if not loading.cancelled() and loading.exception() is None:
         await thread(loading.result().close)
 
 
-def _transport(config: Config, engine: TrainEngine) -> WeightTransport:
+def _transport(config: Config, engine: WeightSource) -> WeightTransport:
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
     if isinstance(config.weights, DeltaWeightsConfig):

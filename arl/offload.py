@@ -1,4 +1,4 @@
-"""Runs arl's own blocking work, such as file access, in threads; and makes files survive a power cut."""
+"""Runs arl's own blocking work, such as file access and training, in threads; makes files survive a power cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -50,6 +50,27 @@ async def finished(call: asyncio.Future[ResultT]) -> ResultT:
         if not call.cancelled():
             call.exception()  # else asyncio would report an error that nobody retrieved
         raise
+
+
+class TrainThread:
+    """Runs blocking calls one after another on one thread. A cancelled caller still waits for its call to end."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-train")
+
+    def submit(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
+        """Begin a call without waiting for it."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    async def __call__(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:
+        return await self.finish(self.submit(function, *args))
+
+    async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
+        """Wait for a call from `submit`."""
+        return await finished(call)
+
+    def close(self) -> None:
+        self._executor.shutdown()
 
 
 def force_to_disk(path: Path) -> None:

@@ -207,7 +207,7 @@ def _rows(name: str, rows: Any, split: str) -> Any:
 def _single_turn(
     model: str, reward: Rewards, sampling: SamplingParams, system: str | None, prompt: PromptFunction | None
 ) -> SingleTurnWorkflow:
-    from arl.engine.fsdp.model import load_tokenizer
+    from arl.engine.model_files import load_tokenizer
 
     if isinstance(reward, Mapping):
         parts = {name: part if isinstance(part, tuple) else (1.0, part) for name, part in reward.items()}

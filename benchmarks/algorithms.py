@@ -46,7 +46,7 @@ from arl.api.presets import PRESETS
 from arl.api.types import Example, Group, SamplingParams, Trajectory
 from arl.assembly import launch
 from arl.cli import load_config
-from arl.engine.fsdp.model import load_tokenizer
+from arl.engine.model_files import load_tokenizer
 from arl.rewards import InlineReward
 from arl.rollout.buffer import ReplayBuffer
 from arl.training.run_files import read_jsonl, write_atomically

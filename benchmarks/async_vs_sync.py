@@ -33,7 +33,7 @@ from rich.table import Table
 from arl.api.types import SamplingParams
 from arl.assembly import launch
 from arl.cli import load_config
-from arl.engine.fsdp.model import load_tokenizer
+from arl.engine.model_files import load_tokenizer
 from arl.rewards import InlineReward
 from arl.training.run_files import read_jsonl, write_atomically
 

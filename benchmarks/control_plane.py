@@ -1,9 +1,12 @@
 """The control plane alone: thousands of scripted episodes on one event loop, without a model.
 
     python benchmarks/control_plane.py --episodes 2000 --turns 4
+    python benchmarks/control_plane.py --episodes 10000 --turn-s 2 --trainer process
 
 Runs the real controller, buffer, ledger and trajectories; only the engine is scripted: each turn sleeps for a while and
 answers with `--tokens` tokens. Prints the event loop's lag, which every request and every episode would feel.
+With --trainer, a tiny model trains on 128 short sequences again and again meanwhile, in a process of its own or on a
+thread of this one. Episodes are idle with a --turn-s longer than the run.
 """
 
 from __future__ import annotations
@@ -11,22 +14,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import tempfile
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.config import RolloutConfig
+from arl.api.config import Config, RolloutConfig
 from arl.api.engine import DiskWeights, Sampler
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
+from arl.trainer_process import host_learner, load_learner
+from arl.training.remote_learner import RemoteLearner
 
 GROUP_SIZE, BATCH_SIZE = 8, 32
 
@@ -34,7 +46,7 @@ GROUP_SIZE, BATCH_SIZE = 8, 32
 @dataclass(frozen=True)
 class Load:
     """episodes: at once. turn_s: the mean time of a turn, exponentially distributed. tokens: of each turn. examples: of
-    the dataset."""
+    the dataset. trainer: process, thread or none."""
 
     episodes: int
     turns: int
@@ -42,6 +54,7 @@ class Load:
     turn_s: float
     seconds: float
     examples: int
+    trainer: str
 
 
 class Conversation(RolloutWorkflow):
@@ -83,15 +96,67 @@ def scripted_engine(load: Load) -> ScriptedEngine:
     return engine
 
 
-async def run_episodes(load: Load) -> tuple[int, float, list[float]]:
-    """Train for `load.seconds` on a trainer that only takes. Returns episodes trained, seconds, and lags."""
+def training_groups() -> list[Group]:
+    """128 sequences of 20 tokens."""
+    rng = random.Random(0)
+    ids = [[rng.randrange(3, 250) for _ in range(20)] for _ in range(128)]
+    told = {"loss_mask": (0,) * 12 + (1,) * 8, "behavior_logprobs": (0.0,) * 12 + (-5.0,) * 8}
+    made = [
+        Trajectory(token_ids=tuple(row), versions=(-1,) * 12 + (0,) * 8, reward=rng.random(), **told) for row in ids
+    ]
+    return [
+        Group(group_id=i, example_id=(0, i), stamp=0, trajectories=tuple(made[16 * i : 16 * i + 16]),
+              episode_indices=tuple(range(16)))
+        for i in range(8)
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def training(kind: str) -> AsyncGenerator[list[float]]:
+    """Train steps within the block; gives the seconds that each took."""
+    took: list[float] = []
+    if kind == "none":
+        yield took
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        shape = TinyShape(hidden_size=64, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16)
+        model = write_tiny_model(Path(directory) / "model", [], shape)
+        settings = {"model": str(model), "run_dir": directory, "algorithm": {"minibatches": 1}}
+        config = Config.model_validate(settings)
+        is_apart = kind == "process"
+        log = Path(directory) / "trainer.log"
+        learner = RemoteLearner(partial(host_learner, config), log, 1) if is_apart else load_learner(config)
+        thread, groups = TrainThread(), training_groups()
+
+        def step() -> float:
+            began = time.monotonic()
+            learner.train(learner.prepare(groups))  # pyright: ignore[reportArgumentType] (its own batch)
+            return time.monotonic() - began
+
+        async def train() -> None:
+            while True:
+                took.append(await thread(step))
+
+        await thread(step)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(train())
+            try:
+                yield took
+            finally:
+                task.cancel()
+        learner.close()
+        thread.close()
+
+
+async def run_episodes(load: Load) -> tuple[int, float, list[float], list[float]]:
+    """Take batches for `load.seconds`. Returns episodes taken, seconds, lags, and the seconds of training steps."""
     engine = scripted_engine(load)
     staleness = 2 * -(-load.episodes // (GROUP_SIZE * BATCH_SIZE))  # room enough: the cap on episodes is what binds
     config = RolloutConfig(
         batch_size=BATCH_SIZE,
         group_size=GROUP_SIZE,
         max_staleness=staleness,
-        max_concurrent_episodes=load.episodes,
+        max_concurrent_episodes=max(load.episodes, 1),
     )
     buffer = ReplayBuffer(BATCH_SIZE, staleness)
     dataset: list[Example] = [{"question": i} for i in range(load.examples)]
@@ -101,19 +166,27 @@ async def run_episodes(load: Load) -> tuple[int, float, list[float]]:
     controller.ledger.prepare()
     lag = LagMonitor("the benchmark", period_s=0.005, keep=1_000_000)
     began, trained, version = time.monotonic(), 0, 0
-    async with asyncio.TaskGroup() as tasks:
-        background = [tasks.create_task(controller.run()), tasks.create_task(lag.run())]
-        while time.monotonic() - began < load.seconds:
-            batch = await buffer.take_batch(version)
-            controller.trained(batch)
-            version += 1
-            trained += sum(group.num_episodes for group in batch)
-            await engine.update_weights(DiskWeights(version=version, directory=Path("/nowhere")))
-            await buffer.published(version)
+    async with training(load.trainer) as took, asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(lag.run())]
+        if load.episodes:
+            background.append(tasks.create_task(controller.run()))
+        await asyncio.sleep(1)  # until all have begun
+        lag.recent_s.clear()
+        took.clear()
+        began = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(load.seconds):
+                while True:
+                    batch = await buffer.take_batch(version)
+                    controller.trained(batch)
+                    version += 1
+                    trained += sum(group.num_episodes for group in batch)
+                    await engine.update_weights(DiskWeights(version=version, directory=Path("/nowhere")))
+                    await buffer.published(version)
         seconds = time.monotonic() - began
         for task in background:
             task.cancel()
-    return trained, seconds, sorted(lag.recent_s)
+    return trained, seconds, sorted(lag.recent_s), took
 
 
 def main() -> None:
@@ -124,15 +197,17 @@ def main() -> None:
     parser.add_argument("--turn-s", type=float, default=0.5, help="mean seconds of a turn")
     parser.add_argument("--seconds", type=float, default=15.0, help="how long to run")
     parser.add_argument("--examples", type=int, default=10_000, help="in the dataset")
+    parser.add_argument("--trainer", choices=("none", "thread", "process"), default="none")
     load = Load(**vars(parser.parse_args()))
-    trained, seconds, lags = asyncio.run(run_episodes(load))
+    trained, seconds, lags, took = asyncio.run(run_episodes(load))
     table = Table(title=f"{load.episodes} concurrent episodes of {load.turns} turns, {load.tokens} tokens each")
-    for column in ("episodes/s", "turns/s", "lag p50 (ms)", "lag p99 (ms)", "lag max (ms)"):
+    for column in ("episodes/s", "turns/s", "lag p50 (ms)", "lag p99 (ms)", "lag max (ms)", "training step (ms)"):
         table.add_column(column, justify="right")
     table.add_row(
         f"{trained / seconds:,.0f}",
         f"{load.turns * trained / seconds:,.0f}",
         *(f"{1000 * lag:.1f}" for lag in (lags[len(lags) // 2], lags[int(len(lags) * 0.99)], lags[-1])),
+        f"{1000 * median(took):.1f}" if took else "",
     )
     Console().print(table)
 

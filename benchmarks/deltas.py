@@ -44,8 +44,8 @@ from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.model_files import load_tokenizer
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import Replica, delta_package, patched_block, spans, survey
 

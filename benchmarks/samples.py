@@ -28,11 +28,11 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
+from arl import load_tokenizer
 from arl.api.config import Config
 from arl.api.types import Example, SamplingParams, StepStats
 from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
-from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.rewards import InlineReward
 from arl.rollout.watches import LagMonitor

@@ -7,6 +7,8 @@ from typing import Any, Self
 import pytest
 
 import arl.assembly
+import arl.trainer_process
+import arl.training.learner  # with torch: processes that tests fork find it loaded
 from arl.api.config import Config
 from arl.api.engine import ServedModel
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
@@ -44,9 +46,13 @@ def use_fakes(
     monkeypatch: pytest.MonkeyPatch,
     engine: ScriptedEngine | Callable[[], ScriptedEngine],
     train_engine: ScriptedTrainEngine | None = None,
+    load: Callable[..., Any] | None = None,
 ) -> None:
-    """Let `launch` compose everything as it does, but for the two engines."""
+    """Let `launch` compose everything as it does, but for the two engines. load: loads the train engine instead."""
     monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
-    monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: train_engine or ScriptedTrainEngine())
+    # Training, too, is in this process.
+    monkeypatch.setattr(arl.assembly, "RemoteLearner", lambda host, log, num_threads: host()._learner)
+    load = load or (lambda *_, **__: train_engine or ScriptedTrainEngine())
+    monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)
     monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)
     monkeypatch.setattr(arl.assembly, "served_model", lambda name: ServedModel(name=name))

@@ -60,23 +60,35 @@ def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]
 
 SHOWN = ("arl.training.metrics", "arl.training.display")
 """What commands see of training: no trainer."""
+CALLS = ("arl.offload", "arl.remote_calls", "arl.object_process")
+"""Calls in other threads and processes."""
 ALLOWED = {
     "arl.api": (),
     "arl.algorithm": ("arl.api",),
     "arl.web": ("arl.api",),
     "arl.rollout": ("arl.api",),
-    "arl.training": ("arl.api", "arl.algorithm", "arl.rollout", "arl.offload"),
+    "arl.training": (
+        "arl.api",
+        "arl.algorithm",
+        "arl.rollout",
+        "arl.remote_calls",
+        "arl.object_process",
+        "arl.offload",
+    ),
     "arl.engine.local": ("arl.api", "arl.web"),
     "arl.engine.client": ("arl.api", "arl.web", "arl.offload"),
     "arl.engine.weights": ("arl.api", "arl.web", "arl.engine.local.received_weights", "arl.offload"),
-    "arl.engine.fsdp": ("arl.api", "arl.algorithm", "arl.engine.weights", "arl.offload"),
+    "arl.engine.fsdp": ("arl.api", "arl.algorithm", "arl.engine.weights", "arl.engine.model_files", *CALLS),
     "arl.engine.tiny": (),
+    "arl.engine.model_files": ("arl.api",),
     "arl.sandbox": ("arl.api", "arl.web", "arl.lazy", "arl.offload"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),
     "arl.workflow": ("arl.api", "arl.web", "arl.sandbox", "arl.rewards"),
     "arl.cli": ("arl.api",),
     "arl.lazy": (),
     "arl.offload": (),
+    "arl.remote_calls": ("arl.api",),
+    "arl.object_process": ("arl.api", "arl.remote_calls", "arl.web.watch"),
     "arl.data": ("arl.api",),
     "arl.commands": ("arl.api", "arl.rollout", "arl.experiment", "arl.assembly", "arl.cli", "arl.offload", *SHOWN),
     "arl.__main__": ("arl.api", "arl.commands"),
@@ -97,14 +109,19 @@ def test_the_algorithm_does_no_io_and_imports_no_library_but_torch_and_numpy() -
 
 
 def test_every_module_has_a_place_in_these_rules() -> None:
-    known = (*ALLOWED, *ON_LAUNCH, "arl.assembly")
+    known = (*ALLOWED, *ON_LAUNCH, "arl.assembly", "arl.trainer_process")
     assert [m for m in SOURCES if m not in ("arl", "arl.engine") and not is_in(m, known)] == []
 
 
 def test_only_the_composition_root_names_concrete_engines() -> None:
     """The face names them for editors."""
     named = {m for m, found in IMPORTS.items() if any(is_in(i, "arl.engine") for i in found)}
-    assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.assembly", "arl", "arl.start"}
+    assert {m for m in named if not is_in(m, "arl.engine")} == {
+        "arl.assembly",
+        "arl.trainer_process",
+        "arl",
+        "arl.start",
+    }
 
 
 def test_a_name_is_imported_from_the_module_that_defines_it() -> None:

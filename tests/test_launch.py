@@ -22,9 +22,10 @@ from arl.api.algorithm import preset
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
-from arl.assembly import _check_critics_tokens, _check_room, launch, load_train_engine
+from arl.assembly import _check_room, launch
 from arl.engine.tiny import write_tiny_model
 from arl.rewards import NumericMatch
+from arl.trainer_process import _check_critics_tokens, load_train_engine
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow

@@ -327,13 +327,21 @@ class Saving(Protocol):
         ...
 
 
-class TrainEngine(Protocol):
-    """Holds the weights being trained. Calls block. Make them all from one thread."""
+class WeightSource(Protocol):
+    """Weights being trained, as a transport takes them. Calls block. Make them all from one thread."""
 
     @property
     def version(self) -> int:
         """The number of batches trained."""
         ...
+
+    def snapshot(self) -> Snapshot:
+        """Copy the weights, in the form that servers hold. Later steps do not change the copy."""
+        ...
+
+
+class TrainEngine(WeightSource, Protocol):
+    """Trains a model. Calls block. Make them all from one thread."""
 
     @property
     def limits(self) -> ModelLimits:
@@ -359,10 +367,6 @@ class TrainEngine(Protocol):
         """One optimizer step for each minibatch, then version += 1. Metrics are means over the minibatches."""
         ...
 
-    def snapshot(self) -> Snapshot:
-        """Copy the weights, in the form that servers hold. Later steps do not change the copy."""
-        ...
-
     def save(self, directory: Path) -> Saving:
         """Copy everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
 
@@ -378,9 +382,9 @@ class TrainEngine(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Moves weights from a TrainEngine to an InferenceEngine: take a snapshot, then deliver it during training."""
+    """Moves weights from training to an InferenceEngine: take a snapshot, then deliver it during training."""
 
-    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
+    def snapshot(self, engine: WeightSource) -> WeightUpdate:
         """Copy the weights. Training waits for this part of a publish alone."""
         ...
 

@@ -26,8 +26,9 @@ from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbo
 from arl.sandbox.find import find_sandbox
 from arl.web.bodies import BodyError, RequestBody, must_be, parse
 from arl.web.client import JsonClient
-from arl.web.process import Watch, add_key_option, answer_until, key_of, run_server
+from arl.web.process import add_key_option, answer_until, key_of, run_server
 from arl.web.server import bind, body_of, boundary, json_response, require_key
+from arl.web.watch import Watch
 
 KEY_VARIABLE = "ARL_SANDBOX_KEY"
 """The environment variable that holds the API key, on both sides; the server also takes it from a file."""

@@ -7,10 +7,10 @@ import logging
 import time
 from dataclasses import dataclass
 
-from arl.api.engine import InferenceEngine, PublishStats, TrainEngine, WeightTransport, WeightUpdate
+from arl.api.engine import InferenceEngine, PublishStats, WeightSource, WeightTransport, WeightUpdate
 from arl.api.errors import TransportError
+from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
-from arl.training.learner import TrainThread
 
 _PAUSES_S = (1.0, 10.0)
 """How long to wait after each failed delivery in a row before trying another. One more failure ends the run."""
@@ -52,13 +52,13 @@ class Delivery:
         self._under_way: asyncio.Task[None] | None = None
         self._publication = asyncio.Condition()
 
-    async def begin(self, engine: TrainEngine) -> None:
+    async def begin(self, engine: WeightSource) -> None:
         """Snapshot the weights, and deliver them in the background."""
         await self._take(engine)
         if self._under_way is None or self._under_way.done():
             self._under_way = self.tasks.create_task(self._deliver(engine))
 
-    async def _take(self, engine: TrainEngine) -> None:
+    async def _take(self, engine: WeightSource) -> None:
         began = time.monotonic()
         update = await self.thread(self.transport.snapshot, engine)
         if self._waiting:
@@ -77,7 +77,7 @@ class Delivery:
         if self._under_way:
             await asyncio.shield(self._under_way)  # a cancelled waiter must not cancel the delivery
 
-    async def _deliver(self, engine: TrainEngine) -> None:
+    async def _deliver(self, engine: WeightSource) -> None:
         num_failures = 0
         while self._waiting:
             snapshot, self._waiting = self._waiting, None
@@ -100,7 +100,7 @@ class Delivery:
             async with self._publication:
                 self._publication.notify_all()
 
-    async def _follow(self, engine: TrainEngine, version: int, num_failures: int, error: TransportError) -> None:
+    async def _follow(self, engine: WeightSource, version: int, num_failures: int, error: TransportError) -> None:
         """Have a newer snapshot follow the failed one: the next step's, or one taken now. Or raise the error."""
         if num_failures > len(_PAUSES_S):
             raise TransportError(

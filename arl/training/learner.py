@@ -7,13 +7,10 @@ groups --> sequences --> logprobs, values --> advantages --> minibatches | --> c
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
 
 import torch
 
@@ -25,7 +22,6 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Saving, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.types import Group, TrainSequence
-from arl.offload import finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +60,10 @@ class Learner:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    def whereabouts(self) -> str:
+        """Empty: it computes on a thread of this process, whose stack tells."""
+        return ""
 
     def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
         """Compute logprobs, advantages and minibatches under the current weights. Changes no weights.
@@ -177,30 +177,3 @@ def _mean_advantages(batch: Batch) -> list[float | None]:
     """[N] The mean over each trajectory's trained tokens; None without trained tokens."""
     sums = batch.sums(batch.advantages.double())
     return [total / count if count else None for total, count in zip(sums, batch.counts, strict=True)]
-
-
-# The one thread of the train engine, as the event loop uses it.
-
-ResultT = TypeVar("ResultT")
-ArgsT = TypeVarTuple("ArgsT")
-
-
-class TrainThread:
-    """Runs blocking calls one after another on one thread. A cancelled caller still waits for its call to end."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-train")
-
-    def submit(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
-        """Begin a call without waiting for it."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-    async def __call__(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:
-        return await self.finish(self.submit(function, *args))
-
-    async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
-        """Wait for a call from `submit`."""
-        return await finished(call)
-
-    def close(self) -> None:
-        self._executor.shutdown()

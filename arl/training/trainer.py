@@ -37,13 +37,13 @@ from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, first_error
 from arl.api.types import Group, StepStats
-from arl.offload import offload
+from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
-from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import Evaluation, Evaluator, RunTotals, publish_metrics
+from arl.training.remote_learner import RemoteLearner
 from arl.training.run_files import RunLog
 from arl.training.step import Step, log_step
 from arl.training.watchdog import Watchdog
@@ -56,7 +56,7 @@ class Trainer:
     """Trains `config.steps` batches, one for each iteration. `launch` builds it and closes its parts."""
 
     config: Config
-    learner: Learner
+    learner: RemoteLearner
     inference_engine: InferenceEngine
     transport: WeightTransport
     buffer: ReplayBuffer
@@ -101,7 +101,7 @@ class Trainer:
 
         It saves before it waits for the tasks to end, so an episode that ignores its cancellation cannot prevent it.
         """
-        watchdog = Watchdog(self.config.stall, self._progress, self._end)
+        watchdog = Watchdog(self.config.stall, self._progress, self._end, self.learner.whereabouts)
         try:
             with watchdog.watching():
                 async with self._tasks:

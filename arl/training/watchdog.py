@@ -77,15 +77,20 @@ class Watchdog:
     """Watches an event loop from a thread of its own, within `watching`.
 
     progress: returns a value that changes whenever the run moves; None while nobody asks the run to move.
-    end: called once, on the loop, with the error that ends the run.
+    end: called once, on the loop, with the error that ends the run. elsewhere: says where the trainer's process is.
     """
 
     def __init__(
-        self, config: StallConfig, progress: Callable[[], object], end: Callable[[StalledError], object]
+        self,
+        config: StallConfig,
+        progress: Callable[[], object],
+        end: Callable[[StalledError], object],
+        elsewhere: Callable[[], str] = lambda: "",
     ) -> None:
         self._config = config
         self._progress = progress
         self._end = end
+        self._elsewhere = elsewhere
         self._is_over = threading.Event()
         self._seen: object = None
         self._now = self._moved_at = self._beat_at = 0.0
@@ -135,15 +140,17 @@ class Watchdog:
         still_s, limit_s = now - self._moved_at, self._config.end_after_s
         if still_s >= self._warn_at_s:
             self._warn_at_s *= 2
-            log.error("%s", _report(still_s))
+            log.error("%s", self._report(still_s))
         if limit_s is not None and still_s >= limit_s and not self._has_ended_run:
             self._has_ended_run = True
-            self._end(StalledError(f"{_report(still_s)}\nThe run ends, as stall.end_after_s is {limit_s:g}"))
+            self._end(StalledError(f"{self._report(still_s)}\nThe run ends, as stall.end_after_s is {limit_s:g}"))
 
-
-def _report(still_s: float) -> str:
-    lines = [*waits(asyncio.all_tasks()), *_threads()]
-    return f"nothing has moved for {still_s:.0f} s: no batch, no answer, no weights. What waits:\n" + "\n".join(lines)
+    def _report(self, still_s: float) -> str:
+        place = self._elsewhere()
+        lines = [*waits(asyncio.all_tasks()), *_threads(), *([f"  {place}"] if place else [])]
+        return f"nothing has moved for {still_s:.0f} s: no batch, no answer, no weights. What waits:\n" + "\n".join(
+            lines
+        )
 
 
 def waits(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import arl.assembly
+import arl.engine.fsdp.train_engine
 import arl.engine.local.__main__
 import arl.engine.local.app
 import arl.engine.local.scheduler
@@ -25,9 +26,17 @@ from arl.cli import run
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.rewards import RewardPool
 from arl.sandbox import BubblewrapSandbox
+from arl.trainer_process import host_learner
+from arl.training.remote_learner import LearnerHost
 
 NUM_EXAMPLES = 23
 SEEN = "seen.json"
+
+
+def remembering(config: Config) -> LearnerHost:
+    """In the trainer's process: a learner that remembers."""
+    arl.engine.fsdp.train_engine.FSDPTrainEngine = Remembering
+    return host_learner(config)
 
 
 class Remembering(FSDPTrainEngine):
@@ -114,7 +123,7 @@ def train(config: str, *, has_workers: bool, weather: str | None, seed: str) -> 
                 sys.stdout.write(f"trained {step.version}\n")
                 sys.stdout.flush()
 
-    arl.assembly.FSDPTrainEngine = Remembering
+    arl.assembly.host_learner = remembering
     if weather is not None:
         {"jumping_clock": jumping_clock, "slow_files": slow_files}[weather](random.Random(seed))
     run(main, Config, ["--config", config])

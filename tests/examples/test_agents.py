@@ -25,7 +25,7 @@ from warm_start import Demonstration, tool_call
 from arl.api.errors import DatasetError
 from arl.cli import load_config
 from arl.commands.command import load_experiment
-from arl.engine.fsdp.model import load_tokenizer
+from arl.engine.model_files import load_tokenizer
 from arl.experiment import ExperimentConfig, Setup
 from arl.workflow.call_formats import parse_tool_calls
 

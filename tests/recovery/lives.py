@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub._snapshot_download  # noqa: F401 (lives that are forked find it loaded)
 import pytest
 from one_turn import OneTurn
 from scripted_launch import small, use_fakes

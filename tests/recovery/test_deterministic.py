@@ -18,8 +18,8 @@ import arl.assembly
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
-from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.trainer_process import load_train_engine
 from arl.training.run_files import read_jsonl
 
 STEPS = 7
@@ -70,8 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    use_fakes(monkeypatch, DirectSampler)
-    monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", FSDPTrainEngine)
+    use_fakes(monkeypatch, DirectSampler, load=load_train_engine)
     config = small(
         run_dir,
         model=str(model),

@@ -12,6 +12,8 @@ import pytest
 from training.trainer_run import DirectTransport, run, running, trained_examples
 
 import arl.assembly
+import arl.trainer_process
+from arl.api.config import Config
 from arl.api.engine import WeightUpdate
 from arl.api.errors import ConfigError, ServerError, TransportError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
@@ -264,12 +266,12 @@ async def test_a_start_that_is_cancelled_while_the_engine_loads_closes_it(
 ) -> None:
     is_loading, may_end, loop, closed = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), list[Learner]()
 
-    def load(*_: object, **__: object) -> ScriptedTrainEngine:
+    def load(config: Config) -> Learner:
         loop.call_soon_threadsafe(is_loading.set)
         may_end.wait(10)
-        return ScriptedTrainEngine()
+        return Learner(ScriptedTrainEngine(), config.algorithm)
 
-    monkeypatch.setattr(arl.assembly, "load_train_engine", load)
+    monkeypatch.setattr(arl.trainer_process, "load_learner", load)
     monkeypatch.setattr(Learner, "close", lambda learner: closed.append(learner))
     start = asyncio.create_task(run(tmp_path))
     await is_loading.wait()

@@ -18,19 +18,20 @@ from embedded_server import command
 from pydantic import Field
 
 from arl.api.errors import ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
-from arl.web import process as module
+from arl.web import watch as module
 from arl.web.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
 from arl.web.client import JsonClient, Reply
 from arl.web.connections import Connections
-from arl.web.process import Watch, check_address
+from arl.web.process import check_address
 from arl.web.server import DONE, EventStream, bind, boundary, event, json_response, require_key, serving
+from arl.web.watch import Watch
 
 DEADLINE_S = 60.0
 
 SERVER = """
 import asyncio, sys
-from arl.web import process
-process._GRACE_S = 0.2
+from arl.web import process, watch
+watch._GRACE_S = 0.2
 
 async def main(watch):
     stop = watch.stop_event()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -24,25 +21,21 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from arl.api.engine import MODEL_SIZES, Head, ModelLimits, ServedModel, TensorSpec
+from arl.api.engine import Head, TensorSpec
 from arl.api.errors import ModelError, TransportError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
+from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
 from arl.engine.weights.sender import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
-_SAMPLES = 64
-"""How many pages identify a weights file. Training changes most numbers of each tensor, so a few are enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,14 +64,14 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
         raise ModelError(f"{name} has no config.json; a model directory has that, *.safetensors and a tokenizer")
-    config = _load(AutoConfig, name, "its config")
+    config = load_part(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}
     if head == "value":
         with _unreported():
-            model, report = _load(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
+            model, report = load_part(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
     else:
-        model, report = _load(AutoModelForCausalLM, name, "it", **options)
+        model, report = load_part(AutoModelForCausalLM, name, "it", **options)
     is_new_head = head == "value" and _is_causal(config)
     _check_whole(report, name, head, may_lack={_SCORE} if is_new_head else set())
     model.eval()
@@ -87,94 +80,6 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
         nn.init.zeros_(score_weight(model))  # after the check, which needs a head that is not zero
         _describe_classifier(config, model, tokenizer, end_token_ids(name))
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
-
-
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or of a model on the hub. Raises ModelError."""
-    tokenizer = _load(AutoTokenizer, name, "its tokenizer")
-    # Without its files, transformers returns an empty tokenizer of the model's kind.
-    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
-        raise ModelError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained(directory)")
-    return tokenizer
-
-
-def end_token_ids(name: str | Path) -> frozenset[int]:
-    """The tokens at which inference servers end a response: those of the model's config and of its tokenizer."""
-    configs: list[Any] = [_load(AutoConfig, name, "its config")]
-    with contextlib.suppress(OSError):  # not every model has one
-        configs.append(GenerationConfig.from_pretrained(str(name)))
-    named = [getattr(config, "eos_token_id", None) for config in configs] + [load_tokenizer(name).eos_token_id]
-    return frozenset(i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
-
-
-def served_model(name: str | Path) -> ServedModel:
-    """What servers of this model should have. Raises ModelError."""
-    config = _load(AutoConfig, name, "its config")
-    text = config.get_text_config()
-    return ServedModel(
-        name=str(name),
-        vocab_size=model_limits(config).vocab_size,
-        end_token_ids=end_token_ids(name),
-        model_type=config.model_type,
-        shape={size: getattr(text, size, None) for size in MODEL_SIZES},
-    )
-
-
-def model_limits(config: PreTrainedConfig) -> ModelLimits:
-    """Scaled rotary positions reach as far as they are scaled."""
-    text: Any = config.get_text_config()
-    context_length = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if context_length is not None:
-        scaled = (rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0)
-        context_length = max(context_length, int(scaled))
-    return ModelLimits(vocab_size=text.vocab_size, context_length=context_length)
-
-
-def local_directory(name: str) -> str:
-    """`name` if it is a directory; else the local copy of the hub's model of that name, downloaded if necessary."""
-    if Path(name).is_dir():
-        return name
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
-    except Exception as error:  # the hub, its HTTP client and the disk each raise their own
-        raise ModelError(f"{name} is not a directory here, and cannot be downloaded: {_first_line(error)}") from error
-
-
-def model_digest(name: str) -> str | None:
-    """A digest of a model, the same wherever it lies: of config, vocabulary and samples of the weights files.
-
-    None if it is not here, or has no safetensors.
-    """
-    try:
-        directory = Path(name if Path(name).is_dir() else snapshot_download(name, local_files_only=True))
-        config = json.loads((directory / "config.json").read_bytes())
-        known = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-        vocabularies = (directory / file for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-        digest.update(next((file.read_bytes() for file in vocabularies if file.exists()), b""))
-        index = directory / SAFE_WEIGHTS_INDEX_NAME
-        shards = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else [SAFE_WEIGHTS_NAME]
-        for shard in sorted(set(shards)):
-            with (directory / shard).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                digest.update(f"{shard} {size} ".encode())
-                for sample in range(_SAMPLES):
-                    file.seek(size * sample // _SAMPLES)
-                    digest.update(file.read(4096))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return digest.hexdigest()
-
-
-def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
-    try:
-        return auto_class.from_pretrained(str(name), **options)
-    except Exception as error:  # a broken model directory makes transformers raise almost anything
-        raise ModelError(
-            f"cannot load {what} from {name}: {_first_line(error)}. Name a directory that save_pretrained "
-            "wrote (config.json, *.safetensors and the tokenizer's files), or a model on the hub"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -187,10 +92,6 @@ def _unreported() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:

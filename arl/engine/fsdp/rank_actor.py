@@ -9,19 +9,13 @@ watching    where the training thread is
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
-import pickle
 import socket
 import sys
 import threading
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 import ray
@@ -31,62 +25,12 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
-from arl.engine.fsdp.lora import RankAdapter
 from arl.engine.fsdp.minibatch import PackedSequences
-from arl.engine.fsdp.saving import RankSaving
-from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.remote_calls import Kept, Messages, place_of, reported
 
 THREADS = {"training": 1, "beside": 64, "leaving": 4, "watching": 1}
 """Ray's concurrency groups and their threads."""
-_MAX_FRAMES = 6
-
-P = ParamSpec("P")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    logger: str
-    level: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOutcome:
-    """How a call on a rank ended: with a value or an error."""
-
-    value: Any = None
-    error: Exception | None = None
-    traceback: str = ""
-    messages: tuple[Message, ...] = ()
-    """What the rank logged since its last call."""
-    is_dead: bool = False
-
-
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._messages: deque[Message] = deque(maxlen=100)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(Message(logger=record.name, level=record.levelno, text=record.getMessage()))
-
-    def take(self) -> tuple[Message, ...]:
-        return tuple(self._messages.popleft() for _ in range(len(self._messages)))
-
-
-def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Concatenate[RankActor, P], CallOutcome]:
-    """Make a method of the actor return a CallOutcome instead of raising."""
-
-    @functools.wraps(method)
-    def call(self: RankActor, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
-        try:
-            return CallOutcome(value=method(self, *args, **kwargs), messages=self.messages.take())
-        except Exception as error:  # noqa: BLE001 (the driver raises it)
-            text = "".join(traceback.format_exception(error))
-            return CallOutcome(error=_portable(error), traceback=text, messages=self.messages.take())
-
-    return call
 
 
 class RankActor:
@@ -96,9 +40,8 @@ class RankActor:
         self._rank = rank
         self._world_size = world_size
         self._store: TCPStore | None = None
-        self._kept: dict[str, RankSnapshot | RankAdapter | RankSaving] = {}
-        self.messages = _Messages()
-        logging.getLogger("arl").addHandler(self.messages)
+        self._kept = Kept()
+        self.messages = Messages()
 
     @reported
     def open_store(self, address: str) -> int:
@@ -147,20 +90,15 @@ class RankActor:
     @reported
     def keep(self, key: str, name: str, *args: Any) -> None:
         """Call the engine's `name` (snapshot, snapshot_adapter or save) and keep what it returns."""
-        self._kept[key] = getattr(self._engine, name)(*args)
+        self._kept.put(key, getattr(self._engine, name)(*args))
 
     @reported
     def ask(self, key: str, name: str, args: tuple[Any, ...]) -> Any:
-        """The attribute `name` of a kept snapshot or saving; a method is called with `args`."""
-        answer = getattr(self._kept[key], name)
-        return answer(*args) if callable(answer) else answer
+        return self._kept.ask(key, name, args)
 
     @reported
     def forget(self, key: str) -> None:
-        """Release a snapshot, or forget a saving. Idempotent."""
-        kept = self._kept.pop(key, None)
-        if isinstance(kept, RankSnapshot | RankAdapter):
-            kept.release()
+        self._kept.forget(key)
 
     @reported
     def answer(self, token: Path, mark: Path) -> str:
@@ -173,10 +111,7 @@ class RankActor:
     @reported
     def whereabouts(self) -> tuple[int, str]:
         """The number of microbatches computed so far, and where the training thread is."""
-        frame = sys._current_frames().get(self._training_thread)
-        stack = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)]
-        ours = next((i for i, f in enumerate(stack[::-1]) if f.startswith("train_engine.py")), 0)
-        return self._engine.num_computed, " < ".join(stack[::-1][: ours + 1][-_MAX_FRAMES:])
+        return self._engine.num_computed, place_of(self._training_thread)
 
     @reported
     def close(self) -> None:
@@ -195,12 +130,3 @@ def _gloo_at(address: str) -> Iterator[None]:
     finally:
         if is_local:
             del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def _portable(error: Exception) -> Exception:
-    """The error if it pickles, else a RuntimeError with its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (an exception's own pickling may raise anything)
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -21,8 +21,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from arl.api.errors import ArlError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import new_id
-from arl.engine.fsdp.rank_actor import THREADS, CallOutcome, Message, RankActor
+from arl.engine.fsdp.rank_actor import THREADS, RankActor
 from arl.engine.fsdp.ray_cluster import Placement
+from arl.remote_calls import CallOutcome, Message, OtherTracebackError
 
 _GRACE_S = 3.0
 """How long a call may go on after one rank has failed; ranks in a collective would wait for ever."""
@@ -55,10 +56,6 @@ class _Watch:
         where = [f"rank {rank} does not answer, as if it were stopped" for rank in silent]
         where += [f"rank {rank} is at {place}" for rank, (_, place) in sorted(answers.items())]
         return f"has not moved for {self._timeout_s:g} s (train.rank_timeout_s): {'; '.join(where)}"
-
-
-class RankTracebackError(Exception):
-    """The cause of a rank's error: its text is the traceback on the rank."""
 
 
 class Ranks:
@@ -129,7 +126,11 @@ class Ranks:
         dead_first = sorted(outcomes.items(), key=lambda item: not item[1].is_dead)
         return {rank: self._value(rank, outcome) for rank, outcome in dead_first}
 
-    def unseen(self, directory: Path, ranks: Iterable[int]) -> str | None:
+    def ask(self, key: str, name: str, *args: Any, is_leaving: bool = False) -> Any:
+        """The attribute `name` of what rank 0 keeps under `key`; see arl.remote_calls.Holder."""
+        return self.beside(0, "ask", key, name, args, group="leaving" if is_leaving else "beside")
+
+    def unseen(self, directory: Path, ranks: Iterable[int] = (0,)) -> str | None:
         """A sentence naming a rank, and its node, that does not share this process's directory; None if all do.
 
         Raises TransportError if this process cannot write there.
@@ -219,8 +220,8 @@ class Ranks:
             return outcome.value
         if outcome.is_dead:
             self._check()  # raises the reason if `end` killed it
-            raise TrainingError(f"rank {rank} of {len(self)} died") from RankTracebackError(outcome.traceback)
-        raise outcome.error from RankTracebackError(f"on rank {rank}:\n{outcome.traceback}")
+            raise TrainingError(f"rank {rank} of {len(self)} died") from OtherTracebackError(outcome.traceback)
+        raise outcome.error from OtherTracebackError(f"on rank {rank}:\n{outcome.traceback}")
 
     def _fail(self, method: str, outcomes: Mapping[int, CallOutcome]) -> NoReturn:
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
@@ -230,7 +231,7 @@ class Ranks:
             raise TrainingError(f"{reason}; set train.startup_timeout_s higher for a large model or slow storage")
         # A dead rank is the cause of the others' broken connections.
         rank, first = min(failed.items(), key=lambda item: not item[1].is_dead)
-        cause = RankTracebackError(f"on rank {rank}:\n{first.traceback}")
+        cause = OtherTracebackError(f"on rank {rank}:\n{first.traceback}")
         kinds = {type(outcome.error) for outcome in failed.values()}
         if isinstance(first.error, ArlError) and len(failed) == len(self) and len(kinds) == 1:
             raise first.error from cause

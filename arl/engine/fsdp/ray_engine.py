@@ -13,19 +13,19 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from functools import cached_property
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arl.api.engine import Head, ModelLimits, Output, TensorSpec, TokenLoss, WeightGroup
+from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
-from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
+from arl.api.errors import ConfigError, TrainingError
 from arl.api.types import TrainSequence, new_id
 from arl.engine.fsdp.minibatch import PackedSequences, divide
 from arl.engine.fsdp.ray_cluster import Placement, RayLease
+from arl.remote_calls import KeptSnapshot
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks
@@ -97,12 +97,12 @@ class RayTrainEngine:
         self._version += 1
         return metrics
 
-    def snapshot(self) -> RankZeroSnapshot:
-        return RankZeroSnapshot(self._ranks, self._kept("snapshot"), self._version)
+    def snapshot(self) -> KeptSnapshot:
+        return KeptSnapshot(self._ranks, self._kept("snapshot"), self._version)
 
-    def snapshot_adapter(self) -> RankZeroSnapshot:
+    def snapshot_adapter(self) -> KeptSnapshot:
         """Raises ConfigError without train.lora."""
-        return RankZeroSnapshot(self._ranks, self._kept("snapshot_adapter"), self._version)
+        return KeptSnapshot(self._ranks, self._kept("snapshot_adapter"), self._version)
 
     def export(self, directory: Path) -> int:
         snapshot = self.snapshot()
@@ -120,7 +120,7 @@ class RayTrainEngine:
 
     def unseen(self, directory: Path) -> str | None:
         """A sentence if rank 0, which writes snapshots, does not share this process's directory; None if it does."""
-        return self._ranks.unseen(directory, [0])
+        return self._ranks.unseen(directory)
 
     def check_shares(self, run_dir: Path) -> None:
         """Raises ConfigError if a rank does not share this process's run directory."""
@@ -164,67 +164,6 @@ class RayTrainEngine:
                     self._ranks.end(reason)
                     raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
         return metrics[0]
-
-
-class RankZeroSnapshot:
-    """A SendableSnapshot whose methods run on rank 0, beside training."""
-
-    def __init__(self, ranks: Ranks, key: str, version: int) -> None:
-        self.version = version
-        self._ranks = ranks
-        self._key = key
-        self._is_released = False
-        # One that is dropped without a release frees its memory, too.
-        weakref.finalize(self, ranks.tell, "forget", key).atexit = False
-
-    @cached_property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self._ask("specs")
-
-    @cached_property
-    def num_bytes(self) -> int:
-        return self._ask("num_bytes")
-
-    @cached_property
-    def backend(self) -> str:
-        return self._ask("backend")
-
-    def write(self, directory: Path) -> int:
-        """Raises TransportError, too, if the directory would lie where this process does not see it."""
-        self._check()
-        directory = Path(directory).absolute()
-        if sentence := self._ranks.unseen(directory.parent, [0]):
-            raise TransportError(f"{sentence}; choose a directory that both see, such as one below run_dir")
-        return self._ask("write", directory)
-
-    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        return self._ask("open_group", server, num_ranks, backend, address)
-
-    def join(self, group: WeightGroup) -> None:
-        self._ask("join", group)
-
-    def wait(self) -> None:
-        self._ask("wait")
-
-    def send(self, group: str, start: int, stop: int) -> None:
-        self._ask("send", group, start, stop)
-
-    def leave(self, group: str) -> None:
-        with suppress(EngineClosedError, TrainingError):  # the group ended with the rank
-            self._ranks.beside(0, "ask", self._key, "leave", (group,), group="leaving")
-
-    def release(self) -> None:
-        """Does not wait for the ranks."""
-        self._is_released = True
-        self._ranks.tell("ask", self._key, "release", ())
-
-    def _check(self) -> None:
-        if self._is_released:
-            raise TransportError(f"the snapshot of version {self.version} was released")
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        self._check()
-        return self._ranks.beside(0, "ask", self._key, name, args)
 
 
 class RanksSaving:

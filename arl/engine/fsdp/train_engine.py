@@ -35,11 +35,12 @@ from arl.engine.fsdp.minibatch import (
     mean_of_minibatches,
     microbatches,
 )
-from arl.engine.fsdp.model import ModelWriter, load_model, model_limits
+from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
 from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard, trained_parameters
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
+from arl.engine.model_files import model_limits
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING
 
 from arl.api.engine_config import SERVER_KEY
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.web.process import Watch, add_key_option, check_address, key_of, run_server
+from arl.web.process import add_key_option, check_address, key_of, run_server
 from arl.web.server import bind, serving
+from arl.web.watch import Watch
 
 if TYPE_CHECKING:
     from aiohttp import web

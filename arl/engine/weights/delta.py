@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from arl.api.engine import Snapshot, TrainEngine, WeightServer
+from arl.api.engine import Snapshot, WeightServer, WeightSource
 from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights, shared
@@ -87,7 +87,7 @@ class DeltaTransport(DiskTransport):
     a mirror loads this machine's directory.
     """
 
-    def __init__(self, config: DeltaWeightsConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
+    def __init__(self, config: DeltaWeightsConfig, run_dir: Path, engine: WeightSource | None = None) -> None:
         super().__init__(config, run_dir, engine)
         clients = {address: MirrorClient(address, config.key) for address in set(config.mirrors.values())}
         self.mirrors = {server.rstrip("/"): clients[address] for server, address in config.mirrors.items()}
@@ -95,7 +95,7 @@ class DeltaTransport(DiskTransport):
         self._pool = ThreadPoolExecutor(threads, "arl-deltas")
         self._last: Replica | None = None
 
-    def snapshot(self, engine: TrainEngine) -> DeltaWeights:
+    def snapshot(self, engine: WeightSource) -> DeltaWeights:
         return self._kept(DeltaWeights(self, engine.snapshot()))
 
     def close(self) -> None:

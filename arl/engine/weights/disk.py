@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
-from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, TrainEngine, UpdateStats, WeightServer, WeightUpdate
+from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, UpdateStats, WeightServer, WeightSource, WeightUpdate
 from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.types import new_id
@@ -66,7 +66,7 @@ class DiskTransport:
     mistake one adapter for another. Version 0 is an adapter too (B is 0).
     """
 
-    def __init__(self, config: WeightFilesConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
+    def __init__(self, config: WeightFilesConfig, run_dir: Path, engine: WeightSource | None = None) -> None:
         """engine: takes the snapshots. Raises TransportError if it shares none of these places with this process."""
         directory = config.directory
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
@@ -82,7 +82,7 @@ class DiskTransport:
         """The parent of new snapshots."""
         return self._homes[-1].path
 
-    def snapshot(self, engine: TrainEngine) -> WrittenWeights:
+    def snapshot(self, engine: WeightSource) -> WrittenWeights:
         """Copy the weights aside; nothing is written yet. Raises TransportError if the engine has no adapters."""
         if self._adapters is None:
             return self._kept(WrittenWeights(self, engine.snapshot()))
@@ -265,7 +265,7 @@ def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoRet
     ) from error
 
 
-def _home(engine: TrainEngine | None, choices: list[Path]) -> OwnDirectory:
+def _home(engine: WeightSource | None, choices: list[Path]) -> OwnDirectory:
     """A directory in the first place that the engine and this process share. Raises TransportError without one."""
     sentence: str | None = None
     for place in choices:

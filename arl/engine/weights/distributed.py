@@ -19,16 +19,16 @@ from arl.api.engine import (
     InferenceEngine,
     Snapshot,
     TensorSpec,
-    TrainEngine,
     UpdateStats,
     WeightGroup,
     WeightServer,
+    WeightSource,
     WeightUpdate,
 )
 from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import look_at, submitted
-from arl.engine.weights.sender import byte_size, ranges
+from arl.engine.weights.tensor_ranges import byte_size, ranges
 
 _MAX_THREADS = 256
 _EXPLANATION_S = 1.0
@@ -109,7 +109,7 @@ class DistributedTransport:
         """Server address -> names of groups that the server must still be told to leave."""
         self._updates: list[DistributedWeights] = []
 
-    def snapshot(self, engine: TrainEngine) -> DistributedWeights:
+    def snapshot(self, engine: WeightSource) -> DistributedWeights:
         """Copy the weights aside. Raises TransportError if the engine cannot send them."""
         snapshot = engine.snapshot()
         if not isinstance(snapshot, SendableSnapshot):

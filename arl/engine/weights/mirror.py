@@ -46,8 +46,9 @@ from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
 from arl.web.bodies import RequestError
-from arl.web.process import Watch, add_key_option, answer_until, check_address, key_of, run_server
+from arl.web.process import add_key_option, answer_until, check_address, key_of, run_server
 from arl.web.server import bind, boundary, json_response, require_key
+from arl.web.watch import Watch
 
 _STALL_S = 60.0
 """The longest silence of a sender; then its update is given up, so that another can begin."""

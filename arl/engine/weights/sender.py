@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import ServerFailedError, TransportError
 from arl.api.types import new_id
 from arl.engine.local.received_weights import first_line, form_group
+from arl.engine.weights.tensor_ranges import byte_size
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
@@ -46,23 +46,6 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
     return TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-
-
-def byte_size(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * torch_dtype(spec).itemsize
-
-
-def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]:
-    """Split `specs` into (start, stop) of one dtype and at most max_bytes; a larger tensor gets its own range."""
-    found: list[tuple[int, int]] = []
-    start, size = 0, 0
-    for i, spec in enumerate(specs):
-        grown = size + byte_size(spec)
-        if i > start and (grown > max_bytes or spec.dtype != specs[start].dtype):
-            found.append((start, i))
-            start, grown = i, byte_size(spec)
-        size = grown
-    return [*found, (start, len(specs))] if specs else []
 
 
 def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[torch.Tensor]:

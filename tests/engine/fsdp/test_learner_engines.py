@@ -1,22 +1,25 @@
 """The engines that launch builds for an algorithm train together, continue together, and close together."""
 
+import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from one_turn import OneTurn
 from random_groups import random_groups
 from train_models import load_critic, slow_values
 from train_sequences import assert_same_metrics, random_sequences
 
 from arl.api.config import Config
-from arl.api.errors import ConfigError, ModelError
-from arl.assembly import _learner
+from arl.api.errors import ConfigError, ModelError, TrainingError, TransportError
+from arl.trainer_process import host_learner, load_learner
 from arl.training.learner import Learner
+from arl.training.remote_learner import RemoteLearner
 
 Make = Callable[..., Learner]
 CRITIC = {"value_clip": None, "lr": 3e-3}
@@ -28,7 +31,7 @@ def make_learner(model_dir: Path) -> Iterator[Make]:
     learners: list[Learner] = []
 
     def make(critic: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
-        learners.append(_learner(config(model_dir, critic or {}, train or {}), OneTurn()))
+        learners.append(load_learner(config(model_dir, critic or {}, train or {})))
         return learners[-1]
 
     yield make
@@ -81,10 +84,47 @@ def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_learner: Mak
     assert not dist.is_initialized()
 
 
+def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bit_until_it_is_killed(
+    make_learner: Make, model_dir: Path, tmp_path: Path
+):
+    here = make_learner()
+    there = RemoteLearner(partial(host_learner, config(model_dir, {}, {})), tmp_path / "trainer.log", 1)
+    try:
+        assert there.engine.limits == here.engine.limits
+        for seed in range(2):
+            groups, replayed = random_groups(seed), random_groups(seed + 10)[:seed]
+            expected, prepared = here.prepare(groups, replayed), there.prepare(groups, replayed)
+            assert prepared.advantages == expected.advantages
+            assert there.train(prepared) == here.train(expected)
+            assert there.version == here.version == seed + 1
+        assert written(there, tmp_path / "there") == written(here, tmp_path / "here")
+        there.save(tmp_path / "saved").wait()
+        next_metrics = there.train(there.prepare(random_groups(3)))
+        there.load(tmp_path / "saved")
+        assert there.version == 2
+        assert there.train(there.prepare(random_groups(3))) == next_metrics
+        os.kill(there._process.pid, signal.SIGKILL)
+        with pytest.raises(TrainingError, match="the trainer's process was ended by SIGKILL; continue"):
+            there.train(there.prepare(random_groups(4)))
+        assert there.version == 3
+    finally:
+        there.close()
+
+
+def written(learner: Learner | RemoteLearner, directory: Path) -> dict[str, bytes]:
+    """The files of a snapshot, which is released afterwards."""
+    snapshot = learner.engine.snapshot()
+    snapshot.write(directory)
+    snapshot.release()
+    with pytest.raises(TransportError, match="the snapshot of version 2 was released"):
+        snapshot.write(directory)
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
 def test_gpus_for_the_policy_alone_are_not_enough(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match=r"2 for the policy, and as many for the critic, .* has 3 GPU\(s\); set it"):
-        _learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}), OneTurn())
+        load_learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}))
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ from transformers import (
 
 from arl.api.engine import Head
 from arl.api.errors import ConfigError, ModelError
-from arl.engine.fsdp.model import load_model, model_digest
+from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.parallel import split_layers
+from arl.engine.model_files import model_digest
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 

@@ -1,0 +1,283 @@
+"""An object in a process of its own, whose methods this process calls over a socket.
+
+    call    --(number, is_in_turn, method, arguments)--> the object's process --> one thread for calls in turn,
+            <--(number, CallOutcome)-------------------                           and one for each call beside them
+
+| wait | woken by |
+|---|---|
+| a caller's thread | the answer; the process's end |
+| the process | a call; the end of the caller's process, however it ended |
+
+Arrays travel as they lie in memory, beside the pickled rest (pickle's protocol 5, PEP 574).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from arl.api.errors import EngineClosedError, TrainingError
+from arl.remote_calls import CallOutcome, Messages, OtherTracebackError, outcome_of, place_of
+from arl.web.watch import Watch
+
+_THREADS = 64
+"""Calls beside the ones in turn that run at once; more wait."""
+_CLOSING_S = 300.0
+"""How long closing may take, to finish checkpoints."""
+_ENDING_S = 5.0
+_ANSWER_S = 1.0
+_LOG_END = 4096
+_LOG_LINES = 10
+
+
+class ObjectProcess:
+    """Starts a process and builds the object there. Any thread may call it.
+
+    The process ends with this one, however this one ends. Signals to this one do not reach it, and it ignores SIGTERM
+    and SIGINT: this process decides when it ends.
+    """
+
+    def __init__(self, what: str, build: Callable[[], Any], log: Path, environment: Mapping[str, str]) -> None:
+        """what: its name in errors, such as "the trainer's process". build: makes the object there, and pickles. log:
+        gets what it writes to stdout and stderr. environment: variables beside this process's. Raises what `build`
+        raises.
+        """
+        self._what = what
+        self._log = log
+        self._numbers = itertools.count()
+        self._sending, self._state = threading.Lock(), threading.Lock()
+        self._pending: dict[int, Future[CallOutcome]] = {}
+        self._ended: str | None = None
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            self._process = self._start(theirs, environment)
+        self._reader = threading.Thread(target=self._read, name="arl-answers", daemon=True)
+        self._reader.start()
+        try:
+            self.call("build", build)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method after the calls before it; returns or raises what it does. Raises TrainingError if the process
+        ended, and EngineClosedError after `close`.
+        """
+        return self._value(self._begin(True, method, args))
+
+    def beside(self, method: str, *args: Any) -> Any:
+        """`call` at once, on a thread of its own there."""
+        return self._value(self._begin(False, method, args))
+
+    def tell(self, method: str, *args: Any) -> None:
+        """`beside` without waiting. It does nothing once the process has ended."""
+        with contextlib.suppress(EngineClosedError, TrainingError):
+            self._begin(False, method, args)
+
+    def whereabouts(self) -> str:
+        """Where its thread for calls in turn is. Waits _ANSWER_S at most."""
+        try:
+            return f"{self._what} is at {self._outcome(self._begin(False, 'whereabouts', ()), _ANSWER_S).value}"
+        except TimeoutError:
+            return f"{self._what} does not answer, as if it were stopped"
+        except (TrainingError, EngineClosedError) as error:
+            return str(error)
+
+    def close(self) -> None:
+        """Close the object after the calls before, then end the process. Idempotent."""
+        if self._ended is None:
+            with contextlib.suppress(TrainingError, EngineClosedError, TimeoutError):
+                self._outcome(self._begin(True, "close", ()), timeout_s=_CLOSING_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        with self._state:
+            self._ended = self._ended or ""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._socket.close()
+
+    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab", buffering=0) as stream:
+            with contextlib.suppress(OSError):  # it can do without a log on a full disk
+                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
+            self._log_start = stream.tell()
+            return subprocess.Popen(
+                # The log tells people who look at the machine's processes what this one is.
+                [sys.executable, "-m", "arl.object_process", str(theirs.fileno()), str(os.getpid()), str(self._log)],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches us alone
+            )
+
+    def _begin(self, is_in_turn: bool, method: str, args: tuple[Any, ...]) -> Future[CallOutcome]:
+        number, answer = next(self._numbers), Future[CallOutcome]()
+        with self._state:
+            self._check()
+            self._pending[number] = answer
+        try:
+            with self._sending:
+                send_message(self._socket, (number, is_in_turn, method, args))
+        except OSError:
+            pass  # the process has ended: the reader says so
+        except BaseException:  # the arguments do not pickle
+            self._pending.pop(number, None)
+            raise
+        return answer
+
+    def _check(self) -> None:
+        if self._ended == "":
+            raise EngineClosedError(f"{self._what} was closed")
+        if self._ended is not None:
+            raise TrainingError(self._ended)
+
+    def _value(self, answer: Future[CallOutcome]) -> Any:
+        outcome = self._outcome(answer)
+        if outcome.error is not None:
+            raise outcome.error from OtherTracebackError(f"in {self._what}:\n{outcome.traceback}")
+        return outcome.value
+
+    def _outcome(self, answer: Future[CallOutcome], timeout_s: float | None = None) -> CallOutcome:
+        outcome = answer.result(timeout_s)
+        for message in outcome.messages:
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        return outcome
+
+    def _read(self) -> None:
+        """Hand answers to their callers until the process has ended."""
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                number, outcome = receive_message(self._socket)
+                if answer := self._pending.pop(number, None):
+                    answer.set_result(outcome)
+        ended = self._last_words()
+        with self._state:
+            self._ended = ended if self._ended is None else self._ended
+            left, self._pending = list(self._pending.values()), {}
+        for answer in left:
+            answer.set_exception(TrainingError(ended) if self._ended else EngineClosedError(f"{self._what} was closed"))
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        code, lines = self._process.returncode, list[str]()
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END))
+            lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        if code is None:
+            how = "closed its socket"
+        else:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        text = "\n".join(lines or ["(it is empty)"])
+        return f"{self._what} {how}; continue from a checkpoint. The end of {self._log}:\n{text}"
+
+
+# Messages
+
+
+def send_message(sock: socket.socket, value: Any) -> None:
+    """Send a value that pickles. Only one thread may send at a time."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+    sock.sendall(array("Q", [len(parts), *(part.nbytes for part in parts)]))
+    for part in parts:
+        sock.sendall(part)
+
+
+def receive_message(sock: socket.socket) -> Any:
+    """Raises EOFError when the other side has closed the socket."""
+    (count,) = array("Q", _received(sock, 8))
+    sizes = array("Q", _received(sock, 8 * count))
+    body, *buffers = [_received(sock, size) for size in sizes]
+    return pickle.loads(body, buffers=buffers)
+
+
+def _received(sock: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        if not (count := sock.recv_into(view)):
+            raise EOFError
+        view = view[count:]
+    return data
+
+
+# In the process
+
+
+class _Calls:
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        self._messages = Messages()
+        self._in_turn = ThreadPoolExecutor(1, "training")
+        self._beside = ThreadPoolExecutor(_THREADS, "beside")
+        self._object: Any = None
+
+    def serve(self) -> None:
+        """Make calls until the socket ends."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, is_in_turn, method, args = receive_message(self._socket)
+                (self._in_turn if is_in_turn else self._beside).submit(self._answer, number, method, args)
+
+    def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
+        outcome = outcome_of(self._messages, self._call, method, args)
+        with self._sending, contextlib.suppress(OSError):  # the caller has ended, and so will this process
+            try:
+                send_message(self._socket, (number, outcome))
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                failure = RuntimeError(f"what {method} returned does not pickle: {error}")
+                send_message(self._socket, (number, CallOutcome(error=failure)))
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "whereabouts":
+            return place_of(self._thread)
+        if method != "build":
+            return getattr(self._object, method)(*args)
+        self._thread = threading.get_ident()
+        (build,) = args
+        self._object = build()
+        return None
+
+
+def main() -> None:
+    descriptor, parent_pid = map(int, sys.argv[1:3])
+    faulthandler.enable()
+    with Watch(parent_pid):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # processes that it starts inherit no handler, as they would SIG_IGN
+        with socket.socket(fileno=descriptor) as sock:
+            _Calls(sock).serve()
+        os._exit(0)  # threads may hang in calls that nobody waits for
+
+
+if __name__ == "__main__":
+    main()

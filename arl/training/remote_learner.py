@@ -1,0 +1,158 @@
+"""The learner in a process of its own, so that episodes and training do not wait for one interpreter.
+
+Trainer --thread arl-train--> RemoteLearner --ObjectProcess--> LearnerHost --> Learner, train engines
+                               batches as flat arrays          snapshots and savings stay there, under keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arl.api.engine import ModelLimits
+from arl.api.errors import ArlError
+from arl.api.types import Group, new_id
+from arl.object_process import ObjectProcess
+from arl.remote_calls import Kept, KeptSaving, KeptSnapshot
+from arl.training.flat_groups import flatten, restore
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from arl.training.learner import Learner, PreparedBatch
+
+
+class LearnerHost:
+    """The learner's side: what a RemoteLearner calls. `prepare`, `train`, `keep`, `save` and `load` come in turn."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._kept = Kept()
+        self._batch: PreparedBatch | None = None
+        self.ask, self.forget = self._kept.ask, self._kept.forget
+
+    def version(self) -> int:
+        return self._learner.version
+
+    def limits(self) -> ModelLimits:
+        return self._learner.engine.limits
+
+    def prepare(self, header: bytes, arrays: Mapping[str, np.ndarray], num_new: int) -> list[float | None]:
+        """Prepare the first num_new groups, with the others as replayed ones; returns PreparedBatch.advantages."""
+        groups = restore(header, arrays)
+        self._batch = self._learner.prepare(groups[:num_new], groups[num_new:])
+        return self._batch.advantages
+
+    def train(self) -> tuple[dict[str, float], int]:
+        """Train the batch that was prepared last; returns its metrics and the new version."""
+        if self._batch is None:
+            raise RuntimeError("no batch is prepared")
+        batch, self._batch = self._batch, None
+        return self._learner.train(batch), self._learner.version
+
+    def keep(self, key: str, method: str) -> int:
+        """Take a snapshot and keep it; returns its version."""
+        snapshot = getattr(self._learner.engine, method)()
+        self._kept.put(key, snapshot)
+        return snapshot.version
+
+    def save(self, key: str, directory: Path) -> None:
+        self._kept.put(key, self._learner.save(directory))
+
+    def load(self, directory: Path) -> None:
+        self._learner.load(directory)
+
+    def unseen(self, directory: Path) -> str | None:
+        """A sentence if a rank on another machine does not see this machine's directory; None if it does."""
+        unseen = getattr(self._learner.engine, "unseen", None)
+        return unseen(directory) if unseen else None
+
+    def close(self) -> None:
+        self._learner.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteBatch:
+    """A batch that the learner's process has prepared."""
+
+    advantages: list[float | None]
+    """PreparedBatch's."""
+
+
+class RemoteLearner:
+    """Stands for a Learner in another process. Calls block. Make them all from one thread."""
+
+    def __init__(self, host: Callable[[], LearnerHost], log: Path, num_threads: int) -> None:
+        """host: builds the learner there, and pickles. log: gets the process's output. num_threads: of its
+        computations. Raises what `host` raises.
+        """
+        # Torch reads its thread counts when it is imported, so they have to be set from outside.
+        threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+        self._process = ObjectProcess("the trainer's process", host, log, threads)
+        self.whereabouts = self._process.whereabouts
+        self.engine = RemoteWeights(self._process)
+        self.version: int = self.engine.version
+
+    def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> RemoteBatch:
+        header, arrays = flatten([*groups, *replayed])
+        return RemoteBatch(advantages=self._process.call("prepare", header, arrays, len(groups)))
+
+    def train(self, batch: RemoteBatch) -> dict[str, float]:
+        """Train `batch`, the one that was prepared last."""
+        try:
+            metrics, self.version = self._process.call("train")
+        except BaseException:
+            with suppress(ArlError):  # the process has ended, so the version stays what it was
+                self.version = self.engine.version
+            raise
+        return metrics
+
+    def save(self, directory: Path) -> KeptSaving:
+        self._process.call("save", key := new_id(), Path(directory).absolute())
+        return KeptSaving(self.engine, key)
+
+    def load(self, directory: Path) -> None:
+        """Raises CheckpointError, which names the mismatch."""
+        self._process.call("load", Path(directory).absolute())
+        self.version = self.engine.version
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class RemoteWeights:
+    """The policy's engine in the learner's process, as weight transports see it."""
+
+    def __init__(self, process: ObjectProcess) -> None:
+        self._process = process
+        self.tell = process.tell
+
+    @property
+    def version(self) -> int:
+        return self._process.call("version")
+
+    @cached_property
+    def limits(self) -> ModelLimits:
+        return self._process.call("limits")
+
+    def snapshot(self) -> KeptSnapshot:
+        return self._snapshot("snapshot")
+
+    def snapshot_adapter(self) -> KeptSnapshot:
+        """Raises ConfigError without train.lora."""
+        return self._snapshot("snapshot_adapter")
+
+    def unseen(self, directory: Path) -> str | None:
+        return self._process.beside("unseen", directory)
+
+    def ask(self, key: str, name: str, *args: Any, is_leaving: bool = False) -> Any:
+        """See arl.remote_calls.Holder. All calls beside training have threads of their own there."""
+        return self._process.beside("ask", key, name, args)
+
+    def _snapshot(self, method: str) -> KeptSnapshot:
+        version: int = self._process.call("keep", key := new_id(), method)
+        return KeptSnapshot(self, key, version)
