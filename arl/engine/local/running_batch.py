@@ -18,7 +18,7 @@ import torch
 
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream
-from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan
+from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +75,20 @@ class RunningBatch:
             job.abort(f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}", 400)
             return
         sampling = job.sampling
+        tokens = [*job.input_ids, *job.output_ids]
+        extra_key = f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key
+        stop_ids = self._runner.eos_ids.union(sampling.stop_token_ids)
         self._waiting.append(
             Row(
-                [*job.input_ids, *job.output_ids],
-                extra_key=f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key,
+                tokens,
+                extra_key=extra_key,
+                keys=prefix_keys(tokens, extra_key),
                 job=job,
                 adapter=adapter,
                 max_length=len(job.input_ids) + sampling.max_new_tokens,
                 stream=random_stream(sampling.seed),
                 stop=tuple(string for string in sampling.stop if string),
-                stop_ids=frozenset() if sampling.ignore_eos else self._runner.eos_ids | set(sampling.stop_token_ids),
+                stop_ids=frozenset() if sampling.ignore_eos else stop_ids,
             )
         )
 
@@ -136,36 +140,40 @@ class RunningBatch:
         given = iter(computed.given)
         for row, count in zip(plan.prefilling, plan.given_counts, strict=True):
             row.job.input_logprobs += islice(given, count)
-        if self._runner.is_scorer:
-            self._take_scores(plan.sampled, computed.scores)
-        else:
-            self._take_tokens(plan.sampled, computed)
-        ended = [row for row in plan.sampled if row.job.is_done]
+        take = self._take_scores if self._runner.is_scorer else self._take_tokens
+        ended = take(plan.sampled, computed)
         for row in ended:
             self._retain(row)
         for row in reversed(ended):
             self._remove(row)
         return [row.job for row in ended]
 
-    def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> None:
+    def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> list[Row]:
+        """Hand out the step's samples; returns the rows that end with them."""
         version = self.weight_version
+        ended: list[Row] = []
         for row, token, logprob in zip(rows, computed.tokens, computed.logprobs, strict=True):
-            job = row.job
+            job, tokens = row.job, row.tokens
             if job.is_prefill_only:
                 job.finish_reason = {"type": "length", "length": 0}
+                ended.append(row)
                 continue
-            row.tokens.append(token)
+            tokens.append(token)
             job.output_ids.append(token)
             job.output_logprobs.append(logprob)
             job.versions.append(version)
-            if row.stop or token in row.stop_ids or len(row.tokens) >= row.max_length:
+            if row.stop or token in row.stop_ids or len(tokens) >= row.max_length:
                 job.finish_reason = self._finish_reason(row, token)
+                if job.is_done:
+                    ended.append(row)
+        return ended
 
-    def _take_scores(self, rows: Sequence[Row], scores: Sequence[list[float]]) -> None:
-        for row, of_labels in zip(rows, scores, strict=True):
+    def _take_scores(self, rows: Sequence[Row], computed: Computed) -> Sequence[Row]:
+        for row, of_labels in zip(rows, computed.scores, strict=True):
             row.job.scores = of_labels
             row.job.versions = [self.weight_version]
             row.job.finish_reason = {"type": "length", "length": 0}
+        return rows
 
     def _finish_reason(self, row: Row, token: int) -> dict[str, str | int] | None:
         if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
@@ -179,7 +187,9 @@ class RunningBatch:
     def _retain(self, row: Row) -> None:
         if not row.is_mixed:
             kv = self._runner.cache.export(row.index, row.num_computed)
-            self._prefixes.add(Retained(row.tokens[: row.num_computed], row.num_computed, row.extra_key, kv=kv))
+            tokens = row.tokens[: row.num_computed]
+            keys = prefix_keys(tokens, row.extra_key, row.keys)
+            self._prefixes.add(Retained(tokens, row.num_computed, row.extra_key, keys=keys, kv=kv))
 
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
@@ -189,7 +199,7 @@ class RunningBatch:
         try:
             while self._waiting and len(self._rows) < self._max_rows:
                 row = self._waiting.popleft()
-                prefix, common = self._prefixes.find(row.tokens, row.extra_key) or (None, 0)
+                prefix, common = self._prefixes.find(row) or (None, 0)
                 common = min(common, row.num_reusable)  # beyond it, logits are needed
                 if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
                     deferred.append(row)
@@ -267,7 +277,10 @@ class RunningBatch:
 
     def retract(self) -> None:
         """Put the running sequences back to the head of the queue, without their keys and values."""
-        self._waiting.extendleft(reversed(self._take_out_all()))
+        rows = self._take_out_all()
+        for row in rows:
+            row.keys = prefix_keys(row.tokens, row.extra_key, row.keys)
+        self._waiting.extendleft(reversed(rows))
 
     def _take_out_all(self) -> list[Row]:
         rows, self._rows = self._rows, []

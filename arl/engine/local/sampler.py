@@ -44,7 +44,7 @@ def random_stream(seed: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Filter:
-    """Which tokens may be sampled: top_k int64[B, 1], top_p and min_p float32[B, 1]."""
+    """Which tokens may be sampled: top_k int64[B, 1], top_p and min_p float32[B, 1], or [1, 1] for all."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -76,9 +76,9 @@ class BatchSampler:
     """The sampling parameters of a batch, as columns; made anew when the batch's members change."""
 
     temperature: torch.Tensor | None
-    """float32[B, 1]; None where all are 1."""
+    """float32[B, 1], or [1, 1] for all; None where all are 1."""
     greedy: torch.Tensor | None
-    """bool[B]; None if no sequence is greedy."""
+    """bool[B], or [1] for all; None if no sequence is greedy."""
     is_all_greedy: bool
     filter: Filter | None
     streams: np.ndarray
@@ -87,6 +87,8 @@ class BatchSampler:
     def of(
         cls, params: Sequence[SamplingParams], streams: Sequence[int], vocab_size: int, device: torch.device
     ) -> BatchSampler:
+        if len({(p.temperature, p.top_k, p.top_p, p.min_p) for p in params}) == 1:
+            params = params[:1]  # columns of one row serve all
         temperatures = [p.logprob_temperature for p in params]
         greedy = [p.temperature == 0 for p in params]
         return cls(

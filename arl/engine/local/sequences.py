@@ -6,7 +6,7 @@ rows: [ decoding ... | prefilling ... ] --plan--> tokens: [ one of each decoding
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
@@ -98,8 +98,8 @@ class Prefix:
     num_computed: int = 0
     """How many first tokens have their keys and values in the cache, or in `kv`."""
     extra_key: str = ""
-    keys: list[int] = field(default_factory=list[int], kw_only=True)
-    """A PrefixIndex finds it by these keys."""
+    keys: list[tuple[int, int]] = field(kw_only=True)
+    """(length, key of the first `length` tokens), as `prefix_keys` makes them; a PrefixIndex finds it by these."""
 
     def common_length(self, tokens: Sequence[int], at_least: int) -> int:
         """How many leading tokens are equal; 0 if fewer than `at_least`."""
@@ -127,22 +127,21 @@ class PrefixIndex:
         self._by_key: dict[int, Prefix] = {}
         self._retained: OrderedDict[Retained, None] = OrderedDict()
 
-    def find(self, tokens: Sequence[int], extra_key: str = "") -> tuple[Prefix, int] | None:
-        """The prefix of this extra key that shares most tokens with `tokens`, and the number of shared tokens."""
+    def find(self, row: Row) -> tuple[Prefix, int] | None:
+        """The prefix of its extra key that shares most tokens with a row, and the number of shared tokens."""
         best, indexed_length = None, 0
-        for length, key in _keys(tokens, extra_key):
-            if (prefix := self._by_key.get(key)) and prefix.extra_key == extra_key:
+        for length, key in row.keys:
+            if (prefix := self._by_key.get(key)) and prefix.extra_key == row.extra_key:
                 best, indexed_length = prefix, length
-        if best is None or not (length := best.common_length(tokens, indexed_length)):
+        if best is None or not (length := best.common_length(row.tokens, indexed_length)):
             return None
         if isinstance(best, Retained):
             self._retained.move_to_end(best)
         return best, length
 
     def add(self, prefix: Prefix) -> None:
-        """Make a prefix findable by its present tokens; retain it if it brings its keys and values."""
-        prefix.keys = [key for _, key in _keys(prefix.tokens, prefix.extra_key)]
-        for key in prefix.keys:
+        """Make a prefix findable by its keys; retain it if it brings its keys and values."""
+        for _, key in prefix.keys:
             self._by_key[key] = prefix
         if isinstance(prefix, Retained):
             self._retained[prefix] = None
@@ -151,10 +150,9 @@ class PrefixIndex:
                 self.remove(next(iter(self._retained)))
 
     def remove(self, prefix: Prefix) -> None:
-        for key in prefix.keys:
+        for _, key in prefix.keys:
             if self._by_key.get(key) is prefix:
                 del self._by_key[key]
-        prefix.keys = []
         if isinstance(prefix, Retained):
             del self._retained[prefix]
             self._num_bytes -= prefix.kv.nbytes
@@ -165,13 +163,22 @@ class PrefixIndex:
         self._num_bytes = 0
 
 
-def _keys(tokens: Sequence[int], extra_key: str) -> Iterator[tuple[int, int]]:
-    """(length, key of the first `length` tokens) at the end of each block and of the sequence."""
-    key = hash(extra_key)
-    for start in range(0, len(tokens), _BLOCK):
+def prefix_keys(tokens: Sequence[int], extra_key: str, begun: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """(length, key of the first `length` tokens) at the end of each block and of the sequence.
+
+    begun: keys of the same sequence when it was shorter. They stay, also the one of its end then.
+    """
+    keys = list(begun)
+    first, key = 0, hash(extra_key)
+    for length, known in reversed(begun):
+        if length % _BLOCK == 0:
+            first, key = length, known
+            break
+    for start in range(first, len(tokens), _BLOCK):
         end = min(start + _BLOCK, len(tokens))
         key = hash((key, *tokens[start:end]))
-        yield end, key
+        keys.append((end, key))
+    return keys
 
 
 @dataclass(slots=True, eq=False)

@@ -57,18 +57,12 @@ class SlotCache:
 
     def _use(self, data: torch.Tensor) -> None:
         self._data = data
+        self.num_rows, self.capacity = data.shape[2], data.shape[4]
+        """Rows, and the positions that each holds without growing."""
+        self._rows = data.unbind(2)
         self.layers = [(layer[0], layer[1]) for layer in data]
         """Each layer's keys and values, [rows, kv heads, capacity, head dim]."""
         self._vectors = [layer.view(-1, self.shape.head_dim) for layer in data]
-
-    @property
-    def num_rows(self) -> int:
-        return self._data.shape[2]
-
-    @property
-    def capacity(self) -> int:
-        """Positions that a row holds without growing."""
-        return self._data.shape[4]
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Hold at least `num_rows` rows of `length` positions, and keep the present contents."""
@@ -97,15 +91,15 @@ class SlotCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to row `target`."""
-        self._data[:, :, target, :, :length] = self._data[:, :, source, :, :length]
+        self._rows[target].narrow(3, 0, length).copy_(self._rows[source].narrow(3, 0, length))
 
     def export(self, row: int, length: int) -> torch.Tensor:
         """A copy of a row's first `length` positions: [layers, 2, kv heads, length, head dim]."""
-        return self._data[:, :, row, :, :length].clone()
+        return self._rows[row].narrow(3, 0, length).clone(memory_format=torch.contiguous_format)
 
     def restore(self, row: int, exported: torch.Tensor, length: int) -> None:
         """Write the first `length` positions of an exported row into `row`."""
-        self._data[:, :, row, :, :length] = exported[:, :, :, :length]
+        self._rows[row].narrow(3, 0, length).copy_(exported.narrow(3, 0, length))
 
 
 def _grow(size: int, wanted: int, limit: int) -> int:

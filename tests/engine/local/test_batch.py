@@ -98,6 +98,14 @@ def test_samples_of_one_prompt_compute_it_once(make_batch: MakeBatch, reference:
         reference.check(job)
 
 
+def test_a_short_prompt_that_was_answered_is_computed_once(batch: RunningBatch, reference: Reference) -> None:
+    first, second = (make_job(prompt_of(11, 1), temperature=0) for _ in range(2))
+    run_all(batch, [first])
+    run_all(batch, [second])
+    assert second.cached_tokens == 10
+    reference.check_greedy(second)
+
+
 def test_a_seeded_request_does_not_depend_on_its_company(make_batch: MakeBatch) -> None:
     def seeded() -> Job:
         return make_job(prompt_of(20, 1), seed=7, max_new_tokens=30, temperature=1.5)
