@@ -139,7 +139,7 @@ class Agent(math_agent.MathAgent):
         (done,) = await super().arun_episode(engine, data)  # the tiny model's template never rewrites turns
         # A turn's state is what the calculator had said before it: episodes of a group share their question.
         ends = [0, *(turn.stop for turn in done.turns)]
-        seen = [str(done.token_ids[end : turn.start]) for end, turn in zip(ends, done.turns, strict=False)]
+        seen = [str(done.token_ids[end : turn.start].tolist()) for end, turn in zip(ends, done.turns, strict=False)]
         states = ["|".join(seen[1 : i + 1]) for i in range(len(seen))]
         turns = [dataclasses.replace(turn, state=state) for turn, state in zip(done.turns, states, strict=True)]
         rewards = {"answer": done.reward, "brief": float(len(turns) <= 2)}

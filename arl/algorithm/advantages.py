@@ -171,6 +171,8 @@ def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
     if scale != "group_std":
         return 1.0
     between = spread_of(peers.of_episodes(rewards))
+    if len(peers.episodes) == len(peers):
+        return between.divisor
     spreads = [spread_of([rewards[i] for i in members]) for members in peers.episodes]
     within = [s.std**2 * (len(of) - 1) / len(of) for s, of in zip(spreads, peers.episodes, strict=True)]
     if not any(within):

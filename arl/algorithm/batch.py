@@ -10,9 +10,10 @@ The algorithm works on these tensors by index. A train engine takes `sequences`:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from arl.api.algorithm import Aggregation
 from arl.api.objective import OverlongConfig
 from arl.api.types import TOKEN_FIELDS, Group, TrainSequence, Trajectory
 
+_Made = TypeVar("_Made")
 _TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 
 
@@ -69,7 +71,11 @@ class Batch:
             for t, episode in zip(group.trajectories, group.episode_indices, strict=True)
         ]
         behavior = joined((t.behavior_logprobs for t in trajectories), np.float32)
-        unknown = torch.zeros(sum(lengths))
+        mask = joined((t.loss_mask for t in trajectories), np.bool_)
+        if overlong.mask_truncated:
+            is_cut = torch.tensor([t.is_truncated for t in trajectories], dtype=torch.bool)
+            mask &= ~is_cut.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        unknown = torch.zeros(len(mask))
         return cls(
             groups=tuple(groups),
             trajectories=trajectories,
@@ -77,7 +83,7 @@ class Batch:
             episode=tuple(numbers.setdefault(member, len(numbers)) for member in members),
             lengths=lengths,
             token_ids=joined((t.token_ids for t in trajectories), np.int32).long(),
-            loss_mask=joined((_mask(t, overlong) for t in trajectories), np.bool_),
+            loss_mask=mask,
             behavior_logprobs=behavior,
             proximal_logprobs=behavior,
             reference_logprobs=unknown,
@@ -100,12 +106,12 @@ class Batch:
     @property
     def owners(self) -> torch.Tensor:
         """int64[T]: the number of each token's trajectory."""
-        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        return self.repeated(torch.arange(len(self)))
 
     @property
     def counts(self) -> list[int]:
         """[N] Trained tokens of each trajectory."""
-        return torch.zeros(len(self), dtype=torch.int64).index_add_(0, self.owners, self.loss_mask.long()).tolist()
+        return np.add.reduceat(self.loss_mask.numpy(), self.starts[:-1], dtype=np.int64).tolist() if len(self) else []
 
     def sums(self, values: torch.Tensor) -> list[float]:
         """[N] The sum of float[T] values over each trajectory's tokens, from its first to its last."""
@@ -113,7 +119,11 @@ class Batch:
 
     def over_tokens(self, values: Sequence[float]) -> torch.Tensor:
         """float64[T]: for each token the value of its trajectory."""
-        return torch.tensor(values, dtype=torch.float64)[self.owners]
+        return self.repeated(torch.tensor(values, dtype=torch.float64))
+
+    def repeated(self, values: torch.Tensor) -> torch.Tensor:
+        """[T] For each token its trajectory's one of [N] values."""
+        return values.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
 
     def split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of [T] values, one for each trajectory."""
@@ -126,30 +136,38 @@ class Batch:
         members: list[list[int]] = [[] for _ in self.groups]
         for i, group in enumerate(self.group):
             members[group].append(i)
-        rows, starts = [i for group in groups for i in members[group]], self.starts
-        pieces = [torch.arange(starts[row[0]], starts[row[-1] + 1]) for group in groups if (row := members[group])]
-        places = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        rows = [i for group in groups for i in members[group]]
+        sizes = [sum(self.lengths[i] for i in own) for own in members]
+
+        def of_these(column: torch.Tensor) -> torch.Tensor:
+            views = column.split(sizes)
+            return torch.cat([views[group] for group in groups]) if groups else column[:0]
+
         return Batch(
             groups=tuple(self.groups[group] for group in groups),
             trajectories=tuple(self.trajectories[i] for i in rows),
             group=tuple(chain.from_iterable(repeat(new, len(members[group])) for new, group in enumerate(groups))),
             episode=tuple(self.episode[i] for i in rows),
             lengths=tuple(self.lengths[i] for i in rows),
-            **{name: getattr(self, name)[places] for name in _TENSORS},
+            **self._each(of_these),
         )
 
     def sequences(self) -> list[TrainSequence]:
         """[N] The trajectories for a train engine. Their tensors are views."""
-        columns = [getattr(self, name).split(self.lengths) for name in _TENSORS]
-        return [
-            TrainSequence(temperature=t.temperature, **dict(zip(_TENSORS, row, strict=True)))
-            for t, *row in zip(self.trajectories, *columns, strict=True)
-        ]
+        rows = zip(*self._each(self.split).values(), strict=True)
+        return [_sequence(row, t.temperature) for row, t in zip(rows, self.trajectories, strict=True)]
+
+    def _each(self, change: Callable[[torch.Tensor], _Made]) -> dict[str, _Made]:
+        """What `change` makes of each field's tensor. Fields that share their zeros go on sharing them."""
+        columns = {name: getattr(self, name) for name in _TENSORS}
+        distinct = {id(column): column for column in columns.values()}
+        made = {key: change(column) for key, column in distinct.items()}
+        return {name: made[id(column)] for name, column in columns.items()}
 
 
 def joined(rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike) -> torch.Tensor:
     """One flat tensor of all rows."""
-    return torch.from_numpy(np.concatenate((np.zeros(0, dtype), *rows), dtype=dtype, casting="unsafe"))
+    return torch.from_numpy(np.concatenate((np.zeros(0, dtype), *rows)).astype(dtype, copy=False))
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
@@ -159,9 +177,12 @@ def token_rewards(batch: Batch) -> torch.Tensor:
     return joined((np.zeros(length) if row is None else row for row, length in pairs), np.float64)
 
 
-def _mask(trajectory: Trajectory, overlong: OverlongConfig) -> npt.NDArray[np.bool_]:
-    is_left_out = overlong.mask_truncated and trajectory.is_truncated
-    return np.zeros_like(trajectory.loss_mask) if is_left_out else trajectory.loss_mask
+def _sequence(tensors: Iterable[torch.Tensor], temperature: float) -> TrainSequence:
+    """A sequence with all of its tensors, which are not checked again."""
+    sequence = object.__new__(TrainSequence)
+    for name, value in zip((*_TENSORS, "temperature", "unit"), (*tensors, temperature, -1), strict=True):
+        object.__setattr__(sequence, name, value)
+    return sequence
 
 
 def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int = 1) -> torch.Tensor:
@@ -193,7 +214,7 @@ def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int
             shares = [num_episodes * sequence_tokens] * len(batch)
         case "group_mean":
             shares = [num_groups * of_groups[group] for group in batch.group]
-    return batch.loss_mask.float() / batch.over_tokens(shares).float().clamp(min=1)
+    return batch.loss_mask * batch.repeated(1 / torch.tensor(shares, dtype=torch.float32).clamp(min=1))
 
 
 def weigh_tokens(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

@@ -85,7 +85,9 @@ def read_groups(file: BinaryIO) -> list[Group]:
 
 
 def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None]:
-    """The next entries of `array` for each length; None for none."""
+    """The next entries of `array` for each length, read-only; None for none."""
+    array = array.view()
+    array.flags.writeable = False
     ends = list(accumulate(lengths, initial=0))
     if ends[-1] != len(array):
         raise ValueError(f"{name} has {len(array)} entries for {ends[-1]} tokens")
@@ -98,7 +100,8 @@ def _turn(values: Sequence[Any]) -> TurnSpan:
 
 
 def _trajectory(values: Sequence[Any]) -> Trajectory:
-    """Of its fields, without a check of each."""
+    """A trajectory with these fields, which are not checked again."""
     trajectory = object.__new__(Trajectory)
-    trajectory.__setstate__(values)
+    for name, value in zip(Trajectory.__slots__, values, strict=True):
+        object.__setattr__(trajectory, name, value)
     return trajectory

@@ -1,12 +1,15 @@
 """A batch is flat: columns of its trajectories, one tensor for each field of its tokens, and views for the engine."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from advantage_cases import group, trajectory
+from advantage_cases import group, random_groups, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from arl.algorithm.batch import Batch
+from arl.algorithm.batch import Batch, token_rewards
 from arl.api.objective import OverlongConfig
 
 
@@ -20,6 +23,28 @@ def test_sequences_carry_the_samplers_numbers():
     assert sequence.temperature == 0.5
     assert (sequence.token_ids.dtype, sequence.loss_mask.dtype) == (torch.int64, torch.bool)
     assert sequence.advantages.dtype == sequence.behavior_logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@given(seed=st.integers(0, 2**20))
+@settings(deadline=None, max_examples=20)
+def test_a_batch_is_its_trajectories_number_by_number(mask_truncated: bool, seed: int):
+    groups = random_groups(seed, has_branches=True)
+    trajectories = [t for g in groups for t in g.trajectories]
+    batch = Batch.of(groups, OverlongConfig(mask_truncated=mask_truncated))
+    mask = [bool(m) and not (mask_truncated and t.is_truncated) for t in trajectories for m in t.loss_mask]
+    columns = {"token_ids": torch.int64, "versions": torch.int64, "behavior_logprobs": torch.float32}
+    for name, dtype in columns.items():
+        column = getattr(batch, name)
+        assert column.dtype == dtype
+        assert column.tolist() == [number for t in trajectories for number in getattr(t, name).tolist()]
+    assert batch.loss_mask.tolist() == mask
+    assert batch.lengths == tuple(len(t.token_ids) for t in trajectories)
+    edges = list(itertools.accumulate(batch.lengths, initial=0))
+    assert batch.counts == [sum(mask[start:end]) for start, end in itertools.pairwise(edges)]
+    rewards = [[0.0] * len(t.token_ids) if t.token_rewards is None else t.token_rewards for t in trajectories]
+    assert token_rewards(batch).tolist() == [float(r) for row in rewards for r in row]
+    assert [batch.groups[g].group_id for g in batch.group] == [g.group_id for g in groups for _ in g.trajectories]
 
 
 @pytest.mark.parametrize(("mask_truncated", "trained"), [(False, [2, 2]), (True, [2, 0])])
