@@ -12,6 +12,9 @@ from functools import partial
 from one_run import STALL_S, Run, kill
 from promises import processes, promised
 
+LEARNER = "arl.object_process"
+"""A part of the command line of the process in which the trainer computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -78,19 +81,24 @@ def hold_server(run: Run) -> None:
     hold(run, run.rng.choice(run.servers).pid)
 
 
-def kill_one(run: Run, *commands: str) -> None:
-    """One of the processes that the trainer has started, by a part of its command line."""
+def started(run: Run, *commands: str) -> list[int]:
+    """The processes that the trainer has started, by a part of their command lines."""
     known = {run.nursery.pid, *run.forked_pids()}
-    found = [p for p, line in processes(run.mark) if p not in known and any(part in line for part in commands)]
-    os.kill(run.rng.choice(sorted(found)), signal.SIGKILL)
+    return sorted(p for p, line in processes(run.mark) if p not in known and any(part in line for part in commands))
+
+
+def kill_one(run: Run, *commands: str) -> None:
+    os.kill(run.rng.choice(started(run, *commands)), signal.SIGKILL)
 
 
 def fill_disk(run: Run) -> None:
     """Let no file of the trainer grow beyond some bytes for a while: writes beyond that fail, as on a full disk."""
     assert run.trainer is not None
-    pid, hard = run.trainer.pid, resource.prlimit(run.trainer.pid, resource.RLIMIT_FSIZE)[1]
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (run.rng.choice([0, 100, 5_000, 50_000]), hard))
-    run.later(run.rng.uniform(0.1, 2), lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard)))
+    size, until_s = run.rng.choice([0, 100, 5_000, 50_000]), run.rng.uniform(0.1, 2)
+    for pid in (run.trainer.pid, *started(run, LEARNER)):
+        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+        run.later(until_s, partial(resource.prlimit, pid, resource.RLIMIT_FSIZE, (hard, hard)))
 
 
 def signals(victim: str, act: Callable[[Run, signal.Signals], None], *numbers: signal.Signals) -> list[Fault]:
@@ -102,6 +110,8 @@ ON_TRAINER = (
     Fault("trainer: SIGSTOP", hold_trainer),
     Fault("trainer: a second one", start_another),
     Fault("disk: full", fill_disk),
+    Fault("learner: SIGKILL", lambda run: kill_one(run, LEARNER)),
+    Fault("learner: SIGSTOP", lambda run: hold(run, started(run, LEARNER)[0])),
 )
 ON_SERVERS = (*signals("server", end_server, signal.SIGKILL, signal.SIGTERM), Fault("server: SIGSTOP", hold_server))
 OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))

@@ -101,7 +101,13 @@ def test_a_traceback_in_the_output_is_noticed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("place", "fault"), [("own", "trainer: SIGKILL"), ("own", "server of arl's: SIGKILL"), ("ranks", "rank: SIGKILL")]
+    ("place", "fault"),
+    [
+        ("own", "trainer: SIGKILL"),
+        ("own", "learner: SIGKILL"),
+        ("own", "server of arl's: SIGKILL"),
+        ("ranks", "rank: SIGKILL"),
+    ],
 )
 def test_a_run_keeps_all_promises_however_often_one_of_its_processes_is_killed(place: str, fault: str) -> None:
     options = ["--seed", "0", "--run", "0", "--faults", "6", "--places", place, "--only", fault]
