@@ -1,12 +1,16 @@
 """What one agenerate call costs in CPU time, in the process that calls and in the server's.
 
     python benchmarks/client.py [--calls 6000] [--concurrency 1 64 1000] [--prompt-tokens 20] [--new-tokens 4]
-                                [--repeats 3] [--profile]
+                                [--repeats 3] [--json] [--turns] [--profile]
 
-The server is a process of its own that answers at once with nothing behind its protocol, so the figure is of the
-client: building a request, sending it, reading and checking the answer. Beside it stands the least that this machine
-needs for such a request and its answer: the same bytes over a bare asyncio protocol. The lag is how late a 5 ms timer
-fires meanwhile.
+The server is a process of its own: the embedded server's HTTP side, with a scheduler that samples at once behind it.
+The client's figure is of building a request, sending it, reading and checking the answer. Beside it stands the least
+that this machine needs for such a request and its answer as JSON over HTTP: the same bytes over a bare asyncio
+protocol. The lag is how late a 5 ms timer fires meanwhile.
+
+--json: speak JSON over HTTP, as with a stock SGLang server, in the place of frames over a WebSocket.
+--turns: each call extends the prompt and the answer of the one before by 100 tokens, as the turns of an episode do; the
+prompt is an int32 array, else a list.
 """
 
 from __future__ import annotations
@@ -21,48 +25,69 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from aiohttp import web
+import numpy as np
 
 from arl.api.engine_config import ClientConfig
-from arl.api.types import ModelRequest, SamplingParams
+from arl.api.types import ModelRequest, SamplingParams, new_id
 from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.local import app
+from arl.engine.local.generate import Inflight
+from arl.engine.local.sequences import Job
 from arl.web.process import allow_many_connections
+from arl.web.server import bind, serving
+
+_NEW_IN_TURN = 100
 
 
-def serve() -> None:
-    """Answer every /generate with `max_new_tokens` tokens; print the port first."""
+class Instant:
+    """A scheduler that samples at once, without a model."""
 
-    async def generate(request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        count = body["sampling_params"]["max_new_tokens"]
-        if count not in answers:
-            meta = {
-                "finish_reason": {"type": "length", "length": count},
-                "output_token_logprobs": [[-0.6931471805599453, 100 + i, None] for i in range(count)],
-                "weight_version": "default",
-                "weight_versions": [{"version": "default", "start": 0, "end": count}],
-            }
-            answers[count] = json.dumps({"text": "x" * count, "meta_info": meta}).encode()
-        return web.Response(body=answers[count], content_type="application/json")
+    def __init__(self) -> None:
+        sizes = {"context_length": 1 << 20, "vocab_size": 1 << 20}
+        nothing = {"tokenizer": None, "config": None, "adapters": SimpleNamespace(loaded={})}
+        self.runner = SimpleNamespace(is_scorer=False, stored_form=SimpleNamespace(shapes={}), **sizes, **nothing)
+        self.is_alive, self.weight_version = True, "default"
+        self.is_paused, self.num_running, self.num_waiting = False, 0, 0
+        self.deliver: Callable[[list[Job]], None] = lambda jobs: None
 
-    async def acknowledge(request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "m", "weight_version": "default"})
+    def submit(self, job: Job) -> None:
+        count = job.sampling.max_new_tokens
+        job.output_ids = list(range(100, 100 + count))
+        job.output_logprobs = [-0.6931471824645996] * count
+        job.versions = ["default"] * count
+        job.finish_reason = {"type": "length", "length": count}
+        self.deliver([job])
+
+    def abort(self, rid: str | None) -> None:
+        pass
+
+    def resume(self) -> Future[None]:
+        resumed: Future[None] = Future()
+        resumed.set_result(None)
+        return resumed
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The embedded server's application in front of an Instant; print the port first."""
 
     async def main() -> None:
         allow_many_connections()
-        app = web.Application(client_max_size=1 << 28)
-        app.router.add_post("/generate", generate)
-        app.router.add_route("*", "/{name:.+}", acknowledge)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-        print(runner.addresses[0][1], flush=True)
-        await asyncio.Event().wait()
+        scheduler: Any = Instant()
+        inflight = Inflight(asyncio.get_running_loop())
+        scheduler.deliver = inflight.deliver
+        if args.json:
+            app.FORMAT = None  # the client is told of no frames
+        settings = {"model_path": "m", "device": "cpu", "update_timeout_s": 1.0, "context_length": 1 << 20}
+        application = app.build_app(scheduler, inflight, settings, None)
+        async with serving(application, bind("127.0.0.1", 0)) as port:
+            print(port, flush=True)
+            await asyncio.Event().wait()
 
-    answers: dict[int, bytes] = {}
     asyncio.run(main())
 
 
@@ -109,11 +134,17 @@ def prompt_of(args: argparse.Namespace) -> list[int]:
 
 def agenerate_call(engine: RemoteSGLangEngine, args: argparse.Namespace) -> Callable[[], Awaitable[object]]:
     sampling, prompt = SamplingParams(max_new_tokens=args.new_tokens), prompt_of(args)
+    idle: list[tuple[str, Any]] = []
 
     async def call() -> None:
         await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
 
-    return call
+    async def turn() -> None:
+        session, tokens = idle.pop() if idle else (new_id(), np.array(prompt, dtype=np.int32))
+        response = await engine.agenerate(ModelRequest(input_ids=tokens, sampling=sampling, session_id=session))
+        idle.append((session, np.concatenate([tokens, response.output_ids, prompt[:_NEW_IN_TURN]], dtype=np.int32)))
+
+    return turn if args.turns else call
 
 
 async def run(call: Callable[[], Awaitable[object]], args: argparse.Namespace, concurrency: int, server: int) -> str:
@@ -172,12 +203,15 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 64, 1000])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="JSON over HTTP")
+    parser.add_argument("--turns", action="store_true", help="each call extends the last one's prompt and answer")
     parser.add_argument("--profile", action="store_true", help="show where the client spends its time")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve()
-    with subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True) as server:
+        return serve(args)
+    command = [sys.executable, __file__, "--serve", *["--json"] * args.json]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             port = int(server.stdout.readline()) if server.stdout else 0
             profile = cProfile.Profile(time.process_time)

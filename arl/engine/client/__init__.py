@@ -10,6 +10,8 @@
     server_update   the update of one server
     server_watch    signs of life, log lines, metrics, the least number of servers
     server_client   SGLang's protocol, spoken to one server
+    greeting        what a server says of itself, compared with the others
+    frame_client    calls of /generate over one WebSocket, to an embedded server
     processes       servers that arl starts and restarts
 
 Everything here belongs to one event loop. It imports arl.api and arl.web, and no other part of the engine: new weights

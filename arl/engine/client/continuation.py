@@ -113,6 +113,7 @@ class PartialResponse:
     """
 
     def __init__(self, request: ModelRequest) -> None:
+        self.session_id = request.session_id
         self._sampling = request.sampling
         self.prompt_ids = _token_array(request)
         """int32."""

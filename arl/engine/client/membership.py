@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
-from arl.engine.client.server_client import Greeting, ServerClient, greet
+from arl.engine.client.greeting import Greeting, greet
+from arl.engine.client.server_client import ServerClient
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import leave_running
 from arl.engine.client.upkeep import Upkeep
@@ -63,6 +64,7 @@ class Membership:
                 self._pool.drop(server)
                 if server.pauses:
                     await leave_running(server)
+                await client.aclose()
 
     async def remove(self, server: Server, drain_timeout_s: float) -> None:
         """Let its requests end, give those that do not end in time to other servers, and drop it."""
@@ -91,6 +93,7 @@ class Membership:
         self._pool.drop(server)
         if not is_idle:
             await leave_running(server)
+        await server.client.aclose()
 
     async def _drained(self, server: Server, timeout_s: float) -> bool:
         try:

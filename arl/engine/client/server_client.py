@@ -9,19 +9,21 @@ Timeouts are the caller's, by asyncio.timeout.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from yarl import URL
+import orjson
 
-from arl.api.engine import MODEL_SIZES, ServedModel, TensorSpec, WeightGroup
+from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
+from arl.engine.client.frame_client import FrameClient
+from arl.engine.frames import PATH, Result
 from arl.web.client import JsonClient, Reply
 from arl.web.connections import Connections
 
@@ -31,15 +33,18 @@ _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
 _MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""
 _CONNECT_TIMEOUT_S = 30.0
-_GREETING_TIMEOUT_S = 10.0
-_PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
 
 
 _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
 
 
-_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+_SETTINGS = ("sampling_params", "extra_key", "lora_path")
+"""What frames carry of a request beside its tokens and its name."""
+
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+
+NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """The errors of reading an answer that does not have the expected form."""
 
 
@@ -76,7 +81,10 @@ class ServerClient(JsonClient):
     key_hint = "set engine.api_key to the key that the server was started with"
     path_hint = "is it an SGLang server?"
 
-    def __init__(self, connections: Connections, address: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, connections: Connections, address: str, api_key: str | None = None, spawn: Spawn | None = None
+    ) -> None:
+        """spawn: starts a task that lasts as long as the client; without it, calls of /generate are HTTP requests."""
         super().__init__(
             address,
             api_key=api_key,
@@ -88,14 +96,56 @@ class ServerClient(JsonClient):
         self.address = address
         self.num_ranks = 1
         """Until `greet` has asked."""
+        self.takes_frames = False
+        """It speaks arl.engine.frames; until `greet` has asked, it does not."""
+        self._spawn = spawn
+        self._frames: FrameClient | None = None
+        self._opening = asyncio.Lock()
 
-    async def generate(self, payload: dict[str, Any]) -> Answer:
-        reply = await self.call("POST", "/generate", payload)
+    async def aclose(self) -> None:
+        if self._frames is not None:
+            await self._frames.aclose()
+        await super().aclose()
+
+    async def generate(self, payload: dict[str, Any], session_id: str | None = None) -> Answer:
+        """session_id: of the requests whose prompts continue one another."""
+        frames = await self._frame_client() if self.takes_frames else None
+        if frames is not None and frames.fits(len(payload["input_ids"])):
+            answer = await self._ask_in_frames(frames, payload, session_id)
+        else:
+            answer = await self.call("POST", "/generate", payload)
         try:
-            return _parse_answer(reply.json_object())
-        except _NONSENSE as error:
+            return _answer_of(answer) if isinstance(answer, Result) else _parse_answer(answer.json_object())
+        except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
             raise UnfitServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
+
+    async def _ask_in_frames(self, frames: FrameClient, payload: Mapping[str, Any], session_id: str | None) -> Result:
+        settings = orjson.dumps({name: payload[name] for name in _SETTINGS if name in payload})
+        session = (session_id or "").encode()
+        try:
+            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session)
+        except ConnectionError as error:
+            raise self._unreached("/generate", error) from error
+        if result.status == 200:
+            return result
+        path = "/generate"
+        raise self.error_of(Reply(url=self.url + path, path=path, status=result.status, headers=(), body=result.head))
+
+    async def _frame_client(self) -> FrameClient | None:
+        """The connection for frames, opened if there is none; None if the server, or something before it, refuses."""
+        if self._frames is not None and self._frames.is_open:
+            return self._frames
+        async with self._opening:
+            if (self._frames is None or not self._frames.is_open) and self._spawn is not None and self.takes_frames:
+                try:
+                    self._frames = await FrameClient.opened(self._base, self._api_key, _CONNECT_TIMEOUT_S)
+                except OSError as error:
+                    raise self._unreached(PATH, error) from error
+                self.takes_frames = self._frames is not None
+                if self._frames is not None:
+                    self._spawn(self._frames.run())
+        return self._frames
 
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
@@ -177,7 +227,7 @@ class ServerClient(JsonClient):
         cards = (await self.look_up("v1/models")).get("data") or []
         try:
             return frozenset(card["id"] for card in cards if card.get("parent"))
-        except _NONSENSE as error:
+        except NONSENSE as error:
             raise ServerFailedError(f"{self.address}/v1/models makes no sense ({error}): {str(cards)[:200]}") from error
 
     async def model_info(self) -> dict[str, Any]:
@@ -221,14 +271,32 @@ class ServerClient(JsonClient):
 def _parse_answer(body: dict[str, Any]) -> Answer:
     """Raises LookupError, TypeError or ValueError for an impossible answer."""
     meta = body["meta_info"]
+    is_abort = meta["finish_reason"]["type"] == "abort"
+    # An abort before the first token has no logprobs at all.
+    entries = meta.get("output_token_logprobs") or [] if is_abort else meta["output_token_logprobs"]
+    ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    if (entries or not is_abort) and len(body.get("output_ids", ids)) != len(ids):
+        raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
+    return _answer(meta, body.get("text") or "", ids, logprobs)
+
+
+@lru_cache(maxsize=256)
+def _meta(head: bytes) -> dict[str, Any]:
+    """The JSON of a result's head: the same for many results. To be read alone."""
+    return orjson.loads(head)
+
+
+def _answer_of(result: Result) -> Answer:
+    """Raises as `_answer` does."""
+    meta = _meta(result.head)
+    return _answer(meta, meta.get("text") or "", result.ids.tolist(), result.logprobs.tolist())
+
+
+def _answer(meta: Mapping[str, Any], text: str, ids: list[int], logprobs: list[float]) -> Answer:
+    """Raises LookupError, TypeError or ValueError for an impossible answer."""
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason is {finish!r}")
-    # An abort before the first token has no logprobs at all.
-    entries = meta["output_token_logprobs"] if finish != "abort" else meta.get("output_token_logprobs") or []
-    ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
-    if (entries or finish != "abort") and len(body.get("output_ids", ids)) != len(ids):
-        raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
     if set(map(type, ids)) - {int} or min(ids, default=0) < 0:
         raise ValueError(f"token id {next(i for i in ids if type(i) is not int or i < 0)!r}")
     types = set(map(type, logprobs))
@@ -241,7 +309,7 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
         output_ids=ids,
         output_logprobs=logprobs,
         finish=finish,
-        text=body.get("text") or "",
+        text=text,
         label=str(meta.get("weight_version", "")),
         spans=spans,
     )
@@ -249,120 +317,3 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
 
 def _is_logprob(value: Any) -> bool:
     return type(value) in (float, int) and math.isfinite(value) and value <= _MAX_LOGPROB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greeting:
-    """A server's description of itself."""
-
-    address: str
-    label: str
-    """Of the weights that it holds."""
-    num_late: int
-    """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
-    unreached: str | None = None
-    """The setting that keeps updates from reaching all of the server, and what to do instead."""
-    traits: Mapping[str, Any]
-    """Traits that servers of the same model share; absent or None if this server does not report it."""
-
-
-async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
-    """Ask a server what it serves, and note its ranks in `client`. Raises ServerError with its address.
-
-    sets_going: resume a server that a killed run left paused, and have it generate.
-    """
-    try:
-        async with asyncio.timeout(_GREETING_TIMEOUT_S):
-            info = await client.model_info()
-            if sets_going:
-                await client.resume()
-                await client.check_health()
-            settings = await client.look_up("server_info") or await client.look_up("get_server_info")
-            models = (await client.look_up("v1/models")).get("data") or [{}]
-            tokens = await _probe_tokens(client)
-    except TimeoutError:
-        raise ServerError(f"{client.address} gave no answer within {_GREETING_TIMEOUT_S:g} s") from None
-    try:
-        client.num_ranks = int(settings.get("tp_size") or 1)
-        return _greeting(client.address, info, settings, models[0], tokens)
-    except _NONSENSE as error:
-        what = f"{client.address} describes itself in a way that makes no sense ({type(error).__name__}: {error})"
-        raise ServerFailedError(what) from error
-
-
-def _greeting(
-    address: str, info: Mapping[str, Any], settings: Mapping[str, Any], card: Mapping[str, Any], tokens: Any
-) -> Greeting:
-    return Greeting(
-        address=address,
-        label=str(info.get("weight_version", "default")),
-        num_late=_num_late(settings),
-        unreached=_unreached(settings),
-        traits={
-            "model type": info.get("model_type"),
-            "vocabulary's size": info.get("vocab_size"),
-            **_shape(address, str(info["model_path"])),
-            "architecture": info.get("architectures"),
-            "context length": card.get("max_model_len"),
-            f"tokenization of {_PROBE_TEXT!r}": tokens,
-        },
-    )
-
-
-_UNREACHED = {
-    "dp_size": "start one server for each replica, and name them all",
-    "pp_size": "split the model by tensor parallelism (--tp-size) instead",
-    "tokenizer_worker_num": "a pause reaches one of them alone: leave the option out",
-}
-"""Settings of SGLang that keep updates from reaching every process of a server; what to do instead."""
-
-
-def _unreached(settings: Mapping[str, Any]) -> str | None:
-    wrong = (f"{name}={settings[name]}: {advice}" for name, advice in _UNREACHED.items() if _above_one(settings, name))
-    return next(wrong, None)
-
-
-def _above_one(settings: Mapping[str, Any], name: str) -> bool:
-    return int(settings.get(name) or 1) > 1
-
-
-def _shape(address: str, model_path: str) -> dict[str, Any]:
-    """The shape of a server's model, if server and model are on this machine; else empty."""
-    if URL(address).host not in ("127.0.0.1", "localhost", "::1"):
-        return {}
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_bytes())
-        text = config.get("text_config") or config
-        return {name: text.get(name) for name in MODEL_SIZES}
-    except (OSError, ValueError, AttributeError):
-        return {}
-
-
-def expected_of(model: ServedModel) -> Greeting:
-    """The greeting that a server of this model would give, as far as the model is known."""
-    traits = {"model type": model.model_type, "vocabulary's size": model.vocab_size, **model.shape}
-    return Greeting(address=f"{model.name} (the model to serve)", label="", num_late=0, traits=traits)
-
-
-def _num_late(settings: Mapping[str, Any]) -> int:
-    """The tokens of one step, for a server that launches the next step before it has read the last one."""
-    runs_ahead = settings.get("disable_overlap_schedule") is False
-    return int(settings.get("speculative_num_draft_tokens") or 1) if runs_ahead else 0
-
-
-async def _probe_tokens(client: ServerClient) -> list[int] | None:
-    try:
-        return (await client.look_up("tokenize", {"prompt": _PROBE_TEXT})).get("tokens")
-    except ServerError:
-        return None  # started without a tokenizer, as some are
-
-
-def difference(greetings: Sequence[Greeting]) -> str | None:
-    """A sentence about the first trait in which two servers differ; None if all serve the same model."""
-    for name in dict.fromkeys(name for greeting in greetings for name in greeting.traits):
-        told = [(trait, one.address) for one in greetings if (trait := one.traits.get(name)) is not None]
-        for trait, address in told[1:]:
-            first, first_address = told[0]
-            if trait != first:
-                return f"the {name} is {first} at {first_address}, but {trait} at {address}"
-    return None

@@ -34,7 +34,8 @@ from enum import StrEnum
 
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
-from arl.engine.client.server_client import Greeting, Holding, ServerClient
+from arl.engine.client.greeting import Greeting
+from arl.engine.client.server_client import Holding, ServerClient
 
 
 class ServerState(StrEnum):

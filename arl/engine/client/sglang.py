@@ -102,7 +102,7 @@ class RemoteSGLangEngine:
     async def __aenter__(self) -> Self:
         allow_many_connections()
         connections = Connections(keepalive_s=_KEEPALIVE_S)
-        clients = [ServerClient(connections, address, self._api_key) for address in self._addresses]
+        clients = [self._client_of(connections, address) for address in self._addresses]
         try:
             await self._membership.start(clients)
             await self._tasks.__aenter__()
@@ -188,7 +188,7 @@ class RemoteSGLangEngine:
         address = base_url(address)
         if self._pool.at(address) is not None:
             raise ConfigError(f"{address} is already one of the servers")
-        await self._membership.add(ServerClient(connections, address, self._api_key))
+        await self._membership.add(self._client_of(connections, address))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
         """Give the server no new requests, wait for those that run there, and forget it. It is left running.
@@ -214,7 +214,12 @@ class RemoteSGLangEngine:
             self._line.turn_away(EngineClosedError("the engine is closed"))
             await self._upkeep.close()
         finally:
+            for server in self._pool.servers:
+                await server.client.aclose()
             await self._connections.aclose()
+
+    def _client_of(self, connections: Connections, address: str) -> ServerClient:
+        return ServerClient(connections, address, self._api_key, self._tasks.create_task)
 
     async def _end_tasks(self, block_error: BaseException | None) -> None:
         """Leave the group. Raises a task's error, which cancelled the block, unless the block had one of its own."""
@@ -250,7 +255,7 @@ class RemoteSGLangEngine:
             async with attempt.scope:
                 if partial.may_cut:
                     self._patience.begin(attempt)
-                answer = await server.client.generate(payload)
+                answer = await server.client.generate(payload, partial.session_id)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
             blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect

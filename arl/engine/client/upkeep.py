@@ -14,7 +14,7 @@ from typing import Any
 from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
-from arl.engine.client.server_client import Greeting, difference, expected_of, greet
+from arl.engine.client.greeting import Greeting, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import ServerUpdates, leave_running
 from arl.engine.client.server_watch import ServerWatch

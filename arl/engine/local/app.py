@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from arl.api.errors import EngineClosedError
+from arl.engine.frames import FORMAT, PATH
 from arl.engine.local.control import (
     AbortBody,
     Control,
@@ -22,6 +23,7 @@ from arl.engine.local.control import (
     UnloadAdapterBody,
     Weights,
 )
+from arl.engine.local.frame_server import FrameServer
 from arl.engine.local.generate import ClassifyBody, GenerateBody, Generation, Inflight, TokenizeBody
 from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import BodyError, RequestBody, RequestError, parse
@@ -48,6 +50,7 @@ class Info:
             "is_generation": not model.is_scorer,
             "vocab_size": model.vocab_size,
             "weight_version": self._scheduler.weight_version,
+            "frames": FORMAT,
             "model_type": getattr(model.config, "model_type", None),
             "architectures": getattr(model.config, "architectures", None),
         }
@@ -82,6 +85,9 @@ def build_app(
     def add(method: str, path: str, body: type[B], answer: Callable[[B], Awaitable[Any]], shape: ErrorShape) -> None:
         app.router.add_route(method, path, answering(asked(body, answer), shape, {EngineClosedError: 503}))
 
+    frame_server = FrameServer(scheduler, inflight, generation, generate_error)
+    app.on_shutdown.append(frame_server.close)
+    app.router.add_route("GET", PATH, answering(frame_server.handle, control_error))
     add("GET", "/health", EmptyBody, info.health, control_error)
     add("GET", "/model_info", EmptyBody, info.model_info, control_error)
     add("GET", "/server_info", EmptyBody, info.server_info, control_error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -64,14 +64,19 @@ class ClassifyBody(RequestBody):
     rid: Name = Field(default_factory=lambda: uuid.uuid4().hex)
 
 
-class GenerateBody(ClassifyBody, takes_empty=True):
+class SettingsBody(RequestBody):
+    """All of a request but its prompt and its name."""
+
     sampling_params: SamplingBody
-    return_logprob: bool = False
-    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
-    """The first token of the prompt whose logprob is returned; -1 for none of them."""
     extra_key: Name = ""
     lora_path: Name = ""
     """The name of a loaded adapter."""
+
+
+class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1)] = -1
+    """The first token of the prompt whose logprob is returned; -1 for none of them."""
 
 
 class TokenizeBody(RequestBody):
@@ -80,11 +85,11 @@ class TokenizeBody(RequestBody):
 
 
 class Inflight:
-    """The jobs that handlers wait for. Belongs to one event loop."""
+    """The jobs that requests wait for. Belongs to one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[str, tuple[Job, asyncio.Event]] = {}
+        self._waiting: dict[str, tuple[Job, Callable[[Job], object]]] = {}
 
     def deliver(self, jobs: Sequence[Job]) -> None:
         """Called on the model thread with jobs that have ended."""
@@ -94,27 +99,41 @@ class Inflight:
         for job in jobs:
             awaited, ended = self._waiting.get(job.rid, (None, None))
             if awaited is job and ended is not None:
-                ended.set()
+                del self._waiting[job.rid]
+                ended(job)
 
-    async def run(self, scheduler: Scheduler, job: Job) -> None:
-        """Run a job to its end; cancelling the call aborts it. Raises RequestError if it fails."""
+    def submit(self, scheduler: Scheduler, job: Job, ended: Callable[[Job], object]) -> None:
+        """Run a job; `ended` is called with it at its end, unless it is withdrawn. Raises RequestError."""
         if job.rid in self._waiting:
             raise RequestError(f"Duplicate request ID detected: {job.rid}")
         if len(self._waiting) >= _MAX_REQUESTS:
             raise RequestError(f"The request queue is full: this server takes {_MAX_REQUESTS} requests at once", 503)
         if not scheduler.is_alive:
             raise RequestError("the model thread of this server has died; its log says why", 503)
-        ended = asyncio.Event()
+        scheduler.submit(job)
         self._waiting[job.rid] = job, ended
+
+    def withdraw(self, scheduler: Scheduler, job: Job) -> None:
+        """Abort a job, if it has not ended."""
+        if self._waiting.get(job.rid, (None,))[0] is job:
+            del self._waiting[job.rid]
+            scheduler.abort(job.rid)
+
+    async def run(self, scheduler: Scheduler, job: Job) -> None:
+        """Run a job to its end; cancelling the call aborts it. Raises RequestError if it fails."""
+        ended = asyncio.Event()
+        self.submit(scheduler, job, lambda _: ended.set())
         try:
-            scheduler.submit(job)
             await ended.wait()
         finally:
-            del self._waiting[job.rid]
-            if not ended.is_set():
-                scheduler.abort(job.rid)
-        if job.finish_reason and (status := job.finish_reason.get("status_code")):
-            raise RequestError(job.finish_reason["message"], status)
+            self.withdraw(scheduler, job)
+        check_job(job)
+
+
+def check_job(job: Job) -> None:
+    """Raise RequestError if it failed."""
+    if job.finish_reason and (status := job.finish_reason.get("status_code")):
+        raise RequestError(job.finish_reason["message"], status)
 
 
 class Generation:
@@ -126,38 +145,39 @@ class Generation:
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
 
     async def generate(self, body: GenerateBody) -> Any:
-        if self._model.is_scorer:
-            raise RequestError("this server has a reward model, which scores and generates nothing; ask POST /classify")
-        job = self._job(body)
+        start = body.logprob_start_len
+        if start > len(body.input_ids):
+            raise RequestError(
+                f"logprob_start_len={start} is higher than the number of input tokens {len(body.input_ids)}."
+            )
+        job = self.job(body.rid, body.input_ids, body, body.sampling_params.params())
+        job.logprob_start = start if body.return_logprob and start >= 0 else None
         await self._inflight.run(self._scheduler, job)
         answer = {"output_ids": job.output_ids, "meta_info": self._meta_info(job, body.return_logprob)}
         if self._tokenizer is not None:
-            answer["text"] = self._text(job, body.sampling_params)
+            answer["text"] = self.text(job, body.sampling_params)
         return answer
 
-    def _job(self, body: GenerateBody) -> Job:
-        self._check_prompt(body.input_ids)
-        if body.sampling_params.stop and self._tokenizer is None:
+    def job(self, rid: str, input_ids: Sequence[int], body: SettingsBody, sampling: SamplingParams) -> Job:
+        """A request for a continuation. sampling: the body's. Raises RequestError if it is impossible."""
+        if self._model.is_scorer:
+            raise RequestError("this server has a reward model, which scores and generates nothing; ask POST /classify")
+        self._check_prompt(input_ids)
+        if sampling.stop and self._tokenizer is None:
             raise RequestError("stop needs a tokenizer, which this model was saved without; use stop_token_ids")
-        num_prompt, limit = len(body.input_ids), self._model.context_length
+        num_prompt, limit = len(input_ids), self._model.context_length
         num_new = body.sampling_params.max_new_tokens
-        sampling = body.sampling_params.params()
         if num_prompt + sampling.max_new_tokens > limit:
             raise RequestError(
                 f"Requested token count exceeds the model's maximum context length of {limit} tokens: "
                 f"{num_prompt} of the prompt and {num_new} new ones."
             )
-        if body.logprob_start_len > num_prompt:
-            raise RequestError(
-                f"logprob_start_len={body.logprob_start_len} is higher than the number of input tokens {num_prompt}."
-            )
         return Job(
-            rid=body.rid,
-            input_ids=body.input_ids,
+            rid=rid,
+            input_ids=input_ids,
             sampling=sampling,
             extra_key=body.extra_key,
             adapter=body.lora_path,
-            logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
             is_prefill_only=num_new == 0,
         )
 
@@ -174,7 +194,7 @@ class Generation:
                 f"({context_length} tokens)."
             )
 
-    def _text(self, job: Job, sampling: SamplingBody) -> str:
+    def text(self, job: Job, sampling: SamplingBody) -> str:
         matched = None if sampling.no_stop_trim else (job.finish_reason or {}).get("matched")
         ids = job.output_ids[:-1] if isinstance(matched, int) else job.output_ids
         text: str = self._tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens)

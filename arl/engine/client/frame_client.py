@@ -1,0 +1,149 @@
+"""Calls of /generate to an embedded server over one WebSocket, in the place of an HTTP request for each.
+
+    generate --> outgoing --> writer task --> server --> reader task --> the future that generate awaits
+
+Calls that begin at the same time travel in one message, and so do results. See arl.engine.frames for what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import numpy as np
+
+from arl.engine.frames import (
+    GONE,
+    MAX_MESSAGE_BYTES,
+    PATH,
+    BrokenFrameError,
+    Call,
+    Cancel,
+    KeptSequences,
+    Result,
+    messages_of,
+    results_of,
+)
+
+_HEARTBEAT_S = 30.0
+"""A connection that is dropped silently is noticed after this time and half of it."""
+
+
+class FrameClient:
+    """One connection, made by `opened`. `run` sends and reads until it ends; then `is_open` is False for ever."""
+
+    def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.is_open = True
+        self._session = session
+        self._socket = socket
+        self._last_number = 0
+        self._outgoing: list[bytes] = []
+        self._has_outgoing = asyncio.Event()
+        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._kept = KeptSequences()
+
+    @classmethod
+    async def opened(cls, url: str, api_key: str | None, timeout_s: float) -> FrameClient | None:
+        """Connect; None if the server refuses. Raises OSError if it cannot be reached."""
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
+        try:
+            async with asyncio.timeout(timeout_s):
+                socket = await session.ws_connect(url + PATH, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
+            return cls(session, socket)
+        except aiohttp.WSServerHandshakeError:
+            await session.close()
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            await session.close()
+            raise ConnectionError(str(error) or "no answer") from error
+        except BaseException:
+            await session.close()
+            raise
+
+    async def run(self) -> None:
+        """Send calls and read results until the connection ends, or `aclose`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                writing = group.create_task(self._write())
+                await self._read()
+                writing.cancel()
+        finally:
+            self._end()
+            await self._session.close()
+
+    async def aclose(self) -> None:
+        self._end()
+        await self._session.close()
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens can be sent."""
+        return self.is_open and 8 * num_tokens < MAX_MESSAGE_BYTES
+
+    async def generate(self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes) -> Result:
+        """The server's answer. Cancellation aborts the request. Raises ConnectionError when the connection ends."""
+        base, num_kept = self._kept.shortened(session, prompt)
+        result, number = await self._ask(rid, prompt, settings, session, base, num_kept)
+        if result.status == GONE:
+            result, number = await self._ask(rid, prompt, settings, session, 0, 0)
+        if result.status == 200:
+            self._kept.keep(session, number, prompt, result.ids)
+        return result
+
+    async def _ask(
+        self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, base: int, num_kept: int
+    ) -> tuple[Result, int]:
+        if not self.is_open:
+            raise ConnectionError("the connection was closed")
+        self._last_number += 1
+        number, answer = self._last_number, asyncio.get_running_loop().create_future()
+        call = Call(
+            number=number,
+            rid=rid,
+            settings=settings,
+            session=session,
+            base=base,
+            num_kept=num_kept,
+            ids=prompt[num_kept:],
+        )
+        self._waiting[number] = answer
+        self._send(call.encode())
+        try:
+            return await answer, number
+        finally:
+            if self._waiting.pop(number, None) is not None and self.is_open:  # it was not answered
+                self._send(Cancel(number).encode())
+
+    def _send(self, frame: bytes) -> None:
+        self._outgoing.append(frame)
+        self._has_outgoing.set()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._has_outgoing.wait()
+                self._has_outgoing.clear()
+                frames, self._outgoing = self._outgoing, []
+                for message in messages_of(frames):
+                    await self._socket.send_bytes(message)
+        except (aiohttp.ClientError, OSError):
+            await self._socket.close()  # the reader ends
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                return
+            try:
+                for result in results_of(message.data):
+                    answer = self._waiting.pop(result.number, None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(result)
+            except BrokenFrameError:
+                return
+
+    def _end(self) -> None:
+        self.is_open = False
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError("the connection was closed"))
+        self._waiting.clear()

@@ -1,0 +1,213 @@
+"""How arl's client and its embedded server write calls of /generate as bytes.
+
+    WebSocket message = frame ..       client: CALL, CANCEL       server: RESULT
+
+A message holds whatever is to be sent at the moment. Token ids are int32, logprobs float32, all little-endian; the
+rest of a call, and of a result, is JSON. A prompt that continues a sequence which both sides keep travels as the
+number of tokens to take from it, and the tokens after them. Only these two programs speak it, so a server says in
+/model_info which FORMAT it takes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+FORMAT = 1
+"""To be raised when either side changes what it sends."""
+PATH = "/generate_frames"
+MAX_MESSAGE_BYTES = 32 << 20
+GONE = 410
+"""The status of a call that builds on a sequence which the server keeps no more: it is to be sent whole."""
+
+_LEAST_KEPT = 256
+"""Shorter sequences are not kept: they cost as little as the mention of one."""
+_MAX_KEPT_TOKENS = 1 << 24
+"""64 MiB on either side."""
+_BATCH_BYTES = 1 << 20
+"""A message ends when it is as long as this, however much more there is."""
+_CALL = struct.Struct("<BQQIIHHI")
+_CANCEL = struct.Struct("<BQ")
+_RESULT = struct.Struct("<QHII")
+_IS_CALL, _IS_CANCEL = 1, 2
+_IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One request. number: unique on its connection, and above 0."""
+
+    number: int
+    rid: str
+    settings: bytes
+    """JSON: sampling_params, extra_key, lora_path."""
+    session: bytes = b""
+    """The sequence of this call is kept under this name in the place of the last; empty: it is not kept."""
+    base: int = 0
+    """The number of the call whose prompt and output this prompt begins with; 0: of none."""
+    num_kept: int = 0
+    """How many of the tokens of `base` it begins with."""
+    ids: np.ndarray
+    """The tokens after them."""
+
+    def encode(self) -> bytes:
+        rid = self.rid.encode()
+        lengths = (self.num_kept, len(self.ids), len(rid), len(self.session), len(self.settings))
+        head = _CALL.pack(_IS_CALL, self.number, self.base, *lengths)
+        return b"".join((head, rid, self.session, self.settings, self.ids.astype(_IDS, copy=False).tobytes()))
+
+
+@dataclass(slots=True)
+class Cancel:
+    """Nobody waits for this call any more."""
+
+    number: int
+
+    def encode(self) -> bytes:
+        return _CANCEL.pack(_IS_CANCEL, self.number)
+
+
+def _nothing() -> np.ndarray:
+    return np.empty(0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """A call's answer. status: as over HTTP; below 200 and above 299, `head` is the error's body."""
+
+    number: int
+    status: int = 200
+    head: bytes
+    """JSON: finish_reason, weight_version, weight_versions and, if the call has stop strings, text."""
+    ids: np.ndarray = field(default_factory=_nothing)
+    logprobs: np.ndarray = field(default_factory=_nothing)
+
+    def encode(self) -> bytes:
+        head = _RESULT.pack(self.number, self.status, len(self.ids), len(self.head))
+        return b"".join((head, self.head, self.ids.astype(_IDS).tobytes(), self.logprobs.astype(_LOGPROBS).tobytes()))
+
+
+class BrokenFrameError(Exception):
+    """A message is not made of frames."""
+
+
+class _Cursor:
+    """Reads a message from its beginning to its end."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        self._at = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at >= len(self._message)
+
+    @property
+    def kind(self) -> int:
+        return self._message[self._at]
+
+    def unpack(self, form: struct.Struct) -> tuple[int, ...]:
+        return form.unpack(self.take(form.size))
+
+    def take(self, num_bytes: int) -> bytes:
+        start, self._at = self._at, self._at + num_bytes
+        if self._at > len(self._message):
+            raise BrokenFrameError("a frame ends early")
+        return self._message[start : self._at]
+
+    def numbers(self, kind: np.dtype, count: int) -> np.ndarray:
+        return np.frombuffer(self.take(count * kind.itemsize), dtype=kind)
+
+
+def calls_of(message: bytes) -> Iterator[Call | Cancel]:
+    """Raises BrokenFrameError."""
+    cursor = _Cursor(message)
+    while not cursor.is_at_end:
+        if cursor.kind == _IS_CANCEL:
+            yield Cancel(cursor.unpack(_CANCEL)[1])
+        elif cursor.kind == _IS_CALL:
+            yield _call(cursor)
+        else:
+            raise BrokenFrameError(f"there is no frame of kind {cursor.kind}")
+
+
+def _call(cursor: _Cursor) -> Call:
+    _, number, base, num_kept, num_ids, len_rid, len_session, len_settings = cursor.unpack(_CALL)
+    try:
+        rid = cursor.take(len_rid).decode()
+    except UnicodeDecodeError as error:
+        raise BrokenFrameError(f"a rid is not text: {error}") from error
+    return Call(
+        number=number,
+        rid=rid,
+        session=cursor.take(len_session),
+        settings=cursor.take(len_settings),
+        base=base,
+        num_kept=num_kept,
+        ids=cursor.numbers(_IDS, num_ids),
+    )
+
+
+def results_of(message: bytes) -> Iterator[Result]:
+    """Raises BrokenFrameError."""
+    cursor = _Cursor(message)
+    while not cursor.is_at_end:
+        number, status, num_ids, len_head = cursor.unpack(_RESULT)
+        head, ids = cursor.take(len_head), cursor.numbers(_IDS, num_ids)
+        yield Result(number=number, status=status, head=head, ids=ids, logprobs=cursor.numbers(_LOGPROBS, num_ids))
+
+
+def messages_of(frames: list[bytes]) -> list[bytes]:
+    """Encoded frames as messages, in order."""
+    messages: list[list[bytes]] = [[]]
+    size = 0
+    for frame in frames:
+        if size and size + len(frame) > _BATCH_BYTES:
+            messages.append([])
+            size = 0
+        messages[-1].append(frame)
+        size += len(frame)
+    return list(map(b"".join, messages))
+
+
+class KeptSequences:
+    """The last sequence of each session: the number of its call, its prompt and its output. Each side of a connection
+    has one. The least recently used go first. Only a sequence's number tells whether both sides keep the same."""
+
+    def __init__(self, max_tokens: int = _MAX_KEPT_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._by_session: OrderedDict[bytes, tuple[int, np.ndarray]] = OrderedDict()
+
+    def keep(self, session: bytes, number: int, prompt: np.ndarray, output: np.ndarray) -> None:
+        if not session or len(prompt) + len(output) < _LEAST_KEPT:
+            return
+        self.forget(session)
+        ids = np.concatenate([prompt, output], dtype=np.int32, casting="unsafe")
+        self._by_session[session] = number, ids
+        self._num_tokens += len(ids)
+        while self._num_tokens > self._max_tokens:
+            self.forget(next(iter(self._by_session)))
+
+    def find(self, session: bytes) -> tuple[int, np.ndarray] | None:
+        if (kept := self._by_session.get(session)) is not None:
+            self._by_session.move_to_end(session)
+        return kept
+
+    def forget(self, session: bytes) -> None:
+        if (kept := self._by_session.pop(session, None)) is not None:
+            self._num_tokens -= len(kept[1])
+
+    def shortened(self, session: bytes, prompt: np.ndarray) -> tuple[int, int]:
+        """The call whose sequence a prompt begins with, and with how many tokens of it; (0, 0) if too few."""
+        if len(prompt) < _LEAST_KEPT or (kept := self.find(session)) is None:
+            return 0, 0
+        number, ids = kept
+        length = min(len(ids), len(prompt))
+        is_same = ids[:length] == prompt[:length]
+        num_kept = length if is_same.all() else int(is_same.argmin())
+        return (number, num_kept) if num_kept >= _LEAST_KEPT // 2 else (0, 0)

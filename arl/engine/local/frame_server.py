@@ -1,0 +1,208 @@
+"""Calls of /generate over a WebSocket, for arl's own client: see arl.engine.frames.
+
+reader --call--> Inflight --> Scheduler --> Inflight --result--> outgoing --> writer
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import lru_cache
+from http import HTTPStatus
+
+import aiohttp
+import numpy as np
+import orjson
+from aiohttp import web
+
+from arl.api.errors import EngineClosedError
+from arl.api.types import SamplingParams
+from arl.engine.frames import (
+    GONE,
+    MAX_MESSAGE_BYTES,
+    BrokenFrameError,
+    Call,
+    Cancel,
+    KeptSequences,
+    Result,
+    calls_of,
+    messages_of,
+)
+from arl.engine.local.generate import Generation, Inflight, SettingsBody, check_job
+from arl.engine.local.scheduler import Scheduler
+from arl.engine.local.sequences import Job
+from arl.web.bodies import RequestError, parse
+from arl.web.server import ErrorShape, request_error
+
+_HEARTBEAT_S = 60.0
+"""A client that answers no ping is gone after this time and half of it; its requests are aborted."""
+_SHUTDOWN_S = 1.0
+"""How long requests that were aborted at the server's end may take to be answered."""
+_MAX_UNSENT = 1 << 14
+"""A client that reads so few results that more wait to be sent is gone."""
+_MAX_CACHED_BYTES = 4096
+_MAX_NAME_BYTES = 1024
+
+
+class FrameServer:
+    """The WebSockets of one application."""
+
+    def __init__(self, scheduler: Scheduler, inflight: Inflight, generation: Generation, shape: ErrorShape) -> None:
+        self._scheduler = scheduler
+        self._inflight = inflight
+        self._generation = generation
+        self._shape = shape
+        self._connections: set[_FrameConnection] = set()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Serve one client to its end. Pages in a browser are refused: they may open WebSockets to any address."""
+        if "Origin" in request.headers:
+            raise RequestError("this path is not for browsers", HTTPStatus.FORBIDDEN)
+        socket = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
+        if not socket.can_prepare(request):
+            raise RequestError("this path takes WebSockets alone")
+        await socket.prepare(request)
+        connection = _FrameConnection(self, socket)
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+        return socket
+
+    async def close(self, app: web.Application) -> None:
+        """Send the results of requests that were aborted, and end the connections."""
+        async with asyncio.TaskGroup() as group:
+            for connection in self._connections:
+                group.create_task(connection.finish())
+
+    def submit(self, call: Call, ids: np.ndarray, connection: _FrameConnection) -> Job:
+        """Raises RequestError."""
+        if max(len(call.rid), len(call.session)) > _MAX_NAME_BYTES:
+            raise RequestError(f"rid and session must have at most {_MAX_NAME_BYTES} bytes")
+        body, sampling = _settings(call.settings)
+        job = self._generation.job(call.rid, ids.tolist(), body, sampling)
+        self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, ids, job))
+        return job
+
+    def withdraw(self, job: Job) -> None:
+        self._inflight.withdraw(self._scheduler, job)
+
+    def result(self, call: Call, job: Job) -> Result:
+        """Raises RequestError if the job failed."""
+        check_job(job)
+        head = {
+            "finish_reason": job.finish_reason,
+            "weight_version": job.versions[-1] if job.versions else self._scheduler.weight_version,
+            "weight_versions": job.version_spans(),
+        }
+        if job.sampling.stop:
+            head["text"] = self._generation.text(job, _settings(call.settings)[0].sampling_params)
+        ids, logprobs = np.array(job.output_ids, dtype=np.int32), np.array(job.output_logprobs, dtype=np.float32)
+        return Result(number=call.number, head=orjson.dumps(head), ids=ids, logprobs=logprobs)
+
+    def failure(self, call: Call, error: Exception) -> Result:
+        failure = request_error(error, {EngineClosedError: 503})
+        return Result(number=call.number, status=failure.status, head=orjson.dumps(self._shape(failure)))
+
+
+class _FrameConnection:
+    def __init__(self, server: FrameServer, socket: web.WebSocketResponse) -> None:
+        self._server = server
+        self._socket = socket
+        self._kept = KeptSequences()
+        self._jobs: dict[int, Job] = {}
+        """Those that run, by the number of their call."""
+        self._outgoing: list[bytes] = []
+        self._has_outgoing = asyncio.Event()
+        self._is_idle = asyncio.Event()
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                writing = group.create_task(self._write())
+                await self._read()
+                writing.cancel()
+        finally:
+            for job in self._jobs.values():
+                self._server.withdraw(job)
+
+    async def finish(self) -> None:
+        """Wait until nothing runs and all results are sent, but not for long; then end the connection."""
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                while self._jobs or self._outgoing or self._has_outgoing.is_set():
+                    self._is_idle.clear()
+                    await self._is_idle.wait()
+        except TimeoutError:
+            pass
+        await self._socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            try:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    raise BrokenFrameError("it is not binary")
+                if len(self._outgoing) > _MAX_UNSENT:
+                    raise BrokenFrameError("its results are not read")
+                for frame in calls_of(message.data):
+                    self._cancel(frame) if isinstance(frame, Cancel) else self._begin(frame)
+            except BrokenFrameError as error:
+                await self._socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=str(error).encode())
+                return
+
+    def _begin(self, call: Call) -> None:
+        try:
+            if call.number in self._jobs:
+                raise RequestError(f"the call {call.number} is under way")
+            self._jobs[call.number] = self._server.submit(call, self._ids_of(call), self)
+        except Exception as error:  # noqa: BLE001 - the caller is told
+            self._send(self._server.failure(call, error))
+
+    def _ids_of(self, call: Call) -> np.ndarray:
+        if not call.base:
+            return call.ids
+        number, ids = self._kept.find(call.session) or (0, call.ids)
+        if number != call.base or len(ids) < call.num_kept:
+            raise RequestError(f"the tokens of call {call.base} are not kept any more", GONE)
+        return np.concatenate([ids[: call.num_kept], call.ids])
+
+    def _cancel(self, cancel: Cancel) -> None:
+        if (job := self._jobs.pop(cancel.number, None)) is not None:
+            self._server.withdraw(job)
+
+    def answer(self, call: Call, prompt: np.ndarray, job: Job) -> None:
+        self._jobs.pop(call.number, None)
+        try:
+            result = self._server.result(call, job)
+            self._kept.keep(call.session, call.number, prompt, result.ids)
+        except Exception as error:  # noqa: BLE001 - the caller is told
+            result = self._server.failure(call, error)
+        self._send(result)
+
+    def _send(self, result: Result) -> None:
+        self._outgoing.append(result.encode())
+        self._has_outgoing.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_outgoing.wait()
+            results, self._outgoing = self._outgoing, []
+            for message in messages_of(results):
+                try:
+                    await self._socket.send_bytes(message)
+                except ConnectionError:
+                    return  # the reader ends too
+            if not self._outgoing:
+                self._has_outgoing.clear()
+                self._is_idle.set()
+
+
+@lru_cache(maxsize=1024)
+def _cached_settings(raw: bytes) -> tuple[SettingsBody, SamplingParams]:
+    body = parse(SettingsBody, raw)
+    return body, body.sampling_params.params()
+
+
+def _settings(raw: bytes) -> tuple[SettingsBody, SamplingParams]:
+    """Raises RequestError."""
+    return _cached_settings(raw) if len(raw) <= _MAX_CACHED_BYTES else _cached_settings.__wrapped__(raw)

@@ -1,0 +1,234 @@
+"""Calls of /generate in frames: the same answers as over HTTP, to the bit, for less."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import pytest
+from embedded_server import server_here
+from protocol_client import Client
+
+from arl.api.engine_config import ClientConfig
+from arl.api.errors import PromptTooLongError, ServerError
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
+from arl.engine.client.frame_client import FrameClient
+from arl.engine.client.server_client import ServerClient
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.frames import (
+    PATH,
+    BrokenFrameError,
+    Call,
+    Cancel,
+    KeptSequences,
+    Result,
+    calls_of,
+    messages_of,
+    results_of,
+)
+
+LONG = SamplingParams(max_new_tokens=4000, ignore_eos=True)
+
+
+@asynccontextmanager
+async def engine_over(url: str, *, takes_frames: bool = True) -> AsyncIterator[tuple[RemoteSGLangEngine, ServerClient]]:
+    async with RemoteSGLangEngine([url], ClientConfig(request_timeout_s=60.0)) as engine:
+        client = engine._pool.servers[0].client
+        assert client.takes_frames
+        client.takes_frames = takes_frames
+        yield engine, client
+
+
+def connection_of(client: ServerClient) -> FrameClient:
+    assert client._frames is not None
+    return client._frames
+
+
+async def turns(engine: RemoteSGLangEngine, session: str, num_turns: int = 3) -> list[ModelResponse]:
+    """An episode whose prompt grows by answers and by what a tool says, and at last branches."""
+    prompt, responses = [place % 31 for place in range(300)], list[ModelResponse]()
+    for turn in range(num_turns):
+        sampling = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=turn, ignore_eos=True)
+        responses.append(await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling, session_id=session)))
+        prompt = [*prompt, *responses[-1].output_ids, 3, 1, 4, turn]
+    branch = [*prompt[:310], 9, 9]
+    sampling = SamplingParams(max_new_tokens=5, seed=9)
+    return [*responses, await engine.agenerate(ModelRequest(input_ids=branch, sampling=sampling, session_id=session))]
+
+
+async def test_answers_are_the_same_to_the_bit_and_only_new_tokens_travel(
+    shared_url: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+    encode = Call.encode
+
+    def noted(call: Call) -> bytes:
+        sent.append((call.num_kept, len(call.ids)))
+        return encode(call)
+
+    monkeypatch.setattr(Call, "encode", noted)
+    async with engine_over(shared_url, takes_frames=False) as (engine, _):
+        wanted = await turns(engine, "a")
+    assert sent == []
+    await client.post("/flush_cache")
+    async with engine_over(shared_url) as (engine, _):
+        assert await turns(engine, "a") == wanted
+    assert sent == [(0, 300), (312, 4), (328, 4), (310, 2)]
+
+
+async def test_a_prefix_that_the_server_keeps_no_more_is_sent_again(shared_url: str, client: Client) -> None:
+    async with engine_over(shared_url) as (engine, there):
+        wanted = await turns(engine, "a")
+        connection = connection_of(there)
+        connection._kept.keep(b"b", 10**6, np.arange(300, dtype=np.int32) % 31, np.empty(0))
+        await client.post("/flush_cache")
+        assert await turns(engine, "b") == wanted
+        assert connection_of(there) is connection
+
+
+async def test_stop_strings_and_refusals_are_as_over_http(shared_url: str, client: Client) -> None:
+    async def outcomes(engine: RemoteSGLangEngine) -> list[object]:
+        stopping = SamplingParams(max_new_tokens=30, stop=("a", "e"), seed=3)
+        answer = await engine.agenerate(ModelRequest(input_ids=[5, 6], sampling=stopping))
+        errors: list[object] = []
+        for prompt in ([7] * 9000, [10**6]):
+            with pytest.raises((PromptTooLongError, ServerError)) as raised:
+                await engine.agenerate(ModelRequest(input_ids=prompt))
+            errors.append((type(raised.value), str(raised.value)))
+        return [answer, *errors]
+
+    async with engine_over(shared_url, takes_frames=False) as (engine, _):
+        wanted = await outcomes(engine)
+    async with engine_over(shared_url) as (engine, _):
+        assert await outcomes(engine) == wanted
+
+
+async def test_a_caller_that_gives_up_frees_its_place(shared_url: str, client: Client) -> None:
+    async with engine_over(shared_url) as (engine, there), asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(ModelRequest(input_ids=[1, 2], sampling=LONG)))
+        await client.until_running(1)
+        connection = connection_of(there)
+        there.abort = None  # type: ignore[method-assign, assignment] # the frame alone tells the server
+        engine._upkeep.abort = lambda server, rid: None  # type: ignore[method-assign]
+        call.cancel()
+        await client.until_running(0)
+        assert connection._waiting == {}
+
+
+async def test_requests_outlive_their_connection(shared_url: str, client: Client) -> None:
+    async with engine_over(shared_url) as (engine, there), asyncio.TaskGroup() as group:
+        sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+        calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=[i], sampling=sampling))) for i in (1, 2)]
+        await client.until_running(2)
+        connection = connection_of(there)
+        await connection._socket.close()
+        assert [len((await call).output_ids) for call in calls] == [200, 200]
+        assert connection_of(there) is not connection
+
+
+async def test_a_server_that_ends_sends_what_its_requests_have(model_a: str) -> None:
+    here = server_here(model_a)
+    url = await asyncio.to_thread(here.__enter__)
+    connection = await FrameClient.opened(url, None, 10.0)
+    assert connection is not None
+    settings = b'{"sampling_params": {"max_new_tokens": 2000, "ignore_eos": true}}'
+    async with asyncio.TaskGroup() as group:
+        group.create_task(connection.run())
+        call = group.create_task(connection.generate("r", np.arange(3, dtype=np.int32), settings, b""))
+        async with aiohttp.ClientSession(url) as session:
+            await Client(session).until_gained(2)
+        await asyncio.to_thread(here.__exit__, None, None, None)
+        result = await call
+    assert b'"type":"abort"' in result.head
+    assert len(result.ids) >= 2
+    assert not connection.is_open
+
+
+async def test_a_server_that_refuses_the_connection_is_asked_over_http(
+    shared_url: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arl.engine.client.frame_client.PATH", "/nowhere")
+    async with engine_over(shared_url) as (engine, there):
+        assert len((await engine.agenerate(ModelRequest(input_ids=[1]))).output_ids) > 0
+        assert not there.takes_frames
+
+
+async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, client: Client) -> None:
+    call = Call(number=1, rid="r", settings=b"{}", ids=np.arange(3, dtype=np.int32)).encode()
+    async with aiohttp.ClientSession(shared_url) as session:
+        for broken in (b"\x07", call[:-1], call[:20], b"\x02", call.replace(b"r{}", b"\xff{}")):
+            async with session.ws_connect(PATH) as socket:
+                await socket.send_bytes(broken)
+                await socket.receive()
+                assert socket.close_code == aiohttp.WSCloseCode.PROTOCOL_ERROR
+        async with session.ws_connect(PATH) as socket:  # what is wrong with one call is told, and that is all
+            for _ in range(2):
+                await socket.send_bytes(call)
+                (result,) = results_of((await socket.receive()).data)
+                assert (result.number, result.status) == (1, 400)
+                assert b"sampling_params is missing" in result.head
+            named = {"rid": "r" * 2000}, {"rid": "", "session": b"s" * 2000}
+            for names in named:
+                ids = np.arange(3, dtype=np.int32)
+                await socket.send_bytes(Call(number=1, settings=b"{}", ids=ids, **names).encode())
+                (result,) = results_of((await socket.receive()).data)
+                assert b"at most 1024 bytes" in result.head
+        async with session.ws_connect(PATH) as socket:
+            await socket.send_str("text")
+            await socket.receive()
+            assert socket.close_code == aiohttp.WSCloseCode.PROTOCOL_ERROR
+
+
+async def test_pages_in_a_browser_are_refused(shared_url: str, client: Client) -> None:
+    async with aiohttp.ClientSession(shared_url) as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(PATH, origin="http://elsewhere")
+        assert refused.value.status == 403
+    assert (await client.get(PATH)).status == 400
+
+
+def test_frames_are_read_as_they_were_written() -> None:
+    ids = np.array([0, 5, 2**31 - 1], dtype=np.int32)
+    calls = [
+        Call(number=2**40, rid="é.0", settings=b'{"a":1}', session=b"s", base=7, num_kept=9, ids=ids),
+        Cancel(3),
+        Call(number=1, rid="", settings=b"", ids=ids[:0]),
+    ]
+    read = list(calls_of(b"".join(call.encode() for call in calls)))
+    assert list(map(str, read)) == list(map(str, calls))
+    logprobs = np.array([-0.1, 0.0, -1e30], dtype=np.float32)
+    results = [Result(number=5, head=b"{}", ids=ids, logprobs=logprobs), Result(number=6, status=400, head=b"no")]
+    message = b"".join(result.encode() for result in results)
+    first, second = results_of(message)
+    assert first.logprobs.tolist() == logprobs.tolist()
+    assert (first.ids.tolist(), second.status, second.head) == (ids.tolist(), 400, b"no")
+    with pytest.raises(BrokenFrameError, match="ends early"):
+        list(results_of(message[:-1]))
+
+
+def test_messages_are_bounded_and_in_order() -> None:
+    frames = [bytes([i]) * (1 << 18) for i in range(10)]
+    messages = messages_of(frames)
+    assert b"".join(messages) == b"".join(frames)
+    assert max(map(len, messages)) == 1 << 20
+    assert messages_of([bytes(1 << 21), b"a"]) == [bytes(1 << 21), b"a"]
+
+
+def test_kept_sequences_are_bounded_and_the_least_recently_used_go_first() -> None:
+    kept, nothing = KeptSequences(max_tokens=1000), np.empty(0)
+    prompts = {session: np.arange(400, dtype=np.int32) for session in (b"a", b"b", b"c")}
+    kept.keep(b"", 9, prompts[b"a"], nothing)
+    kept.keep(b"short", 9, prompts[b"a"][:100], nothing)
+    for number, (session, prompt) in enumerate(prompts.items(), 1):
+        kept.keep(session, number, prompt, nothing)
+        kept.find(b"a")
+    assert [kept.find(session) is not None for session in (b"a", b"b", b"c", b"", b"short")] == [
+        *(True, False, True, False, False)
+    ]
+    assert kept.shortened(b"a", np.arange(500)) == (1, 400)
+    assert kept.shortened(b"a", np.r_[np.arange(200), 7, np.arange(300)]) == (1, 200)
+    assert kept.shortened(b"a", np.r_[7, np.arange(400)]) == (0, 0)
+    kept.keep(b"a", 4, np.arange(300), np.arange(50))
+    assert kept.shortened(b"a", np.arange(350)) == (4, 300)
+    assert kept._num_tokens == 750
