@@ -14,9 +14,9 @@ from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
 from arl.rewards.threads import THREADS, together
-from arl.workflow.chat_template import Message
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
+from arl.workflow.messages import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

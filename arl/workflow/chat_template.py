@@ -2,124 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from hashlib import blake2b
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 
 from arl.api.errors import ModelError
 from arl.api.types import StopReason
+from arl.workflow.messages import Message, ToolSpecs, normalised, plain
+from arl.workflow.rendering.incremental import CLOCK, loop_context
+from arl.workflow.rendering.watching import watched
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-"""A chat message as templates take it: `role`, `content`, and other fields of the role (`tool_calls`, for instance)."""
-
-ToolSpecs = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-
-
-def normalised(message: Message) -> dict[str, Any]:
-    """A copy in the form that templates take: text instead of parts, objects instead of JSON arguments.
-
-    Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises
-    ModelError for parts other than text.
-    """
-    copied = {name: plain(value) for name, value in message.items() if value is not None}
-    copied["content"] = text_content(message)
-    calls = copied.pop("tool_calls", None)
-    if calls:
-        copied["content"] = copied["content"] or None
-        copied["tool_calls"] = [_with_object(call) for call in calls]
-    return copied
-
-
-def text_content(message: Message) -> str:
-    """The message's content as one string. Raises ModelError for parts other than text."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise ModelError(f"a message's content is a {type(content).__name__}; it must be text, or parts of type text")
-    texts: list[str] = []
-    for part in cast("Sequence[Any]", content):
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ModelError(f"a message's content has a part of type {kind!r}; only text can be shown to the model")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def plain(value: Any) -> Any:
-    """A copy in which every mapping is a dict and every sequence a list."""
-    if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in cast("Sequence[Any]", value)]
-    return value
-
-
-def arguments_of(given: Any) -> Any:
-    """A call's arguments as an object, read from JSON if need be. Broken JSON is returned as it is."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError):
-        return given
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
-
-
-def tools_key(tools: ToolSpecs) -> bytes:
-    """The key of an empty history: equal for the same tools in the same order."""
-    return blake2b(_json(tools), digest_size=16).digest()
-
-
-def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
-    """The key of a history that continues with `messages`. before: the key of its beginning.
-
-    Ids of calls, the layout of their JSON, the model's thinking, and None for an empty text make no difference.
-    """
-    key = before
-    for message in messages:
-        key = blake2b(key + _identity(message), digest_size=16).digest()
-    return key
-
-
-def _identity(message: Message) -> bytes:
-    role, content = str(message["role"]), text_content(message)
-    calls: list[Any] = []
-    if role == "assistant":
-        content = content.strip()
-        calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
-    parts = [part.encode(errors="replace") for part in (role, content, str(message.get("name") or ""))]
-    return b"".join(len(part).to_bytes(8) + part for part in parts) + (_json(calls) if calls else b"")
-
-
-def _call_identity(call: Mapping[str, Any]) -> list[Any]:
-    function = call.get("function", call)
-    return [function.get("name"), arguments_of(function.get("arguments"))]
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(plain(value), sort_keys=True, default=str).encode()
-
-
+_UNTRUE: set[str] = set()
+"""Templates for which a check has failed."""
+REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
+"""What a template raises for messages that it does not take."""
 _MARKER = "arl-marks-the-sampled-turn"
 _CUT = "\ufdd0"
 """Marks a control token's text as mere text, from within it. Unicode reserves this character for internal use."""
@@ -148,19 +55,51 @@ class ChatTemplate:
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
-        shown = [self._as_text(normalised(message), by=message["role"]) for message in messages]
-        specs = [self._as_text(plain(tool)) for tool in tools]
-        self._check_shows(shown, specs)
-        return self._render(shown, specs, add_generation_prompt=add_generation_prompt)
+        shown, specs = self.as_texts(messages), self.specs_as_texts(tools)
+        self.check_shows(shown, specs)
+        return self.render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
 
-    def _render(self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool) -> str:
+    def as_texts(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
+        """The messages in the form that templates take, with cuts in the texts of control tokens."""
+        return [self._as_text(normalised(message), by=message["role"]) for message in messages]
+
+    def specs_as_texts(self, tools: ToolSpecs) -> list[Any]:
+        return [self._as_text(plain(tool)) for tool in tools]
+
+    def render_texts(self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True) -> str:
+        """As `render`, of messages and tools `as_texts`."""
         try:
             text = self.tokenizer.apply_chat_template(
                 shown, tools=specs or None, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
             )
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except REFUSALS as error:
             raise ModelError(f"the model's chat template does not take these messages: {error}") from error
         return str(text).encode(errors="replace").decode()  # a call's JSON may hold half a surrogate pair
+
+    def watched(self, specs: list[Any]) -> tuple[Template, dict[str, Any]] | None:
+        """The template for a Rendering, and its variables besides the messages; None if only `render` is exact."""
+        from transformers import PreTrainedTokenizerBase
+
+        render, source = PreTrainedTokenizerBase.apply_chat_template, self._source(specs)
+        is_own = getattr(self.tokenizer.apply_chat_template, "__func__", None) is not render
+        is_odd = bool(self._options.keys() & inspect.signature(render).parameters) or not _is_plain(self._options)
+        template = None if is_own or is_odd or source in _UNTRUE else watched(source, loop_context)
+        given = {"tools": specs or None, "documents": None, "add_generation_prompt": True}
+        return template and (template, {**given, **self.tokenizer.special_tokens_map, **self._options})
+
+    def check(self, text: str, shown: list[dict[str, Any]], specs: list[Any]) -> None:
+        """Raise ModelError if a Rendering's text is not that of a whole rendering, and make no more such renderings."""
+        source = self._source(specs)
+        if CLOCK in source or text == self.render_texts(shown, specs):
+            return
+        _UNTRUE.add(source)
+        raise ModelError(
+            "a rendering of new messages alone differs from that of the whole history, so prompts of this episode may "
+            "differ from the model's chat template; from now on arl renders whole histories. Please report the template"
+        )
+
+    def _source(self, tools: Sequence[Any]) -> str:
+        return str(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered text."""
@@ -217,7 +156,9 @@ class ChatTemplate:
         roles = ("user", "assistant", "user")
         special = set(self._special.values())
         try:
-            text = self._render([{"role": role, "content": _MARKER} for role in roles], [], add_generation_prompt=False)
+            text = self.render_texts(
+                [{"role": role, "content": _MARKER} for role in roles], [], add_generation_prompt=False
+            )
         except ModelError:
             return _any_of(special), _any_of(special)
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token, self.tokenizer.unk_token)
@@ -302,8 +243,8 @@ class ChatTemplate:
         pieces = unit.findall(self._special_pattern.sub(" ", text.replace(_CUT, "")))
         return sorted(pieces) if unit is _WORD else ["".join(pieces)]
 
-    def _check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
-        source = self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
+    def check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
+        source = self._source(tools)
         if tools and "tools" not in source:
             raise ModelError("the model's chat template shows no tools; use a model or a template that knows them")
         if "tool_calls" not in source and any("tool_calls" in message for message in messages):
@@ -334,6 +275,14 @@ def _shared(tokenizer: PreTrainedTokenizerBase, source: str, tokens: tuple[str, 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return str(len(tokenizer)), *tokenizer.special_tokens_map.values(), *tokenizer.all_special_tokens
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of JSON's types, which nothing changes while a template runs."""
+    if isinstance(value, dict | list | tuple):
+        parts = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+        return all(map(_is_plain, parts))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import NOT_SAMPLED, ModelRequest, SamplingParams, Trajectory, TurnSpan, new_id
-from arl.workflow.chat_template import Message, template_of
+from arl.workflow.chat_template import template_of
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
+from arl.workflow.messages import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import chain
-from typing import Literal, Self
+from typing import Literal
 
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
-from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
+from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.messages import Message, ToolSpecs, history_key, normalised, plain, tools_key
+from arl.workflow.rendering.history import History
 
 _LONG_PROMPT = 20_000
 """Messages of at least this many characters are rendered and tokenized in a thread, as they take some 10 ms."""
@@ -33,28 +35,33 @@ Rewriting = Literal["branch", "keep", "error"]
 """When the template rewrites an earlier turn: branch the dialogue, keep the sampled tokens in view, or raise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
-    """Identifies a text without keeping it, since an episode's prompts are long and each repeats the one before it."""
+class Shown:
+    """The text that a prompt shows. Of texts that begin with each other, only the longest is kept."""
 
-    length: int
-    digest: bytes
+    def __init__(self, text: str) -> None:
+        self.length = len(text)
+        self._text: str | Shown = text
 
-    @classmethod
-    def of(cls, text: str) -> Self:
-        return cls(length=len(text), digest=blake2b(text.encode(), digest_size=16).digest())
+    def num_shared(self, other: Shown) -> int:
+        """How many characters both begin with."""
+        mine, others = self._whole(), other._whole()
+        length = min(self.length, other.length)
+        if others.startswith(mine if len(mine) == length else mine[:length]):
+            return length
+        return bisect_left(range(length), True, key=lambda i: mine[: i + 1] != others[: i + 1])
 
-    @staticmethod
-    def beginnings(prints: Collection[Fingerprint], text: str) -> set[Fingerprint]:
-        """Those whose text `text` begins with, found in one pass over it."""
-        found: set[Fingerprint] = set()
-        hashed, end = blake2b(digest_size=16), 0
-        for one in sorted(prints, key=lambda one: one.length):
-            hashed.update(text[end : one.length].encode())
-            end = one.length
-            if end <= len(text) and hashed.digest() == one.digest:
-                found.add(one)
-        return found
+    def keep_in(self, longer: Shown) -> None:
+        """Keep no copy of a text that the longer one begins with."""
+        if isinstance(self._text, str):
+            self._text = longer
+
+    def _whole(self) -> str:
+        """A text that begins with this one."""
+        while isinstance(self._text, Shown):
+            if isinstance(self._text._text, str):
+                return self._text._text
+            self._text = self._text._text
+        return self._text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +72,32 @@ class Prompt:
     after: Turn | None = field(repr=False)
     """The turn that the messages continue: parent, or a later turn if the prompt branches off before that turn."""
     given_ids: tuple[int, ...]
-    messages: tuple[Message, ...]
-    """Everything said so far, as messages."""
+    new_messages: tuple[Message, ...]
+    """What was said since the turn `after`."""
+    num_messages: int
+    """The number of messages said so far."""
     tools: ToolSpecs
-    shown: Fingerprint
-    """Of the rendered messages."""
+    shown: Shown = field(repr=False, compare=False)
+    history: History = field(repr=False, compare=False)
+    """Renders this prompt's messages, and those of prompts that continue it."""
     key: bytes
     """Equal for equal histories of messages and tools."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Everything said so far, as messages."""
+        parts: list[Sequence[Message]] = [self.new_messages]
+        turn = self.after
+        while turn is not None:
+            parts += ((turn.message,), turn.prompt.new_messages)
+            turn = turn.prompt.after
+        return tuple(chain.from_iterable(reversed(parts)))
+
+    @property
+    def last_message(self) -> Message | None:
+        if self.new_messages:
+            return self.new_messages[-1]
+        return self.after.message if self.after else None
 
     @property
     def input_ids(self) -> tuple[int, ...]:
@@ -159,27 +185,36 @@ class Dialogue:
         template refuses, and for rewritten turns if rewriting is "error".
         """
         said = after or self._continued(messages, tools)
-        known = said.messages if said else ()
-        new = [normalised(message) for message in messages[len(known) :]]
-        messages = (*known, *new)
-        if said and (said.prompt.tools == tools or tools_key(said.prompt.tools) == tools_key(tools)):
+        num_known = said.prompt.num_messages + 1 if said else 0
+        new = [normalised(message) for message in messages[num_known:]]
+        is_same = said is not None and (said.prompt.tools == tools or tools_key(said.prompt.tools) == tools_key(tools))
+        if said and is_same:
             specs, key = said.prompt.tools, history_key(said.key, new)
         else:
-            specs, key = plain(tools), history_key(tools_key(tools), messages)
-        text = self.template.render(messages, specs)
-        parent, given_ids = self._place(said, text)
+            specs, key = plain(tools), history_key(tools_key(tools), (*said.messages, *new) if said else new)
+        text, history = self._rendered(said, new, specs)
+        shown = Shown(text)
+        parent, given_ids = self._place(said, shown, text)
         if said and parent is not said and self._rewriting != "branch":
             if self._rewriting == "error":
                 raise _rewritten(parent, said)
-            parent, given_ids = said, self._kept(said, new, messages, specs)
-        shown = Fingerprint.of(text)
+            parent, given_ids = said, self._kept(said, new, specs)
         return Prompt(
-            parent=parent, after=said, given_ids=given_ids, messages=messages, tools=specs, shown=shown, key=key
+            parent=parent,
+            after=said,
+            given_ids=given_ids,
+            new_messages=tuple(new),
+            num_messages=num_known + len(new),
+            tools=specs,
+            shown=shown,
+            history=history,
+            key=key,
         )
 
     async def aprompt(self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None) -> Prompt:
         """As `prompt`; a long one is rendered on a thread, so that the event loop goes on."""
-        if sum(_MESSAGE + len(message.get("content") or "") for message in messages) < _LONG_PROMPT:
+        is_long = len(messages) * _MESSAGE >= _LONG_PROMPT
+        if not is_long and sum(_MESSAGE + len(m.get("content") or "") for m in messages) < _LONG_PROMPT:
             return self.prompt(messages, tools, after=after)
         call = functools.partial(self.prompt, messages, tools, after=after)
         return await asyncio.get_running_loop().run_in_executor(_RENDERING, call)
@@ -197,7 +232,7 @@ class Dialogue:
 
     def forget(self, turn: Turn) -> None:
         """Remove a turn that nobody has read, unless another follows it."""
-        if turn in self._turns and not any(_follows(other, turn) for other in self._turns):
+        if turn in self._turns and not any(turn in (other.parent, other.prompt.after) for other in self._turns):
             self._turns.remove(turn)
             self._by_key[turn.key].remove(turn)
 
@@ -243,24 +278,36 @@ class Dialogue:
         given = [normalised(message) for message in messages[:length]]
         return max(reversed(found), key=lambda turn: sum(a == b for a, b in zip(turn.messages, given, strict=True)))
 
-    def _place(self, said: Turn | None, text: str) -> tuple[Turn | None, tuple[int, ...]]:
+    def _rendered(self, said: Turn | None, new: Sequence[Message], tools: ToolSpecs) -> tuple[str, History]:
+        """The text of what was said up to `said`, and of the new messages. It may be rendered on from the turn's."""
+        if said and tools is said.prompt.tools:
+            prompt = said.prompt
+            text = prompt.history.render((said.message, *new), prompt.num_messages, prompt.last_message)
+            if text is not None:
+                return text, prompt.history
+        history = History(self.template, tools)
+        text = history.render((*said.messages, *new) if said else new)
+        assert text is not None, "nobody else has this history"
+        return text, history
+
+    def _place(self, said: Turn | None, shown: Shown, text: str) -> tuple[Turn | None, tuple[int, ...]]:
         """The turn, up to `said`, after which the text goes on, and the tokens of the rest of the text."""
-        path = said.path if said else []
-        begun = Fingerprint.beginnings([turn.prompt.shown for turn in path], text)
-        for turn in reversed(path):
-            shown = turn.prompt.shown
-            if shown not in begun:
-                continue
-            after = self.template.after_words(turn.text, text[shown.length :], has_calls="tool_calls" in turn.message)
-            if after is not None:
-                return turn, self._unless_ended(turn, after)
+        num_shared = said.prompt.shown.num_shared(shown) if said else 0
+        if said and num_shared == said.prompt.shown.length:
+            said.prompt.shown.keep_in(shown)
+        turn = said
+        while turn is not None:
+            length = turn.prompt.shown.length  # of a text that the text of each later turn on the path begins with
+            if length <= num_shared:
+                after = self.template.after_words(turn.text, text[length:], has_calls="tool_calls" in turn.message)
+                if after is not None:
+                    return turn, self._unless_ended(turn, after)
+            turn = turn.parent
         return None, self.template.encode(text)
 
-    def _kept(
-        self, said: Turn, new: Sequence[Message], messages: Sequence[Message], tools: ToolSpecs
-    ) -> tuple[int, ...]:
+    def _kept(self, said: Turn, new: Sequence[Message], tools: ToolSpecs) -> tuple[int, ...]:
         """The tokens of the new messages, as if the template left earlier turns alone."""
-        first = next((m for m in messages if m["role"] == "user"), {"role": "user", "content": ""})
+        first = next((m for m in said.messages if m["role"] == "user"), {"role": "user", "content": ""})
         return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
@@ -285,10 +332,3 @@ def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
 def _has_thoughts_of(turn: Turn, message: Message) -> bool:
     given = str(message.get("reasoning_content") or "").strip()
     return not given or given == str(turn.message.get("reasoning_content") or "").strip()
-
-
-def _follows(turn: Turn, earlier: Turn) -> bool:
-    """Whether the earlier turn is part of the turn's history, even if the template rewrote it there."""
-    place = len(earlier.prompt.messages)
-    is_among = len(turn.prompt.messages) > place and turn.prompt.messages[place] is earlier.message
-    return is_among or turn.parent is earlier

@@ -22,9 +22,9 @@ from arl.rewards.score import Score, score_of
 from arl.rewards.threads import together
 from arl.workflow.agent import AgentWorkflow, with_system
 from arl.workflow.call_formats import CallFormat, call_format_of
-from arl.workflow.chat_template import Message, text_content
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
+from arl.workflow.messages import Message, text_content
 from arl.workflow.tool_agent import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 

@@ -1,93 +1,36 @@
-"""Dialogue: which turn a prompt continues, what stays as it was sampled, and where the tree branches."""
+"""Dialogue: what stays as it was sampled, where the tree branches, and what callers may hand in."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from chat_templates import tokenizer_of
-from scripted_answers import response_of
+from talk import (
+    ALPACA,
+    CALL,
+    CHATML,
+    DEEPSEEK,
+    GLM,
+    LLAMA3,
+    MISTRAL,
+    QUESTION,
+    QWEN2_5,
+    QWEN3,
+    RESULT,
+    SPEC,
+    SURE,
+    THOUGHT,
+    Talk,
+    calling,
+    model,
+    user,
+)
 from transformers import PreTrainedTokenizerFast
 
 from arl.api.errors import ModelError
-from arl.workflow.chat_template import ChatTemplate, Message
-from arl.workflow.dialogue import Dialogue, Prompt, Turn
-
-CHATML, QWEN2_5, QWEN3, LLAMA3, MISTRAL, DEEPSEEK, ALPACA = map(
-    tokenizer_of, ("chatml", "qwen2_5", "qwen3", "llama3", "mistral", "deepseek_r1", "alpaca")
-)
-GLM = tokenizer_of("deepseek_r1")
-"""With a template like GLM's, whose model ends its turn with whatever begins the next one."""
-GLM.chat_template = (
-    "{% for m in messages %}<|{{ m.role | capitalize }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
-)
-SPEC = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
-OTHER_SPEC = {**SPEC, "function": {**SPEC["function"], "name": "hear"}}
-THOUGHT = "<think>\nhm\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "é", "n": 1}}\n</tool_call>'
-QUESTION = [{"role": "user", "content": "?"}]
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def model(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def result(text: str, of: str = "call00000") -> Message:
-    return {"role": "tool", "content": text, "tool_call_id": of}
-
-
-def calling(arguments: object = None, *, thought: str | None = None, key: str = "call00000") -> dict[str, Any]:
-    given = {"word": "é", "n": 1} if arguments is None else arguments
-    call = {"type": "function", "id": key, "function": {"name": "look", "arguments": given}}
-    said: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return said if thought is None else {**said, "reasoning_content": thought}
-
-
-SURE, RESULT = user("sure?"), result("42")
-
-
-class Talk:
-    """A dialogue on a tokenizer's template, in which answers are given as text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, **options: Any) -> None:
-        self.tokenizer = tokenizer
-        self.tools = [SPEC] if "tools" in str(tokenizer.chat_template) else []
-        self.dialogue = Dialogue(ChatTemplate(tokenizer, options))
-
-    def prompt(self, messages: Sequence[Message], after: Turn | None = None) -> Prompt:
-        return self.dialogue.prompt(messages, self.tools, after=after)
-
-    def answer(self, prompt: Prompt, words: str, message: Message | None = None, end: str | None = "") -> Turn:
-        """end: what ends the answer, by default as the tokenizer has it; None: a length limit did."""
-        said = words + (self.tokenizer.eos_token if end == "" else end or "")
-        ids = self.tokenizer.encode(said, add_special_tokens=False)
-        return self.dialogue.record(
-            prompt, response_of(ids, stop_reason="stop" if end is not None else "length"), message
-        )
-
-    def say(self, messages: Sequence[Message], *words: Any, **more: Any) -> Turn:
-        return self.answer(self.prompt(messages), *words, **more)
-
-    def text(self, prompt: Prompt | Turn) -> str:
-        ids = prompt.input_ids if isinstance(prompt, Prompt) else prompt.token_ids
-        return str(self.tokenizer.decode(list(ids)))
-
-    def then(self, turn: Turn, *messages: Message) -> str:
-        """What the model sees after the turn, when these are said."""
-        return self.text(self.prompt([*turn.messages, *messages], after=turn))
-
-    def parent(self, messages: Sequence[Message]) -> Turn | None:
-        """The turn that these messages continue, when they come without a word of where."""
-        return self.prompt(messages).parent
-
+from arl.workflow.messages import Message
 
 # What stays as it was sampled -----------------------------------------------------------------------------------------
 
@@ -238,100 +181,6 @@ def test_tools_that_a_template_shows_beside_the_last_user_make_a_branch_when_the
     assert talk.then(second, SURE).count("[AVAILABLE_TOOLS]") == 1
 
 
-# Continued by messages alone ------------------------------------------------------------------------------------------
-
-
-def sent_back(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as another program sends it back."""
-    function = message["tool_calls"][0]["function"]
-    arguments = json.dumps(dict(reversed(function["arguments"].items())), indent=1)
-    call = {"id": "other", "type": "function", "function": {"arguments": arguments, "name": function["name"]}}
-    return {"role": "assistant", "content": "", "refusal": None, "tool_calls": [call], "function_call": None}
-
-
-def test_answers_that_come_back_in_another_form_are_those_that_were_recorded() -> None:
-    talk = Talk(QWEN3)
-    first = talk.say(QUESTION, THOUGHT + CALL, calling(thought="hm"))
-    prompt = talk.prompt([*QUESTION, sent_back(calling()), result("42", of="other")])
-    assert prompt.parent is first
-    assert THOUGHT in talk.text(prompt)
-    second = talk.answer(prompt, " It is 42.\n")
-    stripped = {"role": "assistant", "content": "It is 42.", "tool_calls": []}
-    messages = [*QUESTION, sent_back(calling()), result("42", of="other"), stripped, result("43")]
-    assert talk.parent(messages) is second
-
-
-def test_thoughts_need_not_come_back_and_others_are_another_branch() -> None:
-    talk = Talk(QWEN3)
-    first = talk.say(QUESTION, THOUGHT + CALL, calling(thought="hm"))
-    for thought, parent in (("hm", first), ("hm\n", first), (None, first), ("", first), ("what else?", None)):
-        prompt = talk.prompt([*QUESTION, calling(thought=thought), RESULT])
-        assert prompt.parent is parent
-    assert "what else?" in talk.text(prompt)
-
-
-def test_history_that_was_edited_dropped_or_summarised_is_another_branch() -> None:
-    talk = Talk(QWEN2_5)
-    first = talk.say(QUESTION, "4")
-    second = talk.say([*first.messages, SURE], "yes")
-    history = [*second.messages, user("really?")]
-    for messages, parent in (
-        (history, second),
-        ([*first.messages, user("Sure?"), second.message, user("really?")], first),
-        ([*QUESTION, model("5"), SURE], None),
-        ([user("A summary: 4."), user("really?")], None),
-        ([{"role": "system", "content": "Be brief."}, *history], None),
-        ([*history[:1], *history[2:]], None),
-    ):
-        assert talk.parent(messages) is parent
-
-
-def test_another_set_of_tools_is_another_beginning() -> None:
-    talk = Talk(QWEN2_5)
-    first = talk.say(QUESTION, "4")
-    messages = [*first.messages, SURE]
-    for tools in ([], [OTHER_SPEC], [SPEC, OTHER_SPEC]):
-        prompt, known = (talk.dialogue.prompt(messages, tools, after=after) for after in (None, first))
-        assert prompt.parent is known.parent is None
-        assert (known.input_ids, known.key) == (prompt.input_ids, prompt.key)
-
-
-def test_of_several_answers_to_a_prompt_the_named_one_is_continued_and_else_the_last_of_equal_ones() -> None:
-    talk = Talk(QWEN3)
-    prompt, thoughts = talk.prompt(QUESTION), ("one", "two", "three")
-    said = [calling(thought=thought, key=f"call{number}") for number, thought in enumerate(thoughts)]
-    words = [f"<think>\n{thought}\n</think>\n\n{CALL}" for thought in thoughts]
-    turns = [talk.answer(prompt, *answer) for answer in zip(words, said, strict=True)]
-    assert [turn.parent for turn in turns] == [None] * 3
-    for message, turn in zip(said, turns, strict=True):
-        assert talk.parent([*QUESTION, message, RESULT]) is turn
-    assert talk.parent([*QUESTION, sent_back(calling()), RESULT]) is turns[-1]
-
-
-def test_a_turn_that_is_forgotten_is_continued_no_more_and_an_equal_one_takes_its_place() -> None:
-    talk = Talk(QWEN2_5)
-    first, second = talk.say(QUESTION, "4"), talk.say(QUESTION, "4")
-    after = [*first.messages, SURE]
-    for forgotten, left in ((None, (first, second)), (second, (first,)), (second, (first,)), (first, ())):
-        if forgotten:
-            talk.dialogue.forget(forgotten)
-        assert talk.dialogue.turns == left
-        assert talk.parent(after) is (left[-1] if left else None)
-
-
-def test_a_turn_that_another_was_said_after_is_not_forgotten() -> None:
-    for words, is_branched in (("4", False), (THOUGHT + "4", True)):
-        talk = Talk(QWEN3)
-        first = talk.say(QUESTION, words)
-        second = talk.say([*first.messages, SURE], "yes")
-        assert (second.parent is None) == is_branched
-        talk.dialogue.forget(first)
-        assert talk.dialogue.turns == (first, second)
-        talk.dialogue.forget(second)
-        talk.dialogue.forget(first)
-        assert talk.dialogue.turns == ()
-
-
 # What callers hand in -------------------------------------------------------------------------------------------------
 
 
@@ -395,31 +244,3 @@ def test_thousands_of_turns_are_a_path_like_any_other() -> None:
         turn = talk.answer(prompt, "4")
         prompt = replace(prompt, parent=turn, after=turn, given_ids=(1,))
     assert len(turn.path) == 3001
-
-
-def test_where_a_rewritten_history_leaves_a_long_one_is_found_in_one_pass_over_the_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    talk, messages = Talk(QWEN3), [user("begin")]
-    for _ in range(40):
-        messages = [*talk.say(messages, THOUGHT + CALL, calling(thought="hm")).messages, RESULT]
-    last, num_hashed = talk.dialogue.turns[-1], 0
-
-    class Counted:
-        def __init__(self, data: bytes = b"", **options: int) -> None:
-            self._hash = blake2b(**options)
-            self.update(data)
-
-        def update(self, data: bytes) -> None:
-            nonlocal num_hashed
-            num_hashed += len(data)
-            self._hash.update(data)
-
-        def digest(self) -> bytes:
-            return self._hash.digest()
-
-    monkeypatch.setattr("arl.workflow.dialogue.blake2b", Counted)
-    prompt = talk.prompt([*last.messages, SURE], after=last)
-    assert prompt.parent is None, "the thinking is gone from all turns"
-    assert num_hashed <= 3 * len(talk.text(prompt))
-    assert len(repr(last)) < 10 * len(talk.text(last)), "not a tree of all turns before it"

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from arl.workflow.chat_template import Message, history_key, normalised, tools_key
+from arl.workflow.messages import Message, history_key, normalised, tools_key
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}

@@ -12,7 +12,7 @@ from pydantic import Field
 from arl.api.types import new_id
 from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, parse, shown, validated
 from arl.web.server import event
-from arl.workflow.chat_template import Message
+from arl.workflow.messages import Message
 from arl.workflow.proxy.calls import CallAnswer, ChatCall, joined, pieces, refused, tool_call, wrong
 from arl.workflow.proxy.exchange import CallBody, Exchange, completing
 

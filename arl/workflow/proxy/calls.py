@@ -16,8 +16,9 @@ from arl.api.errors import ArlError, PromptTooLongError
 from arl.api.types import ModelResponse, SamplingParams
 from arl.web.bodies import BodyError, RequestError, shown
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of
-from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs
+from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Prompt, Rewriting, Turn
+from arl.workflow.messages import Message, ToolSpecs
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 MAX_SEED = (1 << 31) - 1

@@ -17,7 +17,7 @@ from pydantic import Field
 from arl.api.types import new_id
 from arl.web.bodies import RequestBody, RequestError, parse, shown, validated
 from arl.web.server import event
-from arl.workflow.chat_template import Message
+from arl.workflow.messages import Message
 from arl.workflow.proxy.calls import (
     CallAnswer,
     ChatCall,

@@ -16,9 +16,9 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError, first_error
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
 from arl.web.bodies import RequestError
-from arl.workflow.chat_template import Message
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
+from arl.workflow.messages import Message
 from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
 
 

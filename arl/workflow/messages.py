@@ -1,0 +1,109 @@
+"""Chat messages: the form that templates take, and keys that are equal for equal histories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, cast
+
+from arl.api.errors import ModelError
+
+Message = Mapping[str, Any]
+"""A chat message as templates take it: `role`, `content`, and other fields of the role (`tool_calls`, for instance)."""
+
+ToolSpecs = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+def normalised(message: Message) -> dict[str, Any]:
+    """A copy in the form that templates take: text instead of parts, objects instead of JSON arguments.
+
+    Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises
+    ModelError for parts other than text.
+    """
+    copied = {name: plain(value) for name, value in message.items() if value is not None}
+    copied["content"] = text_content(message)
+    calls = copied.pop("tool_calls", None)
+    if calls:
+        copied["content"] = copied["content"] or None
+        copied["tool_calls"] = [_with_object(call) for call in calls]
+    return copied
+
+
+def text_content(message: Message) -> str:
+    """The message's content as one string. Raises ModelError for parts other than text."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise ModelError(f"a message's content is a {type(content).__name__}; it must be text, or parts of type text")
+    texts: list[str] = []
+    for part in cast("Sequence[Any]", content):
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ModelError(f"a message's content has a part of type {kind!r}; only text can be shown to the model")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def plain(value: Any) -> Any:
+    """A copy in which every mapping is a dict and every sequence a list."""
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def arguments_of(given: Any) -> Any:
+    """A call's arguments as an object, read from JSON if need be. Broken JSON is returned as it is."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError):
+        return given
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
+
+
+def tools_key(tools: ToolSpecs) -> bytes:
+    """The key of an empty history: equal for the same tools in the same order."""
+    return blake2b(_json(tools), digest_size=16).digest()
+
+
+def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
+    """The key of a history that continues with `messages`. before: the key of its beginning.
+
+    Ids of calls, the layout of their JSON, the model's thinking, and None for an empty text make no difference.
+    """
+    key = before
+    for message in messages:
+        key = blake2b(key + _identity(message), digest_size=16).digest()
+    return key
+
+
+def _identity(message: Message) -> bytes:
+    role, content = str(message["role"]), text_content(message)
+    calls: list[Any] = []
+    if role == "assistant":
+        content = content.strip()
+        calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
+    parts = [part.encode(errors="replace") for part in (role, content, str(message.get("name") or ""))]
+    return b"".join(len(part).to_bytes(8) + part for part in parts) + (_json(calls) if calls else b"")
+
+
+def _call_identity(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function", call)
+    return [function.get("name"), arguments_of(function.get("arguments"))]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(plain(value), sort_keys=True, default=str).encode()

@@ -1,0 +1,1 @@
+"""Renders the growing history of a dialogue for the cost of what is new."""
