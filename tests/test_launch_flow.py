@@ -176,7 +176,7 @@ async def test_a_version_from_the_future_and_an_unknown_token_fail_their_episode
     attempts = count()
 
     def sometimes_impossible(_: int) -> dict[str, Any]:
-        impossible = {"versions": (-1, -1, 999, 999)}, {"token_ids": (1, 1 << 40, 0, 0)}, {"reward": 1e308}
+        impossible = {"versions": (-1, -1, 999, 999)}, {"token_ids": (1, 1 << 30, 0, 0)}, {"reward": 1e308}
         return dict(enumerate(impossible)).get(next(attempts), {})
 
     steps = await run(OneTurn(sometimes_impossible), rollout={"max_staleness": 0, "episode_retries": 3})

@@ -259,10 +259,10 @@ def _trajectory(
             turn_reward, state = spans[id(turn)]
             owned.append(TurnSpan(start=start, stop=start + m, reward=turn_reward, state=state))
     return Trajectory(
-        token_ids=tuple(token_ids),
-        loss_mask=tuple(loss_mask),
-        behavior_logprobs=tuple(logprobs),
-        versions=tuple(versions),
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
         reward=reward,
         rewards=rewards,
         turns=tuple(owned),
