@@ -20,9 +20,10 @@ _FEW = 16
 
 
 def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[list[int]]:
-    """Bins of the order's indices that forward at most `budget` tokens each; a larger sequence or unit gets its own.
+    """Bins of the order's indices that forward at most `budget` tokens each, or as many as the largest piece has.
 
-    units[i]: the unit of the order's index i. Sequences of one unit >= 0 are one piece, as is any other sequence.
+    units[i]: the unit of the order's index i. Sequences of one unit >= 0 are one piece, as is any other sequence. The
+    largest piece needs its memory anyway. So the long branches of one episode, each above the budget, go together.
 
     Packing goes from the leaves of the radix tree to its root. The pieces below a node are packed best-fit-decreasing
     (Johnson 1973: at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once.
@@ -32,7 +33,8 @@ def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[lis
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
-    return sorted(sorted(piece.indices()) for piece in _bins(_Parts.of(order, units), budget))
+    parts = _Parts.of(order, units)
+    return sorted(sorted(piece.indices()) for piece in _bins(parts, max(budget, parts.largest)))
 
 
 def balanced_shares(
@@ -107,6 +109,11 @@ class _Parts:
     def num_tokens(self) -> int:
         """An upper bound of the forwarded tokens: tokens that a unit shares with others count for each."""
         return sum(unit.num_tokens for unit in self.units) + self.others.num_tokens
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest sequence or unit, which no budget cuts."""
+        return max((*(unit.num_tokens for unit in self.units), *self.others.lengths.tolist()), default=0)
 
 
 def _bins(parts: _Parts, budget: float, most: float = inf) -> list[_Piece]:

@@ -278,8 +278,8 @@ class TrainConfig(Section):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Sequences are packed into microbatches of at most this many tokens. A longer sequence goes alone. Tokens that
-    sequences share count once with share_prefixes."""
+    """Sequences are packed into microbatches of at most this many tokens, or of the longest sequence's if it has more.
+    Tokens that sequences share count once with share_prefixes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of matmuls. Master weights, gradient reduction and the optimizer stay float32."""
     device: str = "cpu"

@@ -267,24 +267,32 @@ def are_together(groups: list[list[int]], units: list[int]) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(trees, st.integers(1, 80), st.randoms(use_true_random=False))
-def test_everything_is_packed_once_with_units_whole_within_the_budget_or_alone(
+def test_everything_is_packed_once_with_units_whole_within_the_budget_or_the_largest_piece(
     sequences: Family, budget: int, rng: random.Random
 ):
     units = units_of(len(sequences), rng)
     bins = pack(order_of(sequences), budget, units)
     assert everything(bins) == list(range(len(sequences)))
     assert are_together(bins, units)
+    pieces = [[i] for i in range(len(units))] + [
+        [i for i in range(len(units)) if units[i] == u] for u in {*units} - {-1}
+    ]
+    largest = max((slow_num_tokens([sequences[i] for i in piece]) for piece in pieces), default=0)
     for members in bins:
-        is_one_piece = len(members) == 1 or (
-            {units[i] for i in members} != {-1} and len({units[i] for i in members}) == 1
-        )
-        assert slow_num_tokens([sequences[i] for i in members]) <= budget or is_one_piece
+        assert slow_num_tokens([sequences[i] for i in members]) <= max(budget, largest)
 
 
-def test_what_a_unit_has_in_common_counts_once_and_a_unit_too_large_goes_alone():
+def test_what_a_unit_has_in_common_counts_once_and_a_unit_too_large_is_the_budget():
     units = [7, -1, 7, 8, 8, -1, -1, -1]
     assert pack(order_of(GROUP), 60, units) == [[0, 2], [1, 5], [3, 4], [6, 7]]
-    assert pack(order_of(GROUP), 59, units)[0] == [0, 2]
+    assert pack(order_of(GROUP), 59, units) == pack(order_of(GROUP), 60, units)
+
+
+def test_long_branches_of_one_episode_are_not_forwarded_one_at_a_time():
+    order = order_of([[*tokens, 9, turn] for turn, tokens in enumerate(branching(100))])
+    bins = pack(order, 50)
+    assert len(bins) < 10
+    assert sum(order.only(members).num_tokens for members in bins) < 5 * order.num_tokens
 
 
 def test_a_unit_of_one_sequence_changes_nothing():

@@ -54,7 +54,7 @@ COMPILING = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 SPLITS = {
-    "one sequence at a time": (list, {"max_tokens_per_microbatch": 1}),
+    "as few tokens at a time as the longest sequence has": (list, {"max_tokens_per_microbatch": 1}),
     "backwards, chunk by chunk": (backwards, {"max_tokens_per_microbatch": 60, "logprob_chunk_size": 7}),
     "nothing shared": (with_an_untrained_one, {"share_prefixes": False, "max_tokens_per_microbatch": 100}),
     "activations computed twice": (list, {"activation_checkpointing": True}),
