@@ -71,6 +71,7 @@ class Workload:
 
 
 WORKLOADS = {
+    "short answers: groups of 16, prompt 18, answer 3": Workload(8, 16, 18, 1, 3, 0),
     "math agent: groups of 8, prompt 60, 3 turns of 16": Workload(8, 8, 60, 3, 16, 8),
     "no shared prefix: 64 sequences of about 120": Workload(64, 1, 60, 3, 16, 8),
     "short prompt: groups of 8, prompt 20, answer 40": Workload(8, 8, 20, 1, 40, 0),

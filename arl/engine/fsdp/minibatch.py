@@ -233,14 +233,14 @@ class MinibatchTally:
         sums = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])
         counts = [self.trained_tokens, self.tokens, self.forwarded_tokens, self.microbatches]
         totals = torch.cat([sums, torch.tensor(counts, dtype=sums.dtype, device=device)])
-        dist.all_reduce(totals, group=group)
+        reduce_over(totals, group)
         *values, trained, tokens, forwarded, microbatches = totals.tolist()
         self.trained_tokens, self.microbatches = int(trained), int(microbatches)
         self.tokens, self.forwarded_tokens = int(tokens), int(forwarded)
         self._read(dict(zip(self._sums, values, strict=True)))
         if self._maxima and self.trained_tokens:
             peaks = torch.stack([torch.stack(parts).max() for parts in self._maxima.values()])
-            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
+            reduce_over(peaks, group, dist.ReduceOp.MAX)
             self.maxima = dict(zip(self._maxima, peaks.tolist(), strict=True))
 
     def _read(self, sums: Mapping[tuple[str, str], float]) -> None:
@@ -255,6 +255,14 @@ class MinibatchTally:
             **{name: above / of["below"][name] for name, above in of["above"].items() if of["below"][name]},
             **{name: size**2 / (count * of["square"][name]) for name, size in of["size"].items() if of["square"][name]},
         }
+
+
+def reduce_over(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce in place over the ranks of a group, or over all; a collective. One rank does not ask gloo's threads."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op, group=group)
 
 
 def mean_of_minibatches(tallies: Sequence[MinibatchTally]) -> dict[str, float]:

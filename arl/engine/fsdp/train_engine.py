@@ -34,6 +34,7 @@ from arl.engine.fsdp.minibatch import (
     empty_microbatch,
     mean_of_minibatches,
     microbatches,
+    reduce_over,
 )
 from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
@@ -244,7 +245,7 @@ class FSDPTrainEngine:
             norms = torch._foreach_norm(list(shards.values()), math.inf)  # pyright: ignore[reportPrivateImportUsage]
             flags[list(shards)] = torch.stack(norms).isfinite().logical_not().float().cpu()
         flags = flags.to(self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        reduce_over(flags, op=dist.ReduceOp.MAX)
         if flags.any():
             name = list(named)[int(flags.argmax())].removeprefix("model.")
             raise TrainingError(
@@ -259,8 +260,9 @@ class FSDPTrainEngine:
             sequences, config.max_tokens_per_microbatch, self._device, share_prefixes=config.share_prefixes
         )
         count = torch.tensor(len(batches), device=self._device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
-        batches += [([], empty_microbatch(self._device))] * (int(count) - len(batches))
+        reduce_over(count, self._group, dist.ReduceOp.MAX)
+        while len(batches) < int(count):
+            batches.append(([], empty_microbatch(self._device)))
         return batches
 
     def _compute(self, batch: Microbatch) -> TokenOutputs:
@@ -334,7 +336,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, device: 
     squares = torch.stack(norms).to(device, torch.float64).square()
     copies = torch.tensor([_num_copies(gradient) for gradient in gradients], dtype=torch.float64, device=device)
     total = (squares / copies).sum()
-    dist.all_reduce(total)
+    reduce_over(total)
     norm = math.sqrt(total.item())
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(shards, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]

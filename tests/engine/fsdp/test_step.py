@@ -5,13 +5,16 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from train_models import MakeEngine, load_twin
-from train_sequences import LOSS, random_sequences, same, twin_steps
-from train_variants import assert_same_tensors
+from train_sequences import LOSS, assert_same_metrics, random_sequences, same, twin_steps
+from train_variants import assert_same_tensors, weights_of
 
+from arl.algorithm.losses.reinforcement import PolicyLoss
+from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError
@@ -32,6 +35,29 @@ def test_steps_equal_those_of_a_plain_loop(any_model_dir: Path, make_engine: Mak
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     assert metrics["lr"] == pytest.approx(0.75e-2)
     assert_same_tensors(load_twin(tmp_path / "trained").state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"correction": {"kind": "mask", "level": "geometric", "lower": 0.9, "upper": 1.1, "veto": 0.5}},
+        {"preset": "gspo", "minibatches": 1},
+        {"preset": "cispo", "minibatches": 1, "aggregation": "sequence_mean"},
+    ],
+    ids=["truncated", "masked", "sequence ratio", "reinforce"],
+)
+def test_with_one_update_the_training_pass_is_the_forward_pass_for_the_proximal_logprobs(
+    make_engine: MakeEngine, changes: dict[str, Any]
+):
+    one = PolicyLoss.of(AlgorithmConfig.model_validate(changes), max_staleness=1)
+    assert one.proximal == "current"
+    engine, twin = (make_engine(max_tokens_per_microbatch=60) for _ in range(2))
+    sequences = random_sequences(9)
+    known = [replace(s, proximal_logprobs=p) for s, p in zip(sequences, twin.forward(sequences), strict=True)]
+    metrics = engine.train_batch([sequences], one)
+    assert_same_metrics(metrics, twin.train_batch([known], replace(one, proximal="recomputed")), 1e-5)
+    assert_same_tensors(weights_of(engine), weights_of(twin))
 
 
 def test_metrics_are_token_means_and_maxima_over_the_minibatches(make_engine: MakeEngine):
