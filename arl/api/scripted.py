@@ -107,7 +107,7 @@ class ScriptedTrainEngine:
     def __init__(
         self,
         on_train: Callable[[Sequence[Sequence[TrainSequence]]], None] | None = None,
-        limits: ModelLimits = ModelLimits(vocab_size=1 << 31),  # noqa: B008 - it is frozen
+        limits: ModelLimits = ModelLimits(vocab_size=1 << 30),  # noqa: B008 - it is frozen
     ) -> None:
         self.limits = limits
         self._on_train = on_train
