@@ -28,13 +28,13 @@ class FusedDecoder:
     The parameters that one product uses become parts of one tensor. Call `refresh` after a change of parameters.
     """
 
-    def __init__(self, model: Any, head: nn.Module, adapters: LoadedAdapters, context_length: int) -> None:
+    def __init__(self, model: Any, adapters: LoadedAdapters, context_length: int) -> None:
         base = model.get_decoder()
         if {type(layer).__name__ for layer in getattr(base, "layers", ())} - set(_LAYERS):
             raise ValueError(f"{type(base).__name__} has other layers than {', '.join(_LAYERS)}")
         if base.rotary_emb.rope_type not in _FIXED_ROPES:
             raise ValueError(f"the rotary embedding {base.rotary_emb.rope_type} is not a function of the position")
-        self._embed, self.head = base.embed_tokens, head
+        self._embed = base.embed_tokens
         names = {module: name for name, module in model.named_modules()}
         self._layers = [_Layer(layer, index, names, adapters) for index, layer in enumerate(base.layers)]
         self._norm = _Norm(base.norm)
@@ -51,15 +51,17 @@ class FusedDecoder:
         for norm in (self._norm, *(norm for layer in self._layers for norm in layer.norms)):
             norm.refresh()
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, batch: SlotBatch
-    ) -> torch.Tensor:
-        """The states [len(keep) or N, hidden] that `head` takes, of token_ids and positions int64[N]."""
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: SlotBatch) -> torch.Tensor:
+        """What the last layer makes of token_ids and positions int64[N]: [N, hidden], for `final`."""
         states = F.embedding(token_ids, self._embed.weight)
         rotary = self._cos[positions], self._sin[positions]
         for layer in self._layers:
             states = layer(states, rotary, batch)
-        return self._norm(states if keep is None else states[keep])
+        return states
+
+    def final(self, states: torch.Tensor) -> torch.Tensor:
+        """The states that the model's head takes."""
+        return self._norm(states)
 
 
 class _Layer:

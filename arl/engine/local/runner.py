@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from arl.api.engine_config import DEFAULT_CONTEXT_LENGTH
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.fused_decoder import FusedDecoder
+from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
 from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
 
@@ -27,6 +30,9 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.jso
 
 _HEAD_ROWS = 256
 """Rows of logits held at a time to compute logprobs of given tokens; a row is as long as the vocabulary."""
+
+_SHARED_LOGITS = 1 << 20
+"""Threads share the head and the sampling from so many logits on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,16 @@ class ModelRunner:
     unknown device or dtype.
     """
 
-    def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
+    def __init__(
+        self,
+        model_dir: str,
+        *,
+        device: str,
+        dtype: str,
+        max_rows: int,
+        context_length: int | None,
+        num_threads: int = 1,
+    ) -> None:
         self.device = _device(device)
         self.config = _read_config(model_dir)
         self.vocab_size: int = self.config.vocab_size
@@ -66,7 +81,12 @@ class ModelRunner:
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
         self._fused: FusedDecoder | None = None
+        self._threads = ModelThreads(num_threads if self.device.type == "cpu" else 1)
         self._try()
+
+    def close(self) -> None:
+        """End its threads."""
+        self._threads.close()
 
     @torch.inference_mode()
     def _try(self) -> None:
@@ -81,7 +101,7 @@ class ModelRunner:
             name = type(self.model).__name__
             raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
         try:
-            self._fused = FusedDecoder(self.model, self._head, self.adapters, self.context_length)
+            self._fused = FusedDecoder(self.model, self.adapters, self.context_length)
             agrees = _agree(self.forward(whole)[0], wanted)
         except (RuntimeError, TypeError, AttributeError, ValueError):
             agrees = False
@@ -96,6 +116,7 @@ class ModelRunner:
         them for the whole step at once.
         """
         states, head = self._run(step)
+        self._threads.share_operations(len(states) * self.vocab_size >= _SHARED_LOGITS)
         if not step.given:
             return head(states), []
         states, scored = states[: -len(step.given)], states[-len(step.given) :]
@@ -106,14 +127,16 @@ class ModelRunner:
 
     def _run(self, step: StepInput) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """The states of the tokens at `keep`, then of those in `given`; and the function from states to logits."""
-        batch = SlotBatch.of(self.cache, np.array(step.positions), step.chunks)
         ids, places = torch.tensor([step.token_ids, step.positions], device=self.device)
         kept = None
         if step.keep is not None:
             wanted = [*step.keep, *(index for index, _ in step.given)]
             kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         if self._fused is not None:
-            return self._fused(ids, places, kept, batch), self._head
+            states = self._in_parts(self._fused, step, ids, places)
+            return self._fused.final(states if kept is None else states[kept]), self._head
+        self._share_operations(len(ids))
+        batch = SlotBatch.of(self.cache, np.array(step.positions), step.chunks)
         ids, places = ids[None], places[None]
         if self.is_scorer:
             decoder = self.model.get_decoder()
@@ -127,6 +150,29 @@ class ModelRunner:
             slot_batch=batch,
         ).logits[0]
         return logits, lambda logits: logits
+
+    def _share_operations(self, num_tokens: int) -> None:
+        self._threads.share_operations(num_tokens >= 2 * TOKENS_FOR_A_THREAD)
+
+    def _in_parts(self, fused: FusedDecoder, step: StepInput, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The states of a step's tokens: each thread computes those of some rows, if they can be shared out."""
+        lengths = [chunk.length for chunk in step.chunks]
+        num_decoding = len(ids) - sum(lengths)
+        cuts = [] if self.adapters.is_used else self._threads.cuts([1] * num_decoding + lengths)
+        if not cuts:
+            self._share_operations(len(ids))
+        positions = np.array(step.positions)
+        ends = np.cumsum([0] + [1] * num_decoding + lengths)
+
+        def part(first: int, last: int) -> torch.Tensor:
+            tokens = slice(ends[first], ends[last])
+            chunks = step.chunks[max(first - num_decoding, 0) : max(last - num_decoding, 0)]
+            batch = SlotBatch.of(self.cache, positions[tokens], chunks, first)
+            return fused(ids[tokens], places[tokens], batch)
+
+        bounds = [0, *cuts, len(ends) - 1]
+        parts = self._threads.run([partial(part, first, last) for first, last in pairwise(bounds)])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -30,9 +30,6 @@ Deliver = Callable[[Sequence[Job]], None]
 _PREFILL_TOKENS = {"cpu": 512}
 """Most prompt tokens in a step, by device: enough to keep the device busy without stalling decoding."""
 
-_ROWS_FOR_ONE_THREAD = 48
-"""With fewer sequences, a second CPU thread costs more, by waiting at each matmul's end, than it gains."""
-
 _SHUTTING_DOWN = "the server is shutting down"
 
 _T = TypeVar("_T")
@@ -73,13 +70,13 @@ class Scheduler:
 
     def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
         self._deliver = deliver
-        self._num_threads = settings.num_threads
         self.runner = ModelRunner(
             model_dir,
             device=settings.device,
             dtype=settings.dtype,
             max_rows=settings.max_running_requests,
             context_length=settings.context_length,
+            num_threads=settings.num_threads,
         )
         self._batch = RunningBatch(
             self.runner,
@@ -195,7 +192,7 @@ class Scheduler:
             self._on_death()
 
     def _serve(self) -> None:
-        self._set_threads(self._num_threads)
+        torch.set_num_threads(1)
         try:
             while not self._is_closing:
                 if self._is_paused or self._batch.is_idle:  # nothing to generate: wait for a command
@@ -209,23 +206,19 @@ class Scheduler:
                 self._has_ended = True
             self._drain()
             self._send(self._batch.abort(None, _SHUTTING_DOWN))
+            self.runner.close()
 
     def _drain(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
 
     def _step(self) -> None:
-        self._set_threads(1 if self._batch.num_running <= _ROWS_FOR_ONE_THREAD else self._num_threads)
         try:
             delivered = self._batch.step()
         except Exception as error:
             _logger.exception("a step failed; its requests are aborted")
             delivered = self._batch.fail(error)
         self._send(delivered)
-
-    def _set_threads(self, num_threads: int) -> None:
-        if num_threads != torch.get_num_threads():
-            torch.set_num_threads(num_threads)
 
     def _send(self, jobs: Sequence[Job]) -> None:
         if jobs:

@@ -129,6 +129,8 @@ class Segment:
     first: int
     last: int
     context: int
+    tokens: slice
+    """Theirs among the tokens of the batch."""
     bias: torch.Tensor
     """0 or -inf: [rows * kv heads, 1, context], or [1, 1, 1] where all rows have the same length."""
 
@@ -141,7 +143,7 @@ class Window:
     last: int
     context: int
     tokens: slice | torch.Tensor
-    """The step's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
+    """The batch's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
     filled: torch.Tensor | None
     """Which of rows * longest are no filling; None for all."""
     bias: torch.Tensor | None
@@ -150,7 +152,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotBatch:
-    """Where the tokens of one step belong."""
+    """Where the tokens of one step belong, or of a part of it."""
 
     cache: SlotCache
     places: torch.Tensor
@@ -160,11 +162,11 @@ class SlotBatch:
     """They cover the chunks in order."""
 
     @classmethod
-    def of(cls, cache: SlotCache, positions: np.ndarray, chunks: Sequence[Chunk]) -> SlotBatch:
-        """positions: int64, of every token of the step: first one of each of the decoding rows, then the chunks'."""
+    def of(cls, cache: SlotCache, positions: np.ndarray, chunks: Sequence[Chunk], first_row: int = 0) -> SlotBatch:
+        """positions: int64, of every token: first one of each decoding row from first_row on, then the chunks'."""
         lengths = [chunk.length for chunk in chunks]
         num_decoding = len(positions) - sum(lengths)
-        rows = np.arange(num_decoding)
+        rows = np.arange(first_row, first_row + num_decoding)
         if chunks:
             rows = np.concatenate([rows, np.repeat([chunk.row for chunk in chunks], lengths)])
         decoding = positions[:num_decoding]
@@ -172,13 +174,13 @@ class SlotBatch:
         return cls(
             cache=cache,
             places=cache.places(rows, positions),
-            segments=[_segment(cache, decoding, first, last) for first, last in _split(decoding)],
+            segments=[_segment(cache, decoding, slice(i, j), first_row) for i, j in _split(decoding)],
             windows=[_window(cache, chunks[i:j], starts[i]) for i, j in _alike(chunks)],
         )
 
 
 def _split(positions: np.ndarray) -> list[tuple[int, int]]:
-    """(first row, end) of runs of blocks whose contexts are within a factor of two.
+    """(first, end) of runs of blocks whose contexts are within a factor of two.
 
     All rows of a segment read as much of the cache as its longest, so one long row must not slow down all others.
     """
@@ -199,14 +201,15 @@ def _split(positions: np.ndarray) -> list[tuple[int, int]]:
     return segments
 
 
-def _segment(cache: SlotCache, positions: np.ndarray, first: int, last: int) -> Segment:
-    places = positions[first:last]
+def _segment(cache: SlotCache, positions: np.ndarray, tokens: slice, first_row: int) -> Segment:
+    places = positions[tokens]
     context = int(places.max()) + 1
     if places.min() + 1 == context:
         bias = torch.zeros(1, 1, 1, dtype=cache.shape.dtype, device=cache.device)
     else:
         bias = _bias(cache, np.repeat(places, cache.shape.num_kv_heads)[:, None], context)
-    return Segment(first=first, last=last, context=context, bias=bias)
+    first, last = first_row + tokens.start, first_row + tokens.stop
+    return Segment(first=first, last=last, context=context, tokens=tokens, bias=bias)
 
 
 def _alike(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
@@ -226,7 +229,7 @@ def _alike(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
 
 
 def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
-    """start: the index of the chunks' first token among the step's."""
+    """start: the index of the chunks' first token among the batch's."""
     context = max(chunk.end for chunk in chunks)
     first, last = chunks[0].row, chunks[-1].row + 1
     if len(chunks) == 1 and chunks[0].start == 0:
@@ -258,7 +261,7 @@ def _bias(cache: SlotCache, positions: np.ndarray, context: int) -> torch.Tensor
 def attend(
     layer: int, query: torch.Tensor, keys_values: torch.Tensor, batch: SlotBatch, scaling: float
 ) -> torch.Tensor:
-    """Write the step's keys and values into the cache and attend to it; returns [tokens, heads * d].
+    """Write the batch's keys and values into the cache and attend to it; returns [tokens, heads * d].
 
     query [tokens, heads, d]; keys_values [tokens, 2 x kv heads, d].
     """
@@ -277,7 +280,7 @@ def _decode(
     rows = slice(segment.first, segment.last)
     k = keys[rows, :, : segment.context].flatten(0, 1)
     v = values[rows, :, : segment.context].flatten(0, 1)
-    q = query[rows].reshape(-1, query.shape[1] // num_kv_heads, head_dim)
+    q = query[segment.tokens].reshape(-1, query.shape[1] // num_kv_heads, head_dim)
     scores = torch.baddbmm(segment.bias, q, k.transpose(1, 2), alpha=scaling)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return torch.bmm(weights, v).view(segment.last - segment.first, -1)

@@ -57,8 +57,16 @@ def make_batch_of(
     prefill_tokens: int = 64,
     prefix_cache_bytes: int = 1 << 24,
     context_length: int = 256,
+    num_threads: int = 1,
 ) -> RunningBatch:
-    runner = ModelRunner(model_dir, device="cpu", dtype="float32", max_rows=max_rows, context_length=context_length)
+    runner = ModelRunner(
+        model_dir,
+        device="cpu",
+        dtype="float32",
+        max_rows=max_rows,
+        context_length=context_length,
+        num_threads=num_threads,
+    )
     return RunningBatch(
         runner,
         max_rows=max_rows,
