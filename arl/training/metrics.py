@@ -121,12 +121,11 @@ def batch_metrics(
 
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     all_trained = [*trajectories, *(trajectory for group in replayed for trajectory in group.trajectories)]
-    trained = [t.versions[t.loss_mask] for t in filter(is_trained, all_trained)]
-    num_trained = sum(map(len, trained))
-    oldest = [t.oldest_version for t in filter(is_trained, all_trained) if t.oldest_version is not None]
+    trained = [t for t in all_trained if is_trained(t) and t.oldest_version is not None]
+    num_tokens = sum(t.num_trained_tokens for t in trained)
     return {
-        "staleness/mean": (version * num_trained - sum(int(v.sum()) for v in trained)) / max(num_trained, 1),
-        "staleness/max": max((version - v for v in oldest), default=0),
+        "staleness/mean": (version * num_tokens - sum(map(_sum_of_versions, trained))) / max(num_tokens, 1),
+        "staleness/max": version - min((t.oldest_version or 0 for t in trained), default=version),
         "replayed_groups": len(replayed),
         "equal_groups": fmean(map(_is_equal, groups)),
         "truncated": fmean(t.is_truncated for t in trajectories),
@@ -137,6 +136,13 @@ def batch_metrics(
         **mean_metrics(trajectories),
         **mean_rewards(_episodes(groups)),
     }
+
+
+def _sum_of_versions(trajectory: Trajectory) -> int:
+    """Over the trained tokens, which are of one version in most trajectories."""
+    if trajectory.oldest_version == trajectory.newest_version:
+        return (trajectory.oldest_version or 0) * trajectory.num_trained_tokens
+    return int(trajectory.versions[trajectory.loss_mask].sum())
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
