@@ -97,7 +97,7 @@ class ObjectProcess:
     def whereabouts(self) -> str:
         """Where its thread for calls in turn is. Waits _ANSWER_S at most."""
         try:
-            return f"{self._what} is at {self._outcome(self._begin(False, 'whereabouts', ()), _ANSWER_S).value}"
+            return f"{self._what} is at {self._begin(False, 'whereabouts', ()).result(_ANSWER_S).value}"
         except TimeoutError:
             return f"{self._what} does not answer, as if it were stopped"
         except (TrainingError, EngineClosedError) as error:
@@ -107,7 +107,7 @@ class ObjectProcess:
         """Close the object after the calls before, then end the process. Idempotent."""
         if self._ended is None:
             with contextlib.suppress(TrainingError, EngineClosedError, TimeoutError):
-                self._outcome(self._begin(True, "close", ()), timeout_s=_CLOSING_S)
+                self._begin(True, "close", ()).result(_CLOSING_S)
         self.kill()
 
     def kill(self) -> None:
@@ -158,22 +158,18 @@ class ObjectProcess:
             raise TrainingError(self._ended)
 
     def _value(self, answer: Future[CallOutcome]) -> Any:
-        outcome = self._outcome(answer)
+        outcome = answer.result()
         if outcome.error is not None:
             raise outcome.error from OtherTracebackError(f"in {self._what}:\n{outcome.traceback}")
         return outcome.value
-
-    def _outcome(self, answer: Future[CallOutcome], timeout_s: float | None = None) -> CallOutcome:
-        outcome = answer.result(timeout_s)
-        for message in outcome.messages:
-            logging.getLogger(message.logger).log(message.level, "%s", message.text)
-        return outcome
 
     def _read(self) -> None:
         """Hand answers to their callers until the process has ended."""
         with contextlib.suppress(OSError, EOFError):
             while True:
                 number, outcome = receive_message(self._socket)
+                for message in outcome.messages:
+                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
                 if answer := self._pending.pop(number, None):
                     answer.set_result(outcome)
         ended = self._last_words()

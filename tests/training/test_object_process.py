@@ -98,7 +98,10 @@ def test_calls_in_turn_keep_their_order_and_calls_beside_them_do_not_wait(start:
 def test_what_arl_logs_there_is_logged_here(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     process = start(logging.getLogger, "arl.there")
     process.call("warning", "of %s", "arl")
-    assert caplog.messages == ["of arl"]
+    process.tell("error", "of nobody who waits")
+    while len(caplog.messages) < 2:
+        time.sleep(0.001)
+    assert caplog.messages == ["of arl", "of nobody who waits"]
 
 
 def test_a_process_that_ends_by_itself_is_named_with_the_end_of_its_log(start: Any) -> None:
