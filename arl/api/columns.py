@@ -96,13 +96,21 @@ def _read(values: Sequence[float] | Array, dtype: np.dtype[Any]) -> Array | None
             return np.frombuffer(Numbers(dtype.char, values), dtype)  # half the time of np.array
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
+        array = _converted(values)
     return array if array.ndim == 1 and array.dtype.kind in ("biu" if dtype is _INT32 else "biuf") else None
+
+
+def _converted(values: Sequence[float] | Array) -> Array:
+    """What numpy makes of a list with its own numbers, or of what is none: an array of objects, or of text."""
+    try:
+        return np.array(values)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return np.array(None)
 
 
 def _numbers(name: str, values: Sequence[float] | Array, limit: float) -> Array:
     for t, value in _entries(name, values):
-        check_number(f"{name}[{t}]", value.item() if isinstance(value, np.generic) else value, limit)
+        check_number(f"{name}[{t}]", value, limit)
     return np.array([float(value) for value in values])
 
 
@@ -121,7 +129,7 @@ def _owned(array: Array, values: object, dtype: np.dtype[Any]) -> Array:
 def _entries(name: str, values: Sequence[Any] | Array) -> enumerate[Any]:
     if getattr(values, "ndim", 1) != 1:
         raise TrajectoryError(f"{name} has several dimensions; it must be flat, with one entry for each token")
-    return enumerate(values.tolist() if isinstance(values, np.ndarray) else values)
+    return enumerate(value.item() if isinstance(value, np.generic) else value for value in values)
 
 
 def _integer(name: str, t: int, value: Any, lowest: int, highest: int, what: str) -> int:

@@ -46,16 +46,19 @@ def outcome(**changes: Any) -> Trajectory | str:
 # Checks entry by entry, in plain Python.
 
 
+def plain(values: Sequence[Any]) -> list[Any]:
+    return [value.item() if isinstance(value, np.generic) else value for value in values]
+
+
 def _wrong_integer(name: str, values: Sequence[Any], allowed: range, what: str) -> str | None:
-    for t, value in enumerate(values):
+    for t, value in enumerate(plain(values)):
         if not hasattr(value, "__index__") or value.__index__() not in allowed:
             return f"{name}[{t}] is {value!r:.40}; it must be {what}"
     return None
 
 
 def _wrong_number(name: str, values: Sequence[Any], limit: float) -> str | None:
-    for t, value in enumerate(values):
-        value = value.item() if isinstance(value, np.generic) else value
+    for t, value in enumerate(plain(values)):
         if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
             return f"{name}[{t}] is {value!r}; it must be a finite number"
         if not -limit <= value <= limit:
@@ -88,7 +91,23 @@ def refusal(token_ids: Any, loss_mask: Any, behavior_logprobs: Any, versions: An
 
 odd = st.sampled_from(
     [
-        *(None, "5", "", b"1", [1], (), {}, 1j, True, False, np.int64(1), np.int8(-1), np.float64(-0.5), np.float32(0)),
+        *(
+            None,
+            "5",
+            "",
+            b"1",
+            [1],
+            (),
+            {},
+            1j,
+            True,
+            False,
+            np.int64(1),
+            np.int8(-1),
+            np.float64(-0.5),
+            np.float32(0),
+            np.True_,
+        ),
         *(0, 1, 2, -1, -2, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 2**63, 2**64, -(2**80), 10**400),
         *(0.0, -0.0, 1.0, 0.5, 1e-4, 1.000000001e-4, 1e-45, -1e300, 1e13, 3.4e38, -3.4e38, -3.41e38),
         *(math.nan, math.inf, -math.inf, np.float32("nan"), np.float32("-inf")),
@@ -147,6 +166,7 @@ def test_columns_are_read_only_and_nobody_elses_and_records_share_them():
         assert column.dtype == dtype
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0
+    assert made(**{name: [*getattr(trajectory, name)] for name in DTYPES}) == trajectory, "from numpy's own numbers"
     other = replace(trajectory, reward=2.0)
     assert all(getattr(other, name) is getattr(trajectory, name) for name in DTYPES)
 
