@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -63,6 +63,7 @@ class ScriptedEngine:
         await self._running.wait()
         if self._closed:
             raise EngineClosedError("agenerate was called on a closed ScriptedEngine")
+        request = replace(request, input_ids=tuple(map(int, request.input_ids)))  # an array else, hard to compare
         self.requests.append(request)
         version = self._version
         answer = self._script(request)

@@ -112,7 +112,7 @@ class TimedSampler:
     def _note(self, request: ModelRequest, output_ids: tuple[int, ...], began: float, ended_by: str) -> None:
         self.calls.append(
             EngineCall(
-                input_ids=tuple(request.input_ids),
+                input_ids=tuple(map(int, request.input_ids)),
                 output_ids=output_ids,
                 elapsed_s=time.monotonic() - began,
                 ended_by=ended_by,

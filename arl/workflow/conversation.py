@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
-from arl.api.types import NOT_SAMPLED, ModelRequest, SamplingParams, Trajectory, TurnSpan, new_id
+from arl.api.types import ModelRequest, SamplingParams, Trajectory, TurnSpan, new_id
 from arl.workflow.chat_template import template_of
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
 from arl.workflow.messages import Message
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from arl.api.engine import Sampler
     from arl.workflow.tools import Tool
+    from arl.workflow.turn_columns import Columns
 
 MAX_EPISODE_TOKENS = 4_000_000
 """Most tokens of an episode's trajectories together; shared beginnings count in each."""
@@ -94,7 +95,8 @@ class Conversation:
         set, and the trajectories are truncated. If the first prompt does not fit, raises PromptTooLongError.
         """
         prompt = await self._dialogue.aprompt(tuple(self._messages), self._tools, after=self._last)
-        request = ModelRequest(input_ids=prompt.input_ids, sampling=sampling, session_id=self.session_id)
+        input_ids: Any = self._dialogue.input_array(prompt)
+        request = ModelRequest(input_ids=input_ids, sampling=sampling, session_id=self.session_id)
         try:
             response = await engine.agenerate(request)
         except PromptTooLongError:
@@ -184,12 +186,14 @@ def trajectories(
     paths = list(paths_of(turns))
     _check_size(paths)
     made: list[Trajectory] = []
+    columns: dict[int, Columns] = {}  # of turns that several paths share, made once
     for path in paths:
         last = path.turns[-1]
         made.append(
             _trajectory(
                 path,
                 spans,
+                columns,
                 reward=reward,
                 rewards=rewards or {},
                 metrics=metrics or {} if not made else {},
@@ -233,6 +237,7 @@ def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
 def _trajectory(
     path: Path,
     spans: Mapping[int, tuple[float, str | None]],
+    columns: dict[int, Columns],
     *,
     reward: float,
     rewards: Mapping[str, float],
@@ -240,24 +245,24 @@ def _trajectory(
     role: str,
     is_truncated: bool,
 ) -> Trajectory:
-    token_ids: list[int] = []
-    loss_mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
+    from arl.workflow.turn_columns import columns_of, joined
+
     owned: list[TurnSpan] = []
     trained = set(map(id, path.owned))
+    parts: list[tuple[Columns, range]] = []
+    start = 0
     for turn in path.turns:
         assert turn.response is not None
+        if id(turn) not in columns:
+            columns[id(turn)] = columns_of(turn.given_ids, turn.response)
         n, m = len(turn.given_ids), len(turn.output_ids)
-        start = len(token_ids) + n
         is_owned = id(turn) in trained
-        token_ids += (*turn.given_ids, *turn.output_ids)
-        loss_mask += (0,) * n + (int(is_owned),) * m
-        logprobs += (0.0,) * n + turn.response.output_logprobs
-        versions += (NOT_SAMPLED,) * n + turn.response.output_versions
+        parts.append((columns[id(turn)], range(n, n + m) if is_owned else range(0)))
         if is_owned:
             turn_reward, state = spans[id(turn)]
-            owned.append(TurnSpan(start=start, stop=start + m, reward=turn_reward, state=state))
+            owned.append(TurnSpan(start=start + n, stop=start + n + m, reward=turn_reward, state=state))
+        start += n + m
+    token_ids, loss_mask, logprobs, versions = joined(parts)
     return Trajectory(
         token_ids=token_ids,
         loss_mask=loss_mask,

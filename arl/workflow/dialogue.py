@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.messages import Message, ToolSpecs, history_key, normalised, plain, tools_key
 from arl.workflow.rendering.history import History
+
+if TYPE_CHECKING:
+    from arl.workflow.turn_columns import Ids, TokenLine
 
 _LONG_PROMPT = 20_000
 """Messages of at least this many characters are rendered and tokenized in a thread, as they take some 10 ms."""
@@ -171,6 +174,7 @@ class Dialogue:
         self._rewriting: Rewriting = rewriting
         self._turns: list[Turn] = []
         self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        self._lines: dict[Turn, tuple[TokenLine, int]] = {}
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -218,6 +222,27 @@ class Dialogue:
             return self.prompt(messages, tools, after=after)
         call = functools.partial(self.prompt, messages, tools, after=after)
         return await asyncio.get_running_loop().run_in_executor(_RENDERING, call)
+
+    def input_array(self, prompt: Prompt) -> Ids:
+        """The prompt's input_ids as a read-only int32 array, for the cost of those that were not asked for before."""
+        line, length = self._line_to(prompt.parent)
+        return line.extended(length, prompt.given_ids).view(length + len(prompt.given_ids))
+
+    def _line_to(self, turn: Turn | None) -> tuple[TokenLine, int]:
+        """The tokens that the model has seen and sampled up to the end of a turn, and their number."""
+        from arl.workflow.turn_columns import TokenLine
+
+        missing: list[Turn] = []
+        while turn is not None and turn not in self._lines:
+            missing.append(turn)
+            turn = turn.parent
+        line, length = self._lines[turn] if turn else (TokenLine(), 0)
+        for turn in reversed(missing):
+            more = (*turn.given_ids, *turn.output_ids)
+            line = line.extended(length, more)
+            length += len(more)
+            self._lines[turn] = line, length
+        return line, length
 
     def record(self, prompt: Prompt, response: ModelResponse, message: Message | None = None) -> Turn:
         """Add the model's answer. message: the answer as later prompts show it; unset, its text as `content`."""

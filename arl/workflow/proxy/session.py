@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from typing import Any
 
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError, first_error
@@ -42,7 +43,7 @@ class Speaker:
         policy.check_tools(call)
         prompt = await self.dialogue.aprompt(call.messages, call.tools)
         responses = await self._asample(prompt, call)
-        num_prompt_tokens = len(prompt.input_ids)
+        num_prompt_tokens = len(self.dialogue.input_array(prompt))
         is_thinking = policy.opens_thinking(prompt)
         texts = [policy.template.text_of(response.output_ids, response.stop_reason) for response in responses]
         read = [
@@ -59,7 +60,7 @@ class Speaker:
         ]
 
     async def _asample(self, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
-        input_ids = prompt.input_ids
+        input_ids: Any = self.dialogue.input_array(prompt)
         try:
             sampling = self._policy.within_context(call.sampling, len(input_ids))
             requests = [

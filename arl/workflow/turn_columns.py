@@ -1,0 +1,82 @@
+"""What turns consist of, as flat arrays: prompts that grow with a line of turns, and the columns of trajectories.
+
+Dialogue and Conversation import it when they need it first, since numpy takes long to import.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arl.api import columns
+from arl.api.types import MAX_NUMBER, NOT_SAMPLED, ModelResponse
+
+Ids = npt.NDArray[np.int32]
+_MOST = (1 << 31) - 1
+Columns = tuple[Ids, npt.NDArray[np.float32], Ids]
+"""Token ids, logprobs and versions of what the model was given and said in a turn."""
+
+
+def columns_of(given_ids: Sequence[int], response: ModelResponse) -> Columns:
+    """Raises TrajectoryError for an answer with other things than token ids, logprobs and versions."""
+    ids, n = (*given_ids, *response.output_ids), len(given_ids)
+    if not ids:
+        return np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
+    versions = (*(NOT_SAMPLED,) * n, *response.output_versions)
+    return (
+        columns.integers("token_ids", ids, 0, _MOST, "a token id, an integer of at least 0, below 2^31"),
+        columns.logprobs("behavior_logprobs", (*(0.0,) * n, *response.output_logprobs), MAX_NUMBER),
+        columns.integers("versions", versions, NOT_SAMPLED, _MOST, "a policy version, below 2^31"),
+    )
+
+
+def joined(turns: Sequence[tuple[Columns, range]]) -> tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.float32], Ids]:
+    """The token_ids, loss_mask, logprobs and versions of turns, of each of which a range of tokens is trained."""
+    token_ids, logprobs, versions = (
+        np.concatenate(column) for column in zip(*(turn for turn, _ in turns), strict=True)
+    )
+    loss_mask, start = np.zeros(len(token_ids), np.bool_), 0
+    for turn, trained in turns:
+        loss_mask[start + trained.start : start + trained.stop] = True
+        start += len(turn[0])
+    for column in (token_ids, loss_mask, logprobs, versions):
+        column.flags.writeable = False  # so that a trajectory takes it as it is
+    return token_ids, loss_mask, logprobs, versions
+
+
+class TokenLine:
+    """Token ids that only ever grow. `view`s of their beginning stay as they are."""
+
+    def __init__(self, ids: Sequence[int] | Ids = ()) -> None:
+        self._ids = np.array(ids, np.int32)
+        self._length = len(ids)
+        self._lock = threading.Lock()
+
+    def view(self, length: int) -> Ids:
+        """The first tokens, read-only."""
+        seen = self._ids[:length]
+        seen.flags.writeable = False
+        return seen
+
+    def extended(self, length: int, more: Sequence[int]) -> TokenLine:
+        """The line of its first `length` tokens and these: itself, unless others follow there already."""
+        new = np.array(more, np.int32)
+        with self._lock:
+            known = self._ids[length : self._length]
+            if not np.array_equal(known, new[: len(known)]):
+                return TokenLine(np.concatenate((self._ids[:length], new)))
+            self._append(new[len(known) :])
+            return self
+
+    def _append(self, new: npt.NDArray[Any]) -> None:
+        end = self._length + len(new)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
+            grown[: self._length] = self._ids[: self._length]
+            self._ids = grown
+        self._ids[self._length : end] = new
+        self._length = end
