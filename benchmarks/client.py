@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,11 +57,11 @@ class Instant:
         self.deliver: Callable[[list[Job]], None] = lambda jobs: None
 
     def submit(self, job: Job) -> None:
-        count = job.sampling.max_new_tokens
-        job.output_ids = list(range(100, 100 + count))
-        job.output_logprobs = [-0.6931471824645996] * count
-        job.versions = ["default"] * count
-        job.finish_reason = {"type": "length", "length": count}
+        num_tokens = job.sampling.max_new_tokens
+        job.output_ids = list(range(100, 100 + num_tokens))
+        job.output_logprobs = [-0.6931471824645996] * num_tokens
+        job.versions = ["default"] * num_tokens
+        job.finish_reason = {"type": "length", "length": num_tokens}
         self.deliver([job])
 
     def abort(self, rid: str | None) -> None:
@@ -109,7 +110,7 @@ async def bare_call(port: int, args: argparse.Namespace) -> Callable[[], Awaitab
     """A function that makes the same request as agenerate, without reading the answer."""
     loop, idle = asyncio.get_running_loop(), list[Bare]()
     sampling = {"max_new_tokens": args.new_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    payload = {"rid": "0" * 34, "input_ids": prompt_of(args), "sampling_params": sampling, "return_logprob": True}
+    payload = {"rid": "R" * 34, "input_ids": prompt_of(args), "sampling_params": sampling, "return_logprob": True}
     body = json.dumps(payload).encode()
     request = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -117,11 +118,13 @@ async def bare_call(port: int, args: argparse.Namespace) -> Callable[[], Awaitab
     head = await reader.readuntil(b"\r\n\r\n")
     length = len(head) + int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     writer.close()
+    before, _, after = request.partition(b"R" * 34)
+    numbers = count()
 
     async def call() -> None:
         bare = idle.pop() if idle else (await loop.create_connection(Bare, "127.0.0.1", port))[1]
         bare.answer, bare.missing = loop.create_future(), length
-        bare.transport.write(request)
+        bare.transport.write(b"%b%034d%b" % (before, next(numbers), after))
         await bare.answer
         idle.append(bare)
 
