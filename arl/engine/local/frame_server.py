@@ -80,7 +80,7 @@ class FrameServer:
         if max(len(call.rid), len(call.session)) > _MAX_NAME_BYTES:
             raise RequestError(f"rid and session must have at most {_MAX_NAME_BYTES} bytes")
         body, sampling = _settings(call.settings)
-        job = self._generation.job(call.rid, ids.tolist(), body, sampling)
+        job = self._generation.job(call.rid, ids, body, sampling)
         self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, ids, job))
         return job
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from arl.api.types import SamplingParams
@@ -158,7 +159,7 @@ class Generation:
             answer["text"] = self.text(job, body.sampling_params)
         return answer
 
-    def job(self, rid: str, input_ids: Sequence[int], body: SettingsBody, sampling: SamplingParams) -> Job:
+    def job(self, rid: str, input_ids: Sequence[int] | np.ndarray, body: SettingsBody, sampling: SamplingParams) -> Job:
         """A request for a continuation. sampling: the body's. Raises RequestError if it is impossible."""
         if self._model.is_scorer:
             raise RequestError("this server has a reward model, which scores and generates nothing; ask POST /classify")
@@ -174,19 +175,21 @@ class Generation:
             )
         return Job(
             rid=rid,
-            input_ids=input_ids,
+            input_ids=input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids,
             sampling=sampling,
             extra_key=body.extra_key,
             adapter=body.lora_path,
             is_prefill_only=num_new == 0,
         )
 
-    def _check_prompt(self, input_ids: Sequence[int]) -> None:
+    def _check_prompt(self, input_ids: Sequence[int] | np.ndarray) -> None:
         """Raise RequestError if the model lacks one of the tokens, or its context has no room for another."""
         vocab_size, context_length = self._model.vocab_size, self._model.context_length
-        if not input_ids:
+        if not len(input_ids):
             raise RequestError("input_ids cannot be empty.")
-        if min(input_ids) < 0 or max(input_ids) >= vocab_size:
+        is_array = isinstance(input_ids, np.ndarray)
+        lowest, highest = (input_ids.min(), input_ids.max()) if is_array else (min(input_ids), max(input_ids))
+        if lowest < 0 or highest >= vocab_size:
             raise RequestError(f"input_ids holds a token outside the model's vocabulary of {vocab_size} tokens.")
         if len(input_ids) >= context_length:
             raise RequestError(
