@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.messages import Message, ToolSpecs, history_key, normalised, plain, tools_key
+from arl.workflow.messages import HistoryKeys, Message, ToolSpecs, history_key, normalised, plain, tools_key
 from arl.workflow.rendering.history import History
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class Dialogue:
         self._turns: list[Turn] = []
         self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         self._lines: dict[Turn, tuple[TokenLine, int]] = {}
+        self._keys = HistoryKeys()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -290,9 +291,9 @@ class Dialogue:
         They differ in fields that clients need not send back: ids of calls, and thinking, which must match if sent.
         """
         found: list[Turn] = []
-        key, length = tools_key(tools), 0
-        for number, message in enumerate(messages, start=1):
-            key = history_key(key, [message])
+        length = 0
+        keys = self._keys.of(messages, tools)
+        for number, (message, key) in enumerate(zip(messages, keys, strict=True), start=1):
             if message["role"] == "assistant" and (turns := self._by_key.get(key)):
                 alike = [turn for turn in turns if _has_thoughts_of(turn, message)]
                 if not alike:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, cast
 
 from arl.api.errors import ModelError
@@ -88,6 +89,35 @@ def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
     for message in messages:
         key = blake2b(key + _identity(message), digest_size=16).digest()
     return key
+
+
+class HistoryKeys:
+    """The keys of a history up to each message. It remembers the last history: programs send the whole of it again."""
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, list[tuple[Any, bytes]]] = (b"", [])
+
+    def of(self, messages: Sequence[Message], tools: ToolSpecs) -> list[bytes]:
+        """For each message, the key of the history that ends with it."""
+        begin = key = tools_key(tools)
+        known = self._last[1] if self._last[0] == begin else []
+        same = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(known, messages, strict=False)))
+        made = known[:same]
+        key = made[-1][1] if made else begin
+        for message in messages[same:]:
+            key = history_key(key, [message])
+            copy = plain(message)
+            made.append((copy if _is_text(copy) else None, key))
+        self._last = begin, made
+        return [key for _, key in made]
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all in it is text, and equal only to what is the same: 1 equals True."""
+    if isinstance(value, dict | list):
+        items = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+        return all(map(_is_text, items))
+    return value is None or isinstance(value, str)
 
 
 def _identity(message: Message) -> bytes:

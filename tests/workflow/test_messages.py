@@ -1,10 +1,11 @@
 """Messages in the one form that templates take."""
 
 import copy
+from typing import Any
 
 import pytest
 
-from arl.workflow.messages import Message, history_key, normalised, tools_key
+from arl.workflow.messages import HistoryKeys, Message, history_key, normalised, tools_key
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
@@ -60,3 +61,23 @@ def test_other_histories_have_other_keys(other: Message) -> None:
     assert key({"role": "user", "content": "a"}, other) != key(other, {"role": "user", "content": "a"})
     changed = {**CALL, "function": {"name": "hear", "arguments": "{}"}}
     assert key({"role": "assistant", "tool_calls": [changed]}) != key({"role": "assistant", "tool_calls": [CALL]})
+
+
+def test_keys_of_a_history_that_is_sent_again_are_those_of_its_messages_even_if_they_were_changed() -> None:
+    keys, tools = HistoryKeys(), [{"function": {"name": "look"}}]
+    call = {"function": {"name": "look", "arguments": {"n": 1}}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+
+    def expected() -> list[bytes]:
+        return [history_key(tools_key(tools), messages[: i + 1]) for i in range(len(messages))]
+
+    assert keys.of(messages, tools) == expected()
+    messages.append({"role": "tool", "content": "42"})
+    assert keys.of(messages, tools) == expected()
+    call["function"]["arguments"]["n"] = True  # equals 1
+    assert keys.of(messages, tools) == expected()
+    messages[0]["content"] = "!"
+    assert keys.of(messages, tools) == expected()
+    tools[0]["function"]["name"] = "hear"
+    assert keys.of(messages, tools) == expected()
+    assert keys.of(messages[:1], tools) == expected()[:1]
