@@ -131,7 +131,7 @@ class _Product:
         return y
 
 
-def _side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parameters) == 1:
         return parameters[0].data
     whole = torch.cat([parameter.data for parameter in parameters])
