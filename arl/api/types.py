@@ -89,6 +89,7 @@ class ModelRequest:
     """One turn: the tokens so far, and how to continue them."""
 
     input_ids: Sequence[int]
+    """Conversations and the OpenAI endpoint give a read-only int32 array."""
     sampling: SamplingParams = SamplingParams()
     rid: str = field(default_factory=new_id)
     session_id: str | None = None
