@@ -129,7 +129,12 @@ def _owned(array: Array, values: object, dtype: np.dtype[Any]) -> Array:
 def _entries(name: str, values: Sequence[Any] | Array) -> enumerate[Any]:
     if getattr(values, "ndim", 1) != 1:
         raise TrajectoryError(f"{name} has several dimensions; it must be flat, with one entry for each token")
-    return enumerate(value.item() if isinstance(value, np.generic) else value for value in values)
+    return enumerate(map(_plain, values))
+
+
+def _plain(value: Any) -> Any:
+    """One of numpy's own numbers as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _integer(name: str, t: int, value: Any, lowest: int, highest: int, what: str) -> int:
