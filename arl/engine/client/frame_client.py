@@ -44,14 +44,14 @@ class FrameClient:
 
     @classmethod
     async def opened(cls, url: str, api_key: str | None, timeout_s: float) -> FrameClient | None:
-        """Connect; None if the server refuses. Raises OSError if it cannot be reached."""
+        """Connect; None if the server refuses, or something before it stalls. Raises OSError if it is not reached."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
         try:
             async with asyncio.timeout(timeout_s):
                 socket = await session.ws_connect(url + PATH, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
             return cls(session, socket)
-        except aiohttp.WSServerHandshakeError:
+        except (aiohttp.WSServerHandshakeError, TimeoutError):
             await session.close()
             return None
         except (aiohttp.ClientError, OSError) as error:

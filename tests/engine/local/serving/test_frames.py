@@ -154,6 +154,13 @@ async def test_a_server_that_refuses_the_connection_is_asked_over_http(
         assert not there.takes_frames
 
 
+async def test_what_takes_a_websocket_and_never_answers_is_asked_over_http() -> None:
+    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await FrameClient.opened(url, None, 0.05) is None
+
+
 async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, client: Client) -> None:
     call = Call(number=1, rid="r", settings=b"{}", ids=np.arange(3, dtype=np.int32)).encode()
     async with aiohttp.ClientSession(shared_url) as session:
