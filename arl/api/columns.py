@@ -134,7 +134,7 @@ def _entries(name: str, values: Sequence[Any] | Array) -> enumerate[Any]:
 
 def _plain(value: Any) -> Any:
     """One of numpy's own numbers as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
+    return getattr(value, "tolist", lambda: value)()
 
 
 def _integer(name: str, t: int, value: Any, lowest: int, highest: int, what: str) -> int:
