@@ -135,6 +135,9 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     if config.activation_checkpointing:
         _wrap_forward(layers, _checkpointed)
     if mesh.size() == 1 and mesh.device_type == "cpu" and config.dtype == "float32":
+        for parameter in module.parameters():
+            # Into memory that torch aligns: kernels round otherwise at the addresses that a file's tensors have.
+            parameter.data = parameter.data.clone()
         return
 
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
