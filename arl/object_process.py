@@ -6,6 +6,7 @@
 | wait | woken by |
 |---|---|
 | a caller's thread | the answer; the process's end |
+| `arl-calls`, which sends calls | the process's reading, its end |
 | the process | a call; the end of the caller's process, however it ended |
 
 Arrays travel as they lie in memory, beside the pickled rest (pickle's protocol 5, PEP 574).
@@ -29,6 +30,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from arl.api.errors import EngineClosedError, TrainingError
@@ -60,14 +62,17 @@ class ObjectProcess:
         self._what = what
         self._log = log
         self._numbers = itertools.count()
-        self._sending, self._state = threading.Lock(), threading.Lock()
+        # A finalizer's `tell` may interrupt the thread that is using them.
+        self._outbox, self._state = SimpleQueue[list[memoryview]](), threading.RLock()
         self._pending: dict[int, Future[CallOutcome]] = {}
         self._ended: str | None = None
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
             self._process = self._start(theirs, environment)
+        self._sender = threading.Thread(target=self._send, name="arl-calls", daemon=True)
         self._reader = threading.Thread(target=self._read, name="arl-answers", daemon=True)
+        self._sender.start()
         self._reader.start()
         try:
             self.call("build", build)
@@ -116,6 +121,10 @@ class ObjectProcess:
             self._ended = self._ended or ""
         self._process.kill()
         self._process.wait()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # should a process that it started hold the other end
+        self._outbox.put([])
+        self._sender.join()
         self._reader.join()
         self._socket.close()
 
@@ -138,17 +147,11 @@ class ObjectProcess:
 
     def _begin(self, is_in_turn: bool, method: str, args: tuple[Any, ...]) -> Future[CallOutcome]:
         number, answer = next(self._numbers), Future[CallOutcome]()
+        message = pickled((number, is_in_turn, method, args))
         with self._state:
             self._check()
             self._pending[number] = answer
-        try:
-            with self._sending:
-                send_message(self._socket, (number, is_in_turn, method, args))
-        except OSError:
-            pass  # the process has ended: the reader says so
-        except BaseException:  # the arguments do not pickle
-            self._pending.pop(number, None)
-            raise
+        self._outbox.put(message)
         return answer
 
     def _check(self) -> None:
@@ -163,23 +166,38 @@ class ObjectProcess:
             raise outcome.error from OtherTracebackError(f"in {self._what}:\n{outcome.traceback}")
         return outcome.value
 
+    def _send(self) -> None:
+        """On a thread of its own: a stopped process takes no calls, and nobody else may wait for that."""
+        with contextlib.suppress(OSError):  # the process has ended: the reader says so
+            while message := self._outbox.get():
+                send_parts(self._socket, message)
+
     def _read(self) -> None:
         """Hand answers to their callers until the process has ended."""
-        with contextlib.suppress(OSError, EOFError):
-            while True:
-                number, outcome = receive_message(self._socket)
-                for message in outcome.messages:
-                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
-                if answer := self._pending.pop(number, None):
-                    answer.set_result(outcome)
-        ended = self._last_words()
+        reason = ""
+        try:
+            self._hand_out_answers()
+        except (OSError, EOFError):
+            pass
+        except Exception as error:  # noqa: BLE001 (an answer that does not unpickle, a user's log handler)
+            reason = f"gave an answer that could not be taken ({type(error).__name__}: {error}), and "
+            self._process.kill()
+        ended = self._last_words(reason)
         with self._state:
             self._ended = ended if self._ended is None else self._ended
             left, self._pending = list(self._pending.values()), {}
         for answer in left:
             answer.set_exception(TrainingError(ended) if self._ended else EngineClosedError(f"{self._what} was closed"))
 
-    def _last_words(self) -> str:
+    def _hand_out_answers(self) -> None:
+        while True:
+            number, outcome = receive_message(self._socket)
+            for message in outcome.messages:
+                logging.getLogger(message.logger).log(message.level, "%s", message.text)
+            if answer := self._pending.pop(number, None):
+                answer.set_result(outcome)
+
+    def _last_words(self, reason: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
         code, lines = self._process.returncode, list[str]()
@@ -191,19 +209,23 @@ class ObjectProcess:
         else:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         text = "\n".join(lines or ["(it is empty)"])
-        return f"{self._what} {how}; continue from a checkpoint. The end of {self._log}:\n{text}"
+        return f"{self._what} {reason}{how}; continue from a checkpoint. The end of {self._log}:\n{text}"
 
 
 # Messages
 
 
-def send_message(sock: socket.socket, value: Any) -> None:
-    """Send a value that pickles. Only one thread may send at a time."""
+def pickled(value: Any) -> list[memoryview]:
+    """A message: its sizes, the pickle, and the arrays as they lie in memory."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
-    sock.sendall(array("Q", [len(parts), *(part.nbytes for part in parts)]))
-    for part in parts:
+    return [memoryview(array("Q", [len(parts), *(part.nbytes for part in parts)])), *parts]
+
+
+def send_parts(sock: socket.socket, message: list[memoryview]) -> None:
+    """Only one thread may send at a time."""
+    for part in message:
         sock.sendall(part)
 
 
@@ -246,12 +268,13 @@ class _Calls:
 
     def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         outcome = outcome_of(self._messages, self._call, method, args)
+        try:
+            message = pickled((number, outcome))
+        except Exception as error:  # noqa: BLE001 (an object's own pickling may raise anything)
+            failure = RuntimeError(f"what {method} returned does not pickle: {error}")
+            message = pickled((number, CallOutcome(error=failure, messages=outcome.messages)))
         with self._sending, contextlib.suppress(OSError):  # the caller has ended, and so will this process
-            try:
-                send_message(self._socket, (number, outcome))
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                failure = RuntimeError(f"what {method} returned does not pickle: {error}")
-                send_message(self._socket, (number, CallOutcome(error=failure)))
+            send_parts(self._socket, message)
 
     def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         if method == "whereabouts":
@@ -271,6 +294,7 @@ def main() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # processes that it starts inherit no handler, as they would SIG_IGN
         with socket.socket(fileno=descriptor) as sock:
+            sock.set_inheritable(False)
             _Calls(sock).serve()
         os._exit(0)  # threads may hang in calls that nobody waits for
 

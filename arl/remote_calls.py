@@ -69,7 +69,7 @@ def outcome_of(messages: Messages, call: Callable[P, Any], *args: P.args, **kwar
     """Make the call; returns how it ended instead of raising."""
     try:
         return CallOutcome(value=call(*args, **kwargs), messages=messages.take())
-    except Exception as error:  # noqa: BLE001 (the caller raises it)
+    except BaseException as error:  # noqa: BLE001 (the caller raises it, or would wait for ever, as after sys.exit)
         text = "".join(traceback.format_exception(error))
         return CallOutcome(error=_portable(error), traceback=text, messages=messages.take())
 
@@ -88,13 +88,13 @@ def reported(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate
     return call
 
 
-def _portable(error: Exception) -> Exception:
-    """The error if it pickles, else a RuntimeError with its text."""
-    try:
+def _portable(error: BaseException) -> Exception:
+    """The error if it pickles and ends no process, else a RuntimeError with its text."""
+    with suppress(Exception):  # an exception's own pickling may raise anything
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (an exception's own pickling may raise anything)
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def place_of(thread: int) -> str:

@@ -134,6 +134,48 @@ def test_a_killed_process_ends_all_calls(start: Any) -> None:
     assert len(errors) == 3
 
 
+def test_a_process_that_takes_no_calls_holds_up_nobody_but_the_caller(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, errors = start(import_module, "numpy"), list[BaseException]()
+    monkeypatch.setattr("arl.object_process._ANSWER_S", 0.02)
+    monkeypatch.setattr("arl.object_process._CLOSING_S", 0.02)
+    os.kill(process.pid, signal.SIGSTOP)
+
+    def call() -> None:
+        with pytest.raises(EngineClosedError) as raised:
+            process.call("asarray", np.zeros(1 << 20))  # more than a socket's buffers hold
+        errors.append(raised.value)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    while not process._pending:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    places = list[str]()
+    closing = threading.Thread(target=lambda: (places.append(process.whereabouts()), process.close()), daemon=True)
+    closing.start()
+    closing.join(20)
+    assert places == ["the other process does not answer, as if it were stopped"]
+    thread.join(20)
+    assert len(errors) == 1
+    assert not is_running(process.pid)
+
+
+def test_an_answer_that_cannot_be_taken_ends_the_process_and_all_calls(start: Any) -> None:
+    process = start(import_module, "tarfile")
+    with pytest.raises(TrainingError, match=r"gave an answer that could not be taken.*'str' object has no attribute"):
+        process.call("AbsolutePathError", Path("name"))  # an exception that pickles, and does not unpickle
+    wait_until_gone(process.pid)
+
+
+def test_a_call_that_would_exit_raises_and_the_process_goes_on(start: Any) -> None:
+    process = start(import_module, "sys")
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        process.call("exit", 3)
+    assert process.call("getrecursionlimit") > 0
+
+
 def test_signals_do_not_end_it_and_closing_does(start: Any) -> None:
     process = start(import_module, "os")
     for number in (signal.SIGTERM, signal.SIGINT):
