@@ -23,6 +23,7 @@ from arl.engine.fsdp.snapshot import ShardGatherer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.web.connections import Connections
 
 
 @pytest.fixture
@@ -132,8 +133,8 @@ async def busy(engine: RemoteSGLangEngine, trainer: Trainee) -> AsyncIterator[No
 
 async def until_served(server: ServerProcess, version: int) -> ModelResponse:
     """An answer of this server by itself, once it calls its weights this version: newer ones are refused to others."""
-    async with aiohttp.ClientSession() as session, asyncio.timeout(90):
-        while await label_of(ServerClient(session, server.address)) != str(version):  # noqa: ASYNC110 - it tells nobody
+    async with Connections() as connections, asyncio.timeout(90):
+        while await label_of(ServerClient(connections, server.address)) != str(version):  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.1)
     async with patient(server, version=version) as alone:
         response = await alone.agenerate(request(20, 9))
