@@ -115,7 +115,10 @@ def _numbers(name: str, values: Sequence[float] | Array, limit: float) -> Array:
 
 
 def _owned(array: Array, values: object, dtype: np.dtype[Any]) -> Array:
-    """`array` as a column: read-only, and a copy if somebody else could write to it."""
+    """`array` as a column: read-only, and a copy of a writable one.
+
+    A read-only array is taken as it is, as are a dialogue's: nobody may change what it is a view of.
+    """
     if array.dtype is not dtype:
         array = array.astype(dtype)
     elif not array.flags.writeable:

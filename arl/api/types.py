@@ -139,6 +139,8 @@ class TurnSpan:
         if not 0 < self.start <= self.stop:
             raise TrajectoryError(f"a turn spans tokens {self.start} to {self.stop}; it must begin after token 0")
         _check_number(f"the reward of the turn at token {self.start}", self.reward, MAX_REWARD)
+        if self.state is not None:
+            _check_name(f"the state of the turn at token {self.start}", self.state)
 
 
 def _check_number(name: str, value: Any, limit: float) -> None:
@@ -147,6 +149,12 @@ def _check_number(name: str, value: Any, limit: float) -> None:
         from arl.api import columns
 
         columns.check_number(name, value, limit)
+
+
+def _check_name(what: str, name: Any) -> None:
+    """Raise TrajectoryError unless it is a str: others change on their way to the trainer's process, as JSON."""
+    if not isinstance(name, str):
+        raise TrajectoryError(f"{what} is {name!r:.40}; it must be a str")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,8 +256,10 @@ class Trajectory:
 
     def _check_numbers(self) -> None:
         _check_number("reward", self.reward, MAX_REWARD)
+        _check_name("role", self.role)
         for name, numbers, limit in (("metrics", self.metrics, MAX_NUMBER), ("rewards", self.rewards, MAX_REWARD)):
             for key, value in numbers.items():
+                _check_name(f"a name in {name}", key)
                 _check_number(f"{name}[{key!r}]", value, limit)
         if not MIN_TEMPERATURE <= self.temperature <= MAX_NUMBER:
             bounds = f"at least {MIN_TEMPERATURE}, and finite"

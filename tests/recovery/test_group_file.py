@@ -1,6 +1,7 @@
 """A group read back from a checkpoint is the group that was written."""
 
 import io
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -78,6 +79,17 @@ def test_groups_come_back_as_they_were(what: list[Group]):
     header, arrays = flatten(what)
     assert restore(header, arrays) == what
     assert {type(header), *map(type, arrays.values())} == {bytes, np.ndarray}
+
+
+def test_numpys_own_numbers_come_back_as_pythons(long_group: Group):
+    (trajectory,) = long_group.trajectories
+    turn = TurnSpan(start=np.int64(1), stop=np.int64(2))
+    numpys = {"turns": (turn,), "is_truncated": np.bool_(True), "temperature": np.float32(0.5)}
+    group = replace(long_group, trajectories=(replace(trajectory, **numpys),))
+    (back,) = restore(*flatten([group]))
+    assert back == group
+    (back,) = back.trajectories
+    assert list(map(type, (back.turns[0].start, back.is_truncated, back.temperature))) == [int, bool, float]
 
 
 def test_a_token_takes_13_bytes_and_restored_columns_are_read_only_views_of_the_arrays(long_group: Group):
