@@ -136,6 +136,8 @@ class TurnSpan:
     None: compare this turn with no other."""
 
     def __post_init__(self) -> None:
+        _make_plain(self, "start", int)
+        _make_plain(self, "stop", int)
         if not 0 < self.start <= self.stop:
             raise TrajectoryError(f"a turn spans tokens {self.start} to {self.stop}; it must begin after token 0")
         _check_number(f"the reward of the turn at token {self.start}", self.reward, MAX_REWARD)
@@ -149,6 +151,15 @@ def _check_number(name: str, value: Any, limit: float) -> None:
         from arl.api import columns
 
         columns.check_number(name, value, limit)
+
+
+def _make_plain(record: object, name: str, kind: type[int | float]) -> None:
+    """Make one of numpy's own numbers Python's, as JSON takes no others."""
+    value = getattr(record, name)
+    if type(value) is not kind:
+        if not hasattr(value, "__float__" if kind is float else "__index__"):
+            raise TrajectoryError(f"{name} is {value!r:.40}; it must be of type {kind.__name__}")
+        object.__setattr__(record, name, kind(value))
 
 
 def _check_name(what: str, name: Any) -> None:
@@ -261,6 +272,8 @@ class Trajectory:
             for key, value in numbers.items():
                 _check_name(f"a name in {name}", key)
                 _check_number(f"{name}[{key!r}]", value, limit)
+        _make_plain(self, "temperature", float)
+        object.__setattr__(self, "is_truncated", bool(self.is_truncated))
         if not MIN_TEMPERATURE <= self.temperature <= MAX_NUMBER:
             bounds = f"at least {MIN_TEMPERATURE}, and finite"
             raise TrajectoryError(f"temperature is {self.temperature}; it must be {bounds}")

@@ -40,7 +40,7 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
         "num_token_rewards": [0 if t.token_rewards is None else len(t.token_rewards) for t in trajectories],
     }
     of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
-    header = json.dumps({"groups": of_groups, "trajectories": fields}, default=_plain).encode()
+    header = json.dumps({"groups": of_groups, "trajectories": fields}, default=dict).encode()
     return header, {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
 
 
@@ -92,11 +92,6 @@ def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None
     if ends[-1] != len(array):
         raise ValueError(f"{name} has {len(array)} entries for {ends[-1]} tokens")
     return [array[start:end] if start < end else None for start, end in pairwise(ends)]
-
-
-def _plain(value: Any) -> Any:
-    """For JSON: a mapping of another kind as a dict, one of numpy's own numbers as Python's."""
-    return dict(value) if isinstance(value, Mapping) else value.tolist()
 
 
 def _turn(values: Sequence[Any]) -> TurnSpan:

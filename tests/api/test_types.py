@@ -51,6 +51,7 @@ PROPER = {
         ({"rewards": {"style": -2e12}}, "rewards['style'] is -2000000000000.0; it must lie between -1e+12 and 1e+12"),
         ({"token_rewards": (0.0, 1e13, 0.0)}, "token_rewards[1] is 10000000000000.0; it must lie between"),
         ({"token_rewards": (0.0, float("nan"), 1.0)}, "token_rewards[1] is nan; it must be a finite number"),
+        ({"temperature": "1"}, "temperature is '1'; it must be of type float"),
         ({"role": ("agent", 1)}, "role is ('agent', 1); it must be a str"),
         ({"metrics": {1: 0.0}}, "a name in metrics is 1; it must be a str"),
         ({"rewards": {("a", 1): 0.0}}, "a name in rewards is ('a', 1); it must be a str"),
@@ -68,6 +69,8 @@ def test_a_turns_reward_has_the_bounds_of_all_rewards_and_its_state_is_a_text() 
         TurnSpan(start=1, stop=2, reward=1e308)
     with pytest.raises(TrajectoryError, match=r"the state of the turn at token 1 is \(0, 1\); it must be a str"):
         TurnSpan(start=1, stop=2, state=(0, 1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TrajectoryError, match=r"start is 1\.0; it must be of type int"):
+        TurnSpan(start=1.0, stop=2)  # pyright: ignore[reportArgumentType]
 
 
 def test_numpys_integers_and_long_metrics_are_taken() -> None:
