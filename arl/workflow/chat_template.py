@@ -17,6 +17,7 @@ from arl.api.errors import ModelError
 from arl.api.types import StopReason
 from arl.workflow.messages import Message, ToolSpecs, normalised, plain
 from arl.workflow.rendering.incremental import CLOCK, loop_context
+from arl.workflow.rendering.stretches import is_plain
 from arl.workflow.rendering.watching import watched
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class ChatTemplate:
 
         render, source = PreTrainedTokenizerBase.apply_chat_template, self._source(specs)
         is_own = getattr(self.tokenizer.apply_chat_template, "__func__", None) is not render
-        is_odd = bool(self._options.keys() & inspect.signature(render).parameters) or not _is_plain(self._options)
+        is_odd = bool(self._options.keys() & inspect.signature(render).parameters) or not is_plain(self._options)
         template = None if is_own or is_odd or source in _UNTRUE else watched(source, loop_context)
         given = {"tools": specs or None, "documents": None, "add_generation_prompt": True}
         return template and (template, {**given, **self.tokenizer.special_tokens_map, **self._options})
@@ -275,14 +276,6 @@ def _shared(tokenizer: PreTrainedTokenizerBase, source: str, tokens: tuple[str, 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return str(len(tokenizer)), *tokenizer.special_tokens_map.values(), *tokenizer.all_special_tokens
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is made of JSON's types, which nothing changes while a template runs."""
-    if isinstance(value, dict | list | tuple):
-        parts = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
-        return all(map(_is_plain, parts))
-    return value is None or isinstance(value, str | int | float)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

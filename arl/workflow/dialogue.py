@@ -60,11 +60,12 @@ class Shown:
 
     def _whole(self) -> str:
         """A text that begins with this one."""
-        while isinstance(self._text, Shown):
-            if isinstance(self._text._text, str):
-                return self._text._text
-            self._text = self._text._text
-        return self._text
+        last = self
+        while isinstance(text := last._text, Shown):  # read once: another thread may replace it
+            last = text
+        if last is not self:
+            self._text = last
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +259,7 @@ class Dialogue:
 
     def forget(self, turn: Turn) -> None:
         """Remove a turn that nobody has read, unless another follows it."""
-        if turn in self._turns and not any(turn in (other.parent, other.prompt.after) for other in self._turns):
+        if turn in self._turns and not any(_follows(other, turn) for other in reversed(self._turns)):
             self._turns.remove(turn)
             self._by_key[turn.key].remove(turn)
 
@@ -333,7 +334,7 @@ class Dialogue:
 
     def _kept(self, said: Turn, new: Sequence[Message], tools: ToolSpecs) -> tuple[int, ...]:
         """The tokens of the new messages, as if the template left earlier turns alone."""
-        first = next((m for m in said.messages if m["role"] == "user"), {"role": "user", "content": ""})
+        first = next((m for m in (*said.messages, *new) if m["role"] == "user"), {"role": "user", "content": ""})
         return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
@@ -358,3 +359,11 @@ def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
 def _has_thoughts_of(turn: Turn, message: Message) -> bool:
     given = str(message.get("reasoning_content") or "").strip()
     return not given or given == str(turn.message.get("reasoning_content") or "").strip()
+
+
+def _follows(turn: Turn, earlier: Turn) -> bool:
+    """Whether the earlier turn is part of the turn's history, even if the template rewrote it there."""
+    said = turn.prompt.after
+    while said is not None and said.prompt.num_messages > earlier.prompt.num_messages:
+        said = said.prompt.after
+    return earlier in (said, turn.parent)

@@ -100,7 +100,8 @@ class HistoryKeys:
     def of(self, messages: Sequence[Message], tools: ToolSpecs) -> list[bytes]:
         """For each message, the key of the history that ends with it."""
         begin = key = tools_key(tools)
-        known = self._last[1] if self._last[0] == begin else []
+        known_begin, known = self._last  # at once: another thread may replace it
+        known = known if known_begin == begin else []
         same = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(known, messages, strict=False)))
         made = known[:same]
         key = made[-1][1] if made else begin

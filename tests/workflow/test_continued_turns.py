@@ -111,3 +111,14 @@ def test_a_turn_that_another_was_said_after_is_not_forgotten() -> None:
         talk.dialogue.forget(second)
         talk.dialogue.forget(first)
         assert talk.dialogue.turns == ()
+
+
+def test_a_turn_stays_though_the_turn_between_it_and_a_later_one_was_forgotten() -> None:
+    talk = Talk(QWEN2_5)
+    first = talk.say(QUESTION, "4")
+    second = talk.say([*first.messages, SURE], "yes")
+    prompt = talk.prompt([*second.messages, SURE])
+    talk.dialogue.forget(second)
+    third = talk.answer(prompt, "indeed")
+    talk.dialogue.forget(first)
+    assert talk.dialogue.turns == (first, third)

@@ -11,6 +11,7 @@ from talk import CALL, QWEN3, RESULT, SPEC, SURE, THOUGHT, Talk, calling, user
 
 from arl.api.errors import ModelError
 from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.dialogue import Shown
 from arl.workflow.rendering.history import History
 from arl.workflow.rendering.incremental import Rendering, loop_context
 from arl.workflow.rendering.watching import watched
@@ -26,7 +27,7 @@ def _short_ones_too() -> Iterator[None]:
 # Any template ---------------------------------------------------------------------------------------------------------
 
 BEGIN = (
-    "{% set n = namespace(at=-1, count=0, flag=false, text='') %}{% set rest = messages[1:] %}"
+    "{% set n = namespace(at=-1, count=0, flag=false, text='', _hidden=1) %}{% set rest = messages[1:] %}"
     "{% set last = messages[-1] %}{% set number = messages | length %}"
     "{% macro show(m) %}({{ m.role }}{{ n.count }}{% if n.at > 2 %}+{% endif %}){% endmacro %}"
     "{% macro told() %}{% for o in messages %}{{ o.role[0] }}{% endfor %}{% endmacro %}"
@@ -46,9 +47,8 @@ STATEMENTS = (
     "{{ m.role[0] }}",
     "{{ m.content }}",
     "{{ loop.index0 }}",
-    "{{ loop.revindex }}{{ loop.depth }}",
+    "{{ loop.revindex }}",
     "{{ loop.length }}",
-    "{{ loop.cycle('a', 'b') }}",
     "{% if loop.first %}F{% endif %}",
     "{% if loop.last %}L{% endif %}",
     "{% if loop.previtem and loop.previtem.role == 'user' %}P{% endif %}",
@@ -66,6 +66,9 @@ STATEMENTS = (
     "{% if m.role == 'tool' %}{% set n.flag = true %}{% elif n.flag %}!{% set n.flag = 1 %}{% endif %}",
     "{{ n.text }}{% set n.text = m.role %}",
     "{{ n.nothing }}{{ n.at is defined }}",
+    "{{ (n | string)[:30] }}{% if n._hidden == 1 %}hidden{% endif %}",
+    "{% if loop.first %}{% set n.list = [messages, m.content | map('upper')] %}{% endif %}{{ n.list[0] | length }}",
+    "{{ n.list[1] | first }}",
     "{{ messages[-1].content }}",
     "{{ messages[loop.index0 - 1].content }}",
     "{{ (messages[loop.index0 + 1] or m).role }}",
@@ -166,11 +169,26 @@ def test_whatever_a_template_reads_and_writes_a_growing_history_has_its_text(
         "{% set sep = joiner(',') %}{% for m in messages %}{{ sep() }}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% if loop.changed(m.role) %}{{ m.role }}{% endif %}{% endfor %}",
         "{% for m in messages %}{{ [1, 2] | random }}{% endfor %}",
+        "{% for m in messages %}{{ [[1, 2]] | map('random') | first }}{% endfor %}",
+        "{% for m in messages %}{{ loop }}{% endfor %}",
         "{{ messages[-1].content }}",
     ],
 )
 def test_a_template_that_cannot_be_followed_or_has_no_loop_is_rendered_as_a_whole(source: str) -> None:
     assert watched(source, loop_context) is None
+
+
+def test_an_option_that_the_template_hides_by_a_later_assignment_stays_hidden() -> None:
+    TOKENIZER.chat_template = "{% for m in messages %}{{ m.content }}{{ name }}{% endfor %}{% set name = 1 %}"
+    template = ChatTemplate(TOKENIZER, {"name": "shown"})
+    assert template.watched([]) is not None
+    assert History(template, ()).render(GROWING) == template.render(GROWING) == "".join(m["content"] for m in GROWING)
+
+
+def test_a_template_with_a_mistake_is_a_model_error_for_a_long_history_too() -> None:
+    TOKENIZER.chat_template = "{% for m in messages %}{{ m. }}{% endfor %}"
+    with pytest.raises(ModelError, match="does not take these messages: expected name or number"):
+        History(ChatTemplate(TOKENIZER), ()).render(GROWING)
 
 
 def test_options_that_are_no_variables_or_may_change_are_for_whole_renderings() -> None:
@@ -244,6 +262,25 @@ def test_a_history_that_another_line_has_changed_is_not_continued() -> None:
     assert history.render([SURE], 1, other) is None
     assert history.render([SURE], 2, first) is None
     assert history.render([SURE], 1, first) is not None
+
+
+class KeptMeanwhile(Shown):
+    """Another thread keeps its text in a longer one as soon as this thread has looked at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "_text":
+            self.keep_in(Shown("a longer text"))
+        return value
+
+    def keep_in(self, longer: Shown) -> None:
+        self.__dict__["_text"] = longer
+
+
+def test_a_text_is_found_while_another_thread_keeps_it_in_a_longer_one() -> None:
+    shown = Shown("a")
+    shown.keep_in(KeptMeanwhile("a long"))
+    assert shown.num_shared(Shown("a lot")) == 1
 
 
 # In a dialogue --------------------------------------------------------------------------------------------------------

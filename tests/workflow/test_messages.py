@@ -63,6 +63,22 @@ def test_other_histories_have_other_keys(other: Message) -> None:
     assert key({"role": "assistant", "tool_calls": [changed]}) != key({"role": "assistant", "tool_calls": [CALL]})
 
 
+def test_keys_of_one_history_do_not_mix_with_those_that_another_thread_asks_for() -> None:
+    messages, other = [{"role": "user", "content": "?"}], HistoryKeys()
+    other.of(messages, [{"function": {"name": "hear"}}])
+
+    class Shared(HistoryKeys):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "_last":
+                self._last = other._last  # by the other thread, as soon as this one has looked
+            return value
+
+    keys = Shared()
+    first = keys.of(messages, ())
+    assert keys.of(messages, ()) == first == [history_key(tools_key(()), messages)]
+
+
 def test_keys_of_a_history_that_is_sent_again_are_those_of_its_messages_even_if_they_were_changed() -> None:
     keys, tools = HistoryKeys(), [{"function": {"name": "look"}}]
     call = {"function": {"name": "look", "arguments": {"n": 1}}}

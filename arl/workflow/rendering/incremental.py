@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import NoneType
 from typing import Any, cast
 
 from jinja2 import Template, Undefined
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
-from arl.workflow.rendering.stretches import Is, Iterations, Part, Place, alike, both, is_met, same
+from arl.workflow.rendering.stretches import Is, Iterations, Part, Place, alike, both, is_met, is_plain, same
 from arl.workflow.rendering.watching import COMPARE, END, FROM_END, ITEMS
 
 COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -31,7 +30,6 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
 CLOCK = "strftime_now"
 """A function of templates whose results change with time."""
 _MISSING = object()
-_PLAIN = (str, int, float, NoneType, list, tuple, dict, Undefined)
 
 
 class _MessageList(list[Any]):
@@ -90,6 +88,10 @@ class _Namespace(Namespace):
             object.__getattribute__(self, "rendering").note_read(self, name)
         return super().__getattribute__(name)
 
+    def __repr__(self) -> str:
+        object.__getattribute__(self, "rendering").unsettle()
+        return super().__repr__()
+
     def __setitem__(self, name: str, value: Any) -> None:
         object.__getattribute__(self, "rendering").note_write(self, name, value)
         super().__setitem__(name, value)
@@ -101,8 +103,6 @@ def _peek(space: Namespace, name: str) -> Any:
 
 class _LoopVariable:
     """`loop` in a watched loop. What messages to come would change unsettles the iteration."""
-
-    depth, depth0 = 1, 0
 
     def __init__(self, loop: _Loop) -> None:
         self._loop = loop
@@ -134,9 +134,6 @@ class _LoopVariable:
         self._loop.is_settled = False
         return abs(self._loop.last - self._loop.first) + 1
 
-    def __len__(self) -> int:
-        return self.length
-
     @property
     def first(self) -> bool:
         if is_first := self._loop.at == self._loop.first:
@@ -159,9 +156,6 @@ class _LoopVariable:
 
     def reverses(self, items: _MessageList) -> bool:
         return self._loop.part == Part(items.part.offset, True) and not items.part.is_reversed
-
-    def cycle(self, *values: Any) -> Any:
-        return values[self.index0 % len(values)]
 
 
 class _Loop:
@@ -337,7 +331,7 @@ class Rendering:
         place = self._place(space, name)
         if place and self.iteration:
             self.iteration.writes[place] = value
-            if not isinstance(value, _PLAIN) or isinstance(value, _MessageList):
+            if not is_plain(value):  # of the messages' list, to go through it unsettles
                 self.unsettle()
 
     def _compare(self, space: Any, name: str, kind: str, other: Any, is_first: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -77,6 +77,14 @@ class Part:
 
     offset: int
     is_reversed: bool
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is made of JSON's types, which nothing changes while a template runs, or undefined."""
+    if isinstance(value, dict | list | tuple):
+        parts = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+        return all(map(is_plain, parts))
+    return value is None or isinstance(value, str | int | float | Undefined)
 
 
 def same(one: Any, other: Any) -> bool:
