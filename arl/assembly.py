@@ -285,13 +285,19 @@ async def _addresses(
 
 def _load_learner(config: Config, workflow: RolloutWorkflow) -> RemoteLearner:
     log = config.run_dir / "logs" / "trainer.log"
-    learner = RemoteLearner(partial(host_learner, config), log, config.train.num_threads)
+    learner = RemoteLearner(partial(host_learner, _without_own_settings(config)), log, config.train.num_threads)
     try:
         _check_room(config, workflow, learner.engine.limits.context_length)
     except BaseException:
         learner.close()
         raise
     return learner
+
+
+def _without_own_settings(config: Config) -> Config:
+    """A subclass stays here: it may lie in the script, which the trainer's process does not import."""
+    values = {name: getattr(config, name) for name in Config.model_fields}
+    return Config.model_construct(config.model_fields_set & values.keys(), **values)
 
 
 def _check_room(config: Config, workflow: RolloutWorkflow, of_model: int | None) -> None:

@@ -1,5 +1,6 @@
 """`launch` over the official fakes: what a document's code runs on in tests, instead of servers and a model."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +39,11 @@ def small(run_dir: Path, **settings: Any) -> Config:
     return Config.model_validate({"model": "none", "run_dir": run_dir, **laid_over(few, settings)})
 
 
+def _carried(host: Callable[[], Any]) -> Callable[[], Any]:
+    """As it reaches another process."""
+    return pickle.loads(pickle.dumps(host))
+
+
 async def _no_addresses(*args: object) -> tuple[list[str], None, None]:
     return [], None, None
 
@@ -51,7 +57,7 @@ def use_fakes(
     """Let `launch` compose everything as it does, but for the two engines. load: loads the train engine instead."""
     monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
     # Training, too, is in this process.
-    monkeypatch.setattr(arl.assembly, "RemoteLearner", lambda host, log, num_threads: host()._learner)
+    monkeypatch.setattr(arl.assembly, "RemoteLearner", lambda host, log, num_threads: _carried(host)()._learner)
     load = load or (lambda *_, **__: train_engine or ScriptedTrainEngine())
     monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)
     monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)

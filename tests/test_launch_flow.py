@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 from training.trainer_run import running
 
+from arl.api.config import Config
 from arl.api.errors import CheckpointError, ConfigError, PromptTooLongError, StarvedError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams, StepStats, TurnSpan
 from arl.api.workflow import ExampleRecord, RolloutWorkflow
+from arl.assembly import launch
 from arl.engine.tiny import write_tiny_model
 from arl.training.run_files import read_jsonl
 
@@ -44,6 +47,19 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
+
+
+async def test_a_script_may_add_settings_which_stay_in_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OwnConfig(Config):  # it does not pickle, just as no other process finds the class of a script
+        largest: int = 9
+
+    use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)))
+    config = OwnConfig.model_validate(small(tmp_path).model_dump(exclude_unset=True) | {"largest": 5})
+    async with launch(config, workflow=OneTurn(), dataset=[{"number": 1}] * 4) as trainer:
+        assert trainer.config is config
+        assert [step.version async for step in trainer] == [1, 2]
 
 
 async def test_an_algorithm_with_a_greedy_baseline_has_one_greedy_episode_for_each_group(run: Run) -> None:
