@@ -67,8 +67,9 @@ async def test_servers_that_arl_starts_take_a_key_that_no_other_user_can_read(tm
         assert key not in b" ".join(command)
         assert listening(server) == {"127.0.0.1"}
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-            async with session.get("/model_info") as refused:
-                assert refused.status == 401
+            for path in ("/model_info", "/generate_frames"):
+                async with session.get(path) as refused:
+                    assert refused.status == 401
             async with session.get("/model_info", headers={"Authorization": f"Bearer {key.decode()}"}) as answer:
                 assert answer.status == 200
             async with session.get("/server_info", headers={"Authorization": f"Bearer {key.decode()}"}) as told:

@@ -21,6 +21,8 @@ FORMAT = 1
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 32 << 20
+MAX_NAME_BYTES = 1024
+"""Of a rid, and of a session's name; a session of a longer one is not kept."""
 GONE = 410
 """The status of a call that builds on a sequence which the server keeps no more: it is to be sent whole."""
 
@@ -77,7 +79,7 @@ def _nothing() -> np.ndarray:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """A call's answer. status: as over HTTP; below 200 and above 299, `head` is the error's body."""
+    """A call's answer. status: as over HTTP; unless it is 200, `head` is the error's body."""
 
     number: int
     status: int = 200

@@ -26,7 +26,6 @@ _LONGEST_ASKED_WAIT_S = 120.0
 """The longest wait for a server's Retry-After."""
 _MAX_QUOTED = 500
 _JSON = {"Content-Type": "application/json"}
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +168,7 @@ class JsonClient:
         url = self._base + path
         if (head := self._heads.get((method, url))) is None:
             head = self._heads[method, url] = self._head(method, path, _JSON)
-        reply = await self._send(method, path, b"" if payload is None else _encoded(payload), head)
+        reply = await self._send(method, path, b"" if payload is None else encoded(payload), head)
         if reply.status != 200:
             raise self.error_of(reply)
         return reply
@@ -239,11 +238,18 @@ class JsonClient:
         return kept
 
 
-def _encoded(payload: Mapping[str, Any]) -> bytes:
+def encoded(payload: Mapping[str, Any]) -> bytes:
+    """As JSON."""
     try:
         return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # it takes no integers of more than 64 bits, and no keys but strings
-        return _ENCODER.encode(payload).encode()
+        return json.dumps(payload, separators=(",", ":"), default=_listed).encode()
+
+
+def _listed(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no value of JSON")
 
 
 def _decoded(body: bytes) -> Any:

@@ -29,8 +29,9 @@ Body = bytes | AsyncIterator[bytes]
 _MAX_HEAD_BYTES = 1 << 15
 """Most bytes of a response's status line and headers."""
 _MAX_FIELD_BYTES = 8190
+_MAX_BYTES = 1 << 30
+"""Most bytes of a whole response."""
 _EYEBALLS_S = 0.25
-_SAFE_TO_REPEAT = ("GET", "HEAD")
 _LENGTHS = frozenset((b"content-length", b"transfer-encoding"))
 _LINE_END = frozenset("\r\n\0")
 
@@ -101,7 +102,7 @@ class Connections:
             try:
                 response = await connection.exchange(lines, body)
             except DisconnectedError:
-                if is_new or method not in _SAFE_TO_REPEAT:  # else the server closed it while it was idle
+                if is_new or self.is_closed or method != "GET":  # else the server closed it while it was idle
                     raise
                 continue
             if connection.is_reusable and not self.is_closed:
@@ -151,6 +152,9 @@ class Connections:
             raise ConnectionError(f"no connection within {timeout_s} s: {error or 'no answer'}") from error
         except UnicodeError as error:  # of a host that is no name
             raise ConnectionError(f"{to.host!r} is not the name of a host: {error}") from error
+        if self.is_closed:
+            connection.abort()
+            raise ConnectionError("these connections were closed")
         return connection
 
 
@@ -218,14 +222,15 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._response is None or self._response.done():  # nothing was asked
             return self.abort()
-        if not self._has_head:
-            self._num_head_bytes += len(data)
+        self._num_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             return self._fail(ConnectionError(f"it answered with something other than HTTP/1.1: {error}"))
-        if not self._has_head and self._num_head_bytes > _MAX_HEAD_BYTES:
+        if not self._has_head and self._num_bytes > _MAX_HEAD_BYTES:
             self._fail(ConnectionError(f"the headers of its response exceed {_MAX_HEAD_BYTES} bytes"))
+        elif self._num_bytes > _MAX_BYTES:
+            self._fail(ConnectionError(f"its response exceeds {_MAX_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_reusable = False
@@ -248,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _begin_response(self) -> None:
         self._has_head = False
-        self._num_head_bytes = 0
+        self._num_bytes = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
 
@@ -259,7 +264,8 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(name) + len(value) > _MAX_FIELD_BYTES:
             self._fail(ConnectionError(f"a header of its response exceeds {_MAX_FIELD_BYTES} bytes"))
-        self._headers.append((name, value))
+        if not self._has_head:  # else it is a trailer, which nobody reads
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._has_head = True

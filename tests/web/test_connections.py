@@ -193,6 +193,17 @@ async def test_connecting_has_a_timeout_of_its_own(monkeypatch: pytest.MonkeyPat
     await client.aclose()
 
 
+async def test_a_response_is_bounded_and_its_trailers_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with raw([chunked + b"2\r\n{}\r\n0\r\n" + b"X: y\r\n" * 9 + b"\r\n"]) as (_, client):
+        assert len((await client.send("GET", "/")).headers) == 1
+    monkeypatch.setattr(module, "_MAX_BYTES", 1000)
+    for endless in (b"2\r\n{}\r\n" * 200, b"0\r\n" + b"X: y\r\n" * 200, b"2;" + b"x" * 1000):
+        async with raw([chunked + endless]) as (_, client):
+            with pytest.raises(ServerFailedError, match="its response exceeds 1000 bytes"):
+                await client.ask("/")
+
+
 async def test_a_redirect_is_refused_and_says_where_to() -> None:
     answer = b"HTTP/1.1 307 Temporary Redirect\r\nLocation: https://elsewhere/v1\r\nContent-Length: 0\r\n\r\n"
     async with raw([answer], api_key="secret") as (_, client):
@@ -287,6 +298,21 @@ async def test_closing_ends_requests_under_way_and_later_ones() -> None:
             await asked
         with pytest.raises(RuntimeError, match="connections are closed"):
             await client.ask("/", {})
+
+
+async def test_closing_ends_a_get_on_a_kept_connection_and_one_that_is_connecting() -> None:
+    connections = Connections()
+    async with raw([OK, b""], connections=connections) as (server, client):
+        await client.ask("/")
+        server.asked.clear()
+        asked = asyncio.ensure_future(client.ask("/"))
+        await server.asked.wait()
+        connecting = asyncio.ensure_future(client.ask("/", {}))
+        await asyncio.sleep(0)
+        await connections.aclose()
+        for ended in (asked, connecting):
+            with pytest.raises(ServerFailedError, match="closed"):
+                await ended
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

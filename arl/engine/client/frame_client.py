@@ -8,6 +8,8 @@ Calls that begin at the same time travel in one message, and so do results. See 
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import suppress
 
 import aiohttp
 import numpy as np
@@ -32,10 +34,10 @@ _HEARTBEAT_S = 30.0
 class FrameClient:
     """One connection, made by `opened`. `run` sends and reads until it ends; then `is_open` is False for ever."""
 
-    def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, session: aiohttp.ClientSession, connection: aiohttp.ClientWebSocketResponse) -> None:
         self.is_open = True
         self._session = session
-        self._socket = socket
+        self._socket = connection
         self._last_number = 0
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
@@ -49,8 +51,8 @@ class FrameClient:
         session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
         try:
             async with asyncio.timeout(timeout_s):
-                socket = await session.ws_connect(url + PATH, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
-            return cls(session, socket)
+                opening = session.ws_connect(url + PATH, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
+                return cls(session, await opening)
         except (aiohttp.WSServerHandshakeError, TimeoutError):
             await session.close()
             return None
@@ -69,11 +71,13 @@ class FrameClient:
                 await self._read()
                 writing.cancel()
         finally:
-            self._end()
-            await self._session.close()
+            await self.aclose()
 
     async def aclose(self) -> None:
         self._end()
+        if (sock := self._socket.get_extra_info("socket")) is not None:
+            with suppress(OSError):  # it is not connected any more
+                sock.shutdown(socket.SHUT_RDWR)  # else it would wait until the server has read what was sent
         await self._session.close()
 
     def fits(self, num_tokens: int) -> bool:

@@ -23,8 +23,8 @@ from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
 from arl.engine.client.frame_client import FrameClient
-from arl.engine.frames import PATH, Result
-from arl.web.client import JsonClient, Reply
+from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
+from arl.web.client import JsonClient, Reply, encoded
 from arl.web.connections import Connections
 
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
@@ -41,6 +41,8 @@ _MAX_LOGPROB = 1e-4
 
 _SETTINGS = ("sampling_params", "extra_key", "lora_path")
 """What frames carry of a request beside its tokens and its name."""
+
+_MAX_CACHED_BYTES = 1024
 
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
@@ -103,6 +105,7 @@ class ServerClient(JsonClient):
         self._opening = asyncio.Lock()
 
     async def aclose(self) -> None:
+        self._spawn = None  # from now on no connection for frames is opened: nobody would close it
         if self._frames is not None:
             await self._frames.aclose()
         await super().aclose()
@@ -121,8 +124,10 @@ class ServerClient(JsonClient):
             raise UnfitServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
 
     async def _ask_in_frames(self, frames: FrameClient, payload: Mapping[str, Any], session_id: str | None) -> Result:
-        settings = orjson.dumps({name: payload[name] for name in _SETTINGS if name in payload})
-        session = (session_id or "").encode()
+        settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
+        session = (session_id or "").encode(errors="surrogatepass")
+        if len(session) > MAX_NAME_BYTES:
+            session = b""
         try:
             result = await frames.generate(payload["rid"], payload["input_ids"], settings, session)
         except ConnectionError as error:
@@ -143,8 +148,11 @@ class ServerClient(JsonClient):
                 except OSError as error:
                     raise self._unreached(PATH, error) from error
                 self.takes_frames = self._frames is not None
-                if self._frames is not None:
+                if self._frames is not None and self._spawn is not None:
                     self._spawn(self._frames.run())
+                elif self._frames is not None:  # the client was closed meanwhile
+                    await self._frames.aclose()
+                    await self._frames.run()  # to its end, which is here
         return self._frames
 
     async def abort(self, rid: str) -> None:
@@ -281,14 +289,15 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
 
 
 @lru_cache(maxsize=256)
-def _meta(head: bytes) -> dict[str, Any]:
+def _cached_meta(head: bytes) -> dict[str, Any]:
     """The JSON of a result's head: the same for many results. To be read alone."""
     return orjson.loads(head)
 
 
 def _answer_of(result: Result) -> Answer:
     """Raises as `_answer` does."""
-    meta = _meta(result.head)
+    is_short = len(result.head) <= _MAX_CACHED_BYTES
+    meta = _cached_meta(result.head) if is_short else orjson.loads(result.head)
     return _answer(meta, meta.get("text") or "", result.ids.tolist(), result.logprobs.tolist())
 
 

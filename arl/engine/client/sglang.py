@@ -236,9 +236,11 @@ class RemoteSGLangEngine:
         """A serving server, if possible not `avoid`. Waits in line for one until the deadline."""
         self._check_open()
         try:
-            return await self._line.find(request.session_id, deadline, avoid)
+            server = await self._line.find(request.session_id, deadline, avoid)
         except TimeoutError:
             raise self._no_server(request) from None
+        self._check_open()  # what begins after the engine was closed would be ended by nobody
+        return server
 
     def _no_server(self, request: ModelRequest) -> ArlError:
         waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"

@@ -6,6 +6,8 @@ reader --call--> Inflight --> Scheduler --> Inflight --result--> outgoing --> wr
 from __future__ import annotations
 
 import asyncio
+import logging
+from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -19,6 +21,7 @@ from arl.api.types import SamplingParams
 from arl.engine.frames import (
     GONE,
     MAX_MESSAGE_BYTES,
+    MAX_NAME_BYTES,
     BrokenFrameError,
     Call,
     Cancel,
@@ -33,14 +36,15 @@ from arl.engine.local.sequences import Job
 from arl.web.bodies import RequestError, parse
 from arl.web.server import ErrorShape, request_error
 
+log = logging.getLogger(__name__)
+
 _HEARTBEAT_S = 60.0
 """A client that answers no ping is gone after this time and half of it; its requests are aborted."""
 _SHUTDOWN_S = 1.0
-"""How long requests that were aborted at the server's end may take to be answered."""
+"""How long requests that were aborted at the server's end may take to be answered, and a client to say goodbye."""
 _MAX_UNSENT = 1 << 14
 """A client that reads so few results that more wait to be sent is gone."""
 _MAX_CACHED_BYTES = 4096
-_MAX_NAME_BYTES = 1024
 
 
 class FrameServer:
@@ -77,8 +81,8 @@ class FrameServer:
 
     def submit(self, call: Call, ids: np.ndarray, connection: _FrameConnection) -> Job:
         """Raises RequestError."""
-        if max(len(call.rid), len(call.session)) > _MAX_NAME_BYTES:
-            raise RequestError(f"rid and session must have at most {_MAX_NAME_BYTES} bytes")
+        if max(len(call.rid), len(call.session)) > MAX_NAME_BYTES:
+            raise RequestError(f"rid and session must have at most {MAX_NAME_BYTES} bytes")
         body, sampling = _settings(call.settings)
         job = self._generation.job(call.rid, ids, body, sampling)
         self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, ids, job))
@@ -102,6 +106,8 @@ class FrameServer:
 
     def failure(self, call: Call, error: Exception) -> Result:
         failure = request_error(error, {EngineClosedError: 503})
+        if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("a call in frames failed", exc_info=error)
         return Result(number=call.number, status=failure.status, head=orjson.dumps(self._shape(failure)))
 
 
@@ -135,7 +141,13 @@ class _FrameConnection:
                     await self._is_idle.wait()
         except TimeoutError:
             pass
-        await self._socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+        await self._close(aiohttp.WSCloseCode.GOING_AWAY)
+
+    async def _close(self, code: aiohttp.WSCloseCode, reason: str = "") -> None:
+        """End the connection, also if the client reads nothing or does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await self._socket.close(code=code, message=reason.encode())
 
     async def _read(self) -> None:
         async for message in self._socket:
@@ -147,8 +159,7 @@ class _FrameConnection:
                 for frame in calls_of(message.data):
                     self._cancel(frame) if isinstance(frame, Cancel) else self._begin(frame)
             except BrokenFrameError as error:
-                await self._socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR, message=str(error).encode())
-                return
+                return await self._close(aiohttp.WSCloseCode.PROTOCOL_ERROR, str(error))
 
     def _begin(self, call: Call) -> None:
         try:

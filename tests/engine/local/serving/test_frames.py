@@ -1,8 +1,11 @@
 """Calls of /generate in frames: the same answers as over HTTP, to the bit, for less."""
 
 import asyncio
+import base64
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
@@ -11,10 +14,11 @@ from embedded_server import server_here
 from protocol_client import Client
 
 from arl.api.engine_config import ClientConfig
-from arl.api.errors import PromptTooLongError, ServerError
+from arl.api.errors import EngineClosedError, PromptTooLongError, ServerError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.frame_client import FrameClient
 from arl.engine.client.server_client import ServerClient
+from arl.engine.client.server_pool import Server
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.frames import (
     PATH,
@@ -27,6 +31,8 @@ from arl.engine.frames import (
     messages_of,
     results_of,
 )
+from arl.engine.local import frame_server
+from arl.web.connections import Connections
 
 LONG = SamplingParams(max_new_tokens=4000, ignore_eos=True)
 
@@ -116,6 +122,16 @@ async def test_a_caller_that_gives_up_frees_its_place(shared_url: str, client: C
         assert connection._waiting == {}
 
 
+async def test_settings_and_names_that_json_takes_are_taken(shared_url: str, client: Client) -> None:
+    sampling = SamplingParams(max_new_tokens=3, seed=2**70)
+    request = ModelRequest(input_ids=[1] * 300, sampling=sampling, session_id="s" * 2000)
+    async with engine_over(shared_url, takes_frames=False) as (engine, _):
+        wanted = await engine.agenerate(request)
+    async with engine_over(shared_url) as (engine, there):
+        assert await engine.agenerate(request) == wanted
+        assert connection_of(there).is_open
+
+
 async def test_requests_outlive_their_connection(shared_url: str, client: Client) -> None:
     async with engine_over(shared_url) as (engine, there), asyncio.TaskGroup() as group:
         sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
@@ -159,6 +175,90 @@ async def test_what_takes_a_websocket_and_never_answers_is_asked_over_http() -> 
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await FrameClient.opened(url, None, 0.05) is None
+
+
+async def stalled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server that takes a WebSocket and then reads nothing."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    key = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"sec-websocket-key: "))[19:]
+    accepted = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+    writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
+    writer.write(b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
+    cast("asyncio.ReadTransport", writer.transport).pause_reading()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_connection_to_a_server_that_reads_nothing_can_be_closed() -> None:
+    taken: list[asyncio.Task[None]] = []
+
+    def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(asyncio.ensure_future(stalled(reader, writer)))
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        connection = await FrameClient.opened(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 10.0)
+        assert connection is not None
+        running = asyncio.ensure_future(connection.run())
+        call = asyncio.ensure_future(connection.generate("r", np.zeros(4_000_000, np.int32), b"{}", b""))
+        await asyncio.sleep(0)
+        while connection._outgoing:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await connection.aclose()
+            await running
+        with pytest.raises(ConnectionError, match="was closed"):
+            await call
+        taken[0].cancel()
+
+
+async def test_a_client_that_was_closed_leaves_no_connection_behind(shared_url: str, client: Client) -> None:
+    spawned: list[object] = []
+    async with Connections() as connections:
+        there = ServerClient(connections, shared_url, spawn=spawned.append)
+        there.takes_frames = True
+        opening = asyncio.ensure_future(there._frame_client())
+        await asyncio.sleep(0)
+        await there.aclose()
+        connection = await opening
+        assert connection is not None
+        assert not connection.is_open
+    assert spawned == []
+
+
+async def test_a_request_that_gets_its_server_after_the_end_is_refused(shared_url: str, client: Client) -> None:
+    async with engine_over(shared_url) as (engine, _):
+        find = engine._line.find
+
+        async def late(session_id: str | None, deadline: float, avoid: Server | None = None) -> Server:
+            server = await find(session_id, deadline, avoid)
+            await engine.aclose()
+            return server
+
+        engine._line.find = late  # type: ignore[method-assign]
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            await engine.agenerate(ModelRequest(input_ids=[1]))
+
+
+async def test_a_server_waits_for_no_client_that_does_not_say_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stalled:
+        """A socket whose client reads nothing."""
+
+        def __aiter__(self) -> "Stalled":
+            return self
+
+        async def __anext__(self) -> aiohttp.WSMessage:
+            return aiohttp.WSMessage(aiohttp.WSMsgType.TEXT, "text", None)
+
+        async def close(self, **_: object) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(frame_server, "_SHUTDOWN_S", 0.01)
+    connection = frame_server._FrameConnection(cast(Any, None), cast(Any, Stalled()))
+    async with asyncio.timeout(10):
+        await connection.finish()
+        await connection.run()
 
 
 async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, client: Client) -> None:
