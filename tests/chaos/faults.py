@@ -83,7 +83,7 @@ def hold_server(run: Run) -> None:
 
 def started(run: Run, *commands: str) -> list[int]:
     """The processes that the trainer has started, by a part of their command lines."""
-    known = {run.nursery.pid, *run.forked_pids()}
+    known = run.forked_pids()
     return sorted(p for p, line in processes(run.mark) if p not in known and any(part in line for part in commands))
 
 

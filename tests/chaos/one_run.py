@@ -136,8 +136,8 @@ class Run:
         self.history.append(f"{time.monotonic() - self._began:7.2f} s  {what}")
 
     def forked_pids(self) -> set[int]:
-        """The running processes that the campaign itself has begun."""
-        return {process.pid for process in self._running()}
+        """The running processes of the campaign itself."""
+        return {self.nursery.pid, *(process.pid for process in self._running())}
 
     def _running(self) -> list[Forked]:
         forked = (*self.servers, *self.proxies, self.trainer, self.second)
@@ -243,7 +243,8 @@ class Run:
         check_output(self._output())
         if self.second is not None:
             kill(self.second)  # it may have begun after the end of the first
-        check_processes(self.mark, {self.nursery.pid, *self.forked_pids()})
+        # A process that is held meanwhile goes on, notices that its parent is gone, and ends.
+        check_processes(self.mark, self.forked_pids, meanwhile=self._do_what_is_due)
         before = self.version
         self.version, self.outcomes = check_run_dir(self._run_dir, batch_size=BATCH_SIZE, max_staleness=MAX_STALENESS)
         promised(self.version >= before, f"it was at version {before}, and is at {self.version}")

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,14 @@ def processes(mark: str) -> Iterator[tuple[int, str]]:
             continue
 
 
-def check_processes(mark: str, known: Collection[int], patience_s: float = 90.0) -> None:
+def check_processes(
+    mark: str, known: Callable[[], Collection[int]], *, meanwhile: Callable[[], None], patience_s: float = 90.0
+) -> None:
     """known: those that may still run. Others get time to notice that their parent is gone; Ray's agents take it."""
     deadline = time.monotonic() + patience_s
-    while left := {pid: command for pid, command in processes(mark) if pid not in known}:
+    while left := {pid: command for pid, command in processes(mark) if pid not in known()}:
         assert time.monotonic() < deadline, f"processes are left: {left}"
+        meanwhile()
         time.sleep(0.05)
 
 
