@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import marshal
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ _UNTRUE: set[str] = set()
 """Templates for which a check has failed."""
 REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 """What a template raises for messages that it does not take."""
+_REMEMBERED, _LONGEST = 256, 20_000
+"""Texts, and encodings of texts, that a template remembers; longer ones, in characters, it does not."""
 _MARKER = "arl-marks-the-sampled-turn"
 _CUT = "\ufdd0"
 """Marks a control token's text as mere text, from within it. Unicode reserves this character for internal use."""
@@ -53,22 +56,39 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._options = dict(options or {})
         self._special = _special_tokens(tokenizer)
+        self._known_text = lru_cache(_REMEMBERED)(self._text_of_packed)
+        self._known_ids = lru_cache(_REMEMBERED)(self._ids_of)
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
-        shown, specs = self.as_texts(messages), self.specs_as_texts(tools)
+        shown, specs = self.as_texts(map(normalised, messages)), self.specs_as_texts(tools)
         self.check_shows(shown, specs)
         return self.render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
 
     def as_texts(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """The messages in the form that templates take, with cuts in the texts of control tokens."""
-        return [self._as_text(normalised(message), by=message["role"]) for message in messages]
+        """`normalised` messages, with cuts in the texts of control tokens."""
+        return [self._as_text(message, by=message["role"]) for message in messages]
 
     def specs_as_texts(self, tools: ToolSpecs) -> list[Any]:
         return [self._as_text(plain(tool)) for tool in tools]
 
     def render_texts(self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True) -> str:
-        """As `render`, of messages and tools `as_texts`."""
+        """As `render`, of messages and tools `as_texts`. Episodes of a group begin alike, so texts are remembered."""
+        source = self._source(specs)
+        if self._is_own or _changes(source):
+            return self._text(shown, specs, add_generation_prompt)
+        try:
+            packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
+        except ValueError:
+            packed = b""
+        if not 0 < len(packed) <= _LONGEST:
+            return self._text(shown, specs, add_generation_prompt)
+        return self._known_text(source, packed, add_generation_prompt)
+
+    def _text_of_packed(self, source: str, packed: bytes, add_generation_prompt: bool) -> str:
+        return self._text(*marshal.loads(packed), add_generation_prompt)
+
+    def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 shown, tools=specs or None, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
@@ -79,14 +99,19 @@ class ChatTemplate:
 
     def watched(self, specs: list[Any]) -> tuple[Template, dict[str, Any]] | None:
         """The template for a Rendering, and its variables besides the messages; None if only `render` is exact."""
-        from transformers import PreTrainedTokenizerBase
-
-        render, source = PreTrainedTokenizerBase.apply_chat_template, self._source(specs)
-        is_own = getattr(self.tokenizer.apply_chat_template, "__func__", None) is not render
-        is_odd = bool(self._options.keys() & inspect.signature(render).parameters) or not is_plain(self._options)
-        template = None if is_own or is_odd or source in _UNTRUE else watched(source, loop_context)
+        source, parameters = self._source(specs), inspect.signature(type(self.tokenizer).apply_chat_template).parameters
+        is_odd = bool(self._options.keys() & parameters) or not is_plain(self._options)
+        template = None if self._is_own or is_odd or source in _UNTRUE else watched(source, loop_context)
         given = {"tools": specs or None, "documents": None, "add_generation_prompt": True}
         return template and (template, {**given, **self.tokenizer.special_tokens_map, **self._options})
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the tokenizer renders by code of its own."""
+        from transformers import PreTrainedTokenizerBase
+
+        render = getattr(self.tokenizer.apply_chat_template, "__func__", None)
+        return render is not PreTrainedTokenizerBase.apply_chat_template
 
     def check(self, text: str, shown: list[dict[str, Any]], specs: list[Any]) -> None:
         """Raise ModelError if a Rendering's text is not that of a whole rendering, and make no more such renderings."""
@@ -104,9 +129,14 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered text."""
-        parts, backend = text.split(_CUT), self._backend
+        backend = self._backend
         if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
-            return tuple(i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False))
+            return tuple(i for part in text.split(_CUT) for i in self.tokenizer.encode(part, add_special_tokens=False))
+        return self._known_ids(text) if len(text) <= _LONGEST else self._ids_of(text)
+
+    def _ids_of(self, text: str) -> tuple[int, ...]:
+        backend, parts = self._backend, text.split(_CUT)
+        assert backend is not None, "encode has asked"
         return tuple(i for found in backend.encode_batch(parts, add_special_tokens=False) for i in found.ids)
 
     @cached_property
@@ -118,7 +148,8 @@ class ChatTemplate:
         if not isinstance(tokenizer, stock) or tokenizer.split_special_tokens:
             return None
         is_stock = type(tokenizer).encode is stock.encode and type(tokenizer)._encode_plus is stock._encode_plus
-        return tokenizer.backend_tokenizer if is_stock else None
+        is_random = bool(getattr(tokenizer.backend_tokenizer.model, "dropout", None))
+        return tokenizer.backend_tokenizer if is_stock and not is_random else None
 
     def encode_said(self, text: str) -> tuple[int, ...]:
         """The tokens of an assistant's words."""
@@ -170,7 +201,11 @@ class ChatTemplate:
 
     def text_of(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> str:
         """The sampled text, without the token that ended it."""
-        ids = output_ids[:-1] if self.ends_turn(output_ids, stop_reason) else output_ids
+        return self.text_until(output_ids, has_ended=self.ends_turn(output_ids, stop_reason))
+
+    def text_until(self, output_ids: Sequence[int], *, has_ended: bool) -> str:
+        """As `text_of`. has_ended: whether the last token ended the turn."""
+        ids = output_ids[:-1] if has_ended else output_ids
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(decoded)
 
@@ -178,8 +213,12 @@ class ChatTemplate:
         """Whether the model ended its turn with a special token. At a length limit, only the eos token ends it."""
         if not output_ids:
             return False
-        is_end = output_ids[-1] == self.tokenizer.eos_token_id
+        is_end = output_ids[-1] == self._eos_token_id
         return is_end or (stop_reason == "stop" and output_ids[-1] in self._special)
+
+    @cached_property
+    def _eos_token_id(self) -> Any:
+        return self.tokenizer.eos_token_id
 
     def begins_with_special(self, ids: Sequence[int]) -> bool:
         return bool(ids) and ids[0] in self._special
@@ -252,6 +291,12 @@ class ChatTemplate:
             raise ModelError(
                 "the model's chat template shows no tool_calls; use one that does, or put calls into content"
             )
+
+
+@lru_cache(maxsize=64)
+def _changes(source: str) -> bool:
+    """Whether a template may render the same messages differently."""
+    return any(word in source for word in (CLOCK, "random", "lipsum"))
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> ChatTemplate:

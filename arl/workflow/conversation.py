@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from arl.api.engine import Sampler
     from arl.workflow.tools import Tool
-    from arl.workflow.turn_columns import Columns
+    from arl.workflow.turn_columns import Columns, Part
 
 MAX_EPISODE_TOKENS = 4_000_000
 """Most tokens of an episode's trajectories together; shared beginnings count in each."""
@@ -186,7 +186,7 @@ def trajectories(
     paths = list(paths_of(turns))
     _check_size(paths)
     made: list[Trajectory] = []
-    columns: dict[int, Columns] = {}  # of turns that several paths share, made once
+    columns: dict[tuple[int, int], Columns] | None = None if len(paths) == 1 else {}
     for path in paths:
         last = path.turns[-1]
         made.append(
@@ -237,7 +237,7 @@ def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
 def _trajectory(
     path: Path,
     spans: Mapping[int, tuple[float, str | None]],
-    columns: dict[int, Columns],
+    columns: dict[tuple[int, int], Columns] | None,
     *,
     reward: float,
     rewards: Mapping[str, float],
@@ -245,24 +245,23 @@ def _trajectory(
     role: str,
     is_truncated: bool,
 ) -> Trajectory:
-    from arl.workflow.turn_columns import columns_of, joined
+    """columns: of turns that several paths share, made once; None for an only path."""
+    from arl.workflow.turn_columns import flat, joined
 
     owned: list[TurnSpan] = []
     trained = set(map(id, path.owned))
-    parts: list[tuple[Columns, range]] = []
+    parts: list[Part] = []
     start = 0
     for turn in path.turns:
         assert turn.response is not None
-        if id(turn) not in columns:
-            columns[id(turn)] = columns_of(turn.given_ids, turn.response)
-        n, m = len(turn.given_ids), len(turn.output_ids)
+        stop = start + len(turn.given_ids) + len(turn.output_ids)
         is_owned = id(turn) in trained
-        parts.append((columns[id(turn)], range(n, n + m) if is_owned else range(0)))
+        parts.append((turn.given_ids, turn.response, is_owned))
         if is_owned:
             turn_reward, state = spans[id(turn)]
-            owned.append(TurnSpan(start=start + n, stop=start + n + m, reward=turn_reward, state=state))
-        start += n + m
-    token_ids, loss_mask, logprobs, versions = joined(parts)
+            owned.append(TurnSpan(start=stop - len(turn.output_ids), stop=stop, reward=turn_reward, state=state))
+        start = stop
+    token_ids, loss_mask, logprobs, versions = flat(parts) if columns is None else joined(parts, columns)
     return Trajectory(
         token_ids=token_ids,
         loss_mask=loss_mask,

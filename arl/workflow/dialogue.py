@@ -250,7 +250,8 @@ class Dialogue:
         """Add the model's answer. message: the answer as later prompts show it; unset, its text as `content`."""
         output_ids, reason = response.output_ids, response.stop_reason
         has_ended = self.template.ends_turn(output_ids, reason)
-        return self._add(prompt, output_ids, has_ended, response, self.template.text_of(output_ids, reason), message)
+        text = self.template.text_until(output_ids, has_ended=has_ended)
+        return self._add(prompt, output_ids, has_ended, response, text, message)
 
     def demonstrate(self, prompt: Prompt, text: str) -> Turn:
         """Add an answer to imitate, ended as the template ends turns. It has no logprobs."""
@@ -291,6 +292,8 @@ class Dialogue:
 
         They differ in fields that clients need not send back: ids of calls, and thinking, which must match if sent.
         """
+        if not self._turns:
+            return None
         found: list[Turn] = []
         length = 0
         keys = self._keys.of(messages, tools)

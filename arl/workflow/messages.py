@@ -51,6 +51,8 @@ def text_content(message: Message) -> str:
 
 def plain(value: Any) -> Any:
     """A copy in which every mapping is a dict and every sequence a list."""
+    if type(value) is str:
+        return value
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -77,7 +79,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 def tools_key(tools: ToolSpecs) -> bytes:
     """The key of an empty history: equal for the same tools in the same order."""
-    return blake2b(_json(tools), digest_size=16).digest()
+    return blake2b(_json(tools), digest_size=16).digest() if tools else _OF_NO_TOOLS
 
 
 def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
@@ -138,3 +140,6 @@ def _call_identity(call: Mapping[str, Any]) -> list[Any]:
 
 def _json(value: Any) -> bytes:
     return json.dumps(plain(value), sort_keys=True, default=str).encode()
+
+
+_OF_NO_TOOLS = blake2b(_json(()), digest_size=16).digest()

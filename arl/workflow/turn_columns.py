@@ -19,6 +19,8 @@ Ids = npt.NDArray[np.int32]
 _MOST = (1 << 31) - 1
 Columns = tuple[Ids, npt.NDArray[np.float32], Ids]
 """Token ids, logprobs and versions of what the model was given and said in a turn."""
+Part = tuple[tuple[int, ...], ModelResponse, bool]
+"""What the model was given in a turn, what it said, and whether that is trained."""
 
 
 def columns_of(given_ids: Sequence[int], response: ModelResponse) -> Columns:
@@ -34,15 +36,38 @@ def columns_of(given_ids: Sequence[int], response: ModelResponse) -> Columns:
     )
 
 
-def joined(turns: Sequence[tuple[Columns, range]]) -> tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.float32], Ids]:
-    """The token_ids, loss_mask, logprobs and versions of turns, of each of which a range of tokens is trained."""
-    token_ids, logprobs, versions = (
-        np.concatenate(column) for column in zip(*(turn for turn, _ in turns), strict=True)
-    )
-    loss_mask, start = np.zeros(len(token_ids), np.bool_), 0
-    for turn, trained in turns:
-        loss_mask[start + trained.start : start + trained.stop] = True
-        start += len(turn[0])
+def flat(turns: Sequence[Part]) -> tuple[list[int], list[int], list[float], list[int]]:
+    """The token_ids, loss_mask, logprobs and versions of turns, unchecked."""
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for given_ids, response, is_trained in turns:
+        n, m = len(given_ids), len(response.output_ids)
+        ids += given_ids
+        ids += response.output_ids
+        mask += [0] * n + [int(is_trained)] * m
+        logprobs += [0.0] * n
+        logprobs += response.output_logprobs
+        versions += [NOT_SAMPLED] * n
+        versions += response.output_versions
+    return ids, mask, logprobs, versions
+
+
+def joined(
+    turns: Sequence[Part], known: dict[tuple[int, int], Columns]
+) -> tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.float32], Ids]:
+    """As `flat`, checked, and as columns. known: by the id() of both parts of a turn; others are added."""
+    parts: list[Columns] = []
+    loss_mask, start = np.zeros(sum(len(given) + len(response.output_ids) for given, response, _ in turns), np.bool_), 0
+    for given_ids, response, is_trained in turns:
+        key = id(given_ids), id(response)
+        if (part := known.get(key)) is None:
+            part = known[key] = columns_of(given_ids, response)
+        parts.append(part)
+        loss_mask[start + len(given_ids) : start + len(part[0])] = is_trained
+        start += len(part[0])
+    token_ids, logprobs, versions = (np.concatenate(column) for column in zip(*parts, strict=True))
     for column in (token_ids, loss_mask, logprobs, versions):
         column.flags.writeable = False  # so that a trajectory takes it as it is
     return token_ids, loss_mask, logprobs, versions

@@ -246,3 +246,31 @@ def test_conversations_of_a_tokenizer_share_a_template_until_it_or_the_options_c
     assert with_another_token is not with_another_end
     tokenizer.chat_template = f"{tokenizer.chat_template} "
     assert template_of(tokenizer) is not with_another_token
+
+
+def test_equal_messages_are_rendered_once_and_messages_of_other_types_apart() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.n }}{% endfor %}"
+    template = ChatTemplate(tokenizer)
+    numbers: list[Any] = [1, True, 1.0, "1", -0.0, 0.0]
+    for _ in range(2):
+        texts = [template.render([{"role": "user", "content": "x", "n": n}]) for n in numbers]
+        assert texts == [f"x{n}" for n in numbers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_text", None)  # which renders
+        assert template.render([{"role": "user", "content": "x", "n": 1}]) == "x1"
+
+
+def test_a_template_that_changes_by_itself_is_rendered_each_time() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = "{{ [1, 2, 3, 4, 5, 6, 7, 8] | random }}"
+    template = ChatTemplate(tokenizer)
+    assert len({template.render([{"role": "user", "content": "x"}]) for _ in range(100)}) > 1
+
+
+def test_a_tokenizer_whose_template_is_replaced_renders_the_new_one() -> None:
+    tokenizer = tokenizer_of("chatml")
+    template, said = ChatTemplate(tokenizer), [{"role": "user", "content": "x"}]
+    template.render(said)
+    tokenizer.chat_template = "new {{ messages[0].content }}"
+    assert template.render(said) == "new x"
