@@ -19,7 +19,8 @@ import torch
 from arl.api.types import TrainSequence
 
 MIN_SHARED_TOKENS = 8
-"""Shorter common beginnings are forwarded once for each sequence: separate attention costs more than it saves."""
+"""Shorter common beginnings are forwarded once for each sequence: separate attention costs more than it saves. Those
+that are at least half of a sequence are shared all the same, as many such sequences are one block of attention."""
 _TILE = 256
 """The most tokens of several stretches that are one masked block of attention."""
 _WASTED = 1024
@@ -48,14 +49,15 @@ class PrefixOrder:
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
-        """Sort int64[T_i] token ids by their prefixes. Common prefixes below `min_shared` tokens count as none."""
+        """Sort int64[T_i] token ids by their prefixes. Common prefixes below `min_shared` tokens count as none, unless
+        they are at least half of the sequence."""
         arrays = [tokens.numpy() for tokens in sequences]
         keys = [array.tobytes() for array in arrays]  # any order of the tokens will do, and bytes are fast
         indices = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0] * len(indices)
         for k in range(1, len(indices)):
             common = _common_prefix(arrays[indices[k - 1]], arrays[indices[k]])
-            shared[k] = common if common >= min_shared else 0
+            shared[k] = common if common >= min_shared or 2 * common >= len(arrays[indices[k]]) else 0
         columns = (torch.tensor(c, dtype=torch.int64) for c in (indices, [len(arrays[i]) for i in indices], shared))
         return cls(**dict(zip(("indices", "lengths", "shared"), columns, strict=True)))
 

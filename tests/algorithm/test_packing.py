@@ -85,10 +85,12 @@ def test_the_order_of_some_sequences_is_what_they_alone_would_give(sequences: Fa
 
 @settings(max_examples=50, deadline=None)
 @given(trees, st.integers(1, 8))
-def test_a_context_has_at_least_as_many_tokens_as_asked_for(sequences: Family, min_shared: int):
+def test_a_context_has_as_many_tokens_as_asked_for_or_is_half_of_its_sequence(sequences: Family, min_shared: int):
     order = order_of(sequences, min_shared)
     plan = RowPlan.of(order)
-    assert all(s.depth == 0 or s.depth >= min_shared for s in plan.stretches)
+    columns = zip(order.lengths.tolist(), order.shared.tolist(), strict=True)
+    assert all(shared == 0 or shared >= min_shared or 2 * shared >= length for length, shared in columns)
+    assert {s.depth for s in plan.stretches} <= {0, *order.shared.tolist()}
     assert row_of(order, plan, sequences).count(-1) == 0
 
 
@@ -139,9 +141,10 @@ def test_unshared_sequences_keep_their_order():
 
 
 @pytest.mark.parametrize("common", [MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS])
-def test_short_common_beginnings_are_not_shared(common: int):
-    sequences = [train_sequence([*range(common), 100 + i, 0]) for i in range(2)]
-    expected = common if common >= MIN_SHARED_TOKENS else 0
+@pytest.mark.parametrize("num_own", [MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS])
+def test_short_common_beginnings_of_longer_sequences_are_not_shared(common: int, num_own: int):
+    sequences = [train_sequence([*range(common), *range(100 + i, 100 + i + num_own), 0]) for i in range(2)]
+    expected = common if common >= MIN_SHARED_TOKENS or common >= num_own else 0
     assert prefix_order(sequences).shared.tolist() == [0, expected]
 
 
