@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -96,9 +95,6 @@ async def launch(
             await offload(lock.take)
         await stack.enter_async_context(workflow)
         trainer = await _build(stack, config, given)
-        gc.collect()
-        gc.freeze()  # else each full collection walks all that was imported: 0.2 s in which no episode goes on
-        stack.callback(gc.unfreeze)
         async with trainer.running():
             yield trainer
 

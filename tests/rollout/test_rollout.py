@@ -267,16 +267,16 @@ def test_evaluation_keeps_the_order_of_examples_reports_failures_and_runs_so_man
 def test_garbage_is_collected_less_often_while_episodes_run(
     before: tuple[int, int, int], within: tuple[int, int, int]
 ) -> None:
-    found: set[tuple[int, int, int]] = set()
+    found: set[tuple[tuple[int, int, int], bool]] = set()
 
     def act(_: int) -> object:
-        found.add(gc.get_threshold())
+        found.add((gc.get_threshold(), gc.get_freeze_count() > 10_000))
         return GOOD
 
     own = gc.get_threshold()
     gc.set_threshold(*before)
     try:
         ran(act)
-        assert (found, gc.get_threshold()) == ({within}, before)
+        assert (found, gc.get_threshold(), gc.get_freeze_count()) == ({(within, True)}, before, 0)
     finally:
         gc.set_threshold(*own)
