@@ -9,9 +9,9 @@ cache is a view; the last row moves into the place of one that ends.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -101,10 +101,11 @@ class RunningBatch:
         return self._take(plan, computed)
 
     def _plan(self) -> StepPlan:
-        self._admit()
+        alike = self._admit()
         while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
             self._num_decoding += 1
-        return StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
+        plan = StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
+        return self._follow(plan, alike) if alike and plan.num_sampled == len(self._rows) else plan
 
     def _run(self, plan: StepPlan) -> Computed:
         """Run the model over the plan's tokens, and sample. Raises FloatingPointError if its results are not finite."""
@@ -112,6 +113,8 @@ class RunningBatch:
         self._runner.adapters.use(adapted, self._runner.device)
         self._runner.cache.reserve(len(self._rows), max(plan.input.positions) + 1)
         logits, given = self._runner.forward(plan.input)
+        if plan.leaders:
+            logits = logits[torch.tensor([*range(plan.num_sampled), *plan.leaders], device=logits.device)]
         if not plan.sampled:
             computed = Computed(given=given)
         elif self._runner.is_scorer:
@@ -136,7 +139,14 @@ class RunningBatch:
     def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
         for row, length in zip(plan.rows, plan.lengths, strict=True):
             row.num_computed += length
-        self._num_decoding = plan.num_sampled
+        self._num_decoding = len(plan.sampled)
+        first = len(plan.rows)
+        for leader, count in Counter(plan.leaders).items():
+            row = plan.rows[leader]
+            self._runner.cache.spread(row.index, first, first + count, row.num_computed)
+            first += count
+        for row in plan.followers:
+            row.num_computed = len(row.tokens)
         given = iter(computed.given)
         for row, count in zip(plan.prefilling, plan.given_counts, strict=True):
             row.job.input_logprobs += islice(given, count)
@@ -193,20 +203,37 @@ class RunningBatch:
 
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Give places and longest known prefixes to waiting rows. A row waits while another computes its prefix."""
+    def _admit(self) -> dict[Row, Row]:
+        """Give places and longest known prefixes to waiting rows. A row waits while another computes its prefix.
+
+        Returns those among the waiting whose tokens are exactly another's, with that row: its logits can serve both.
+        """
         deferred: list[Row] = []
+        alike: dict[Row, Row] = {}
         try:
             while self._waiting and len(self._rows) < self._max_rows:
                 row = self._waiting.popleft()
                 prefix, common = self._prefixes.find(row) or (None, 0)
+                is_alike = isinstance(prefix, Row) and row.num_reusable == common - 1 and prefix.tokens == row.tokens
                 common = min(common, row.num_reusable)  # beyond it, logits are needed
-                if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
+                if is_alike:
+                    alike[row] = prefix
+                if is_alike or (prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1)):
                     deferred.append(row)
                 else:
                     self._place(row, prefix, common)
         finally:
             self._waiting.extendleft(reversed(deferred))
+        return alike
+
+    def _follow(self, plan: StepPlan, alike: Mapping[Row, Row]) -> StepPlan:
+        """Give places to waiting rows that sample from the logits of another row of the plan, grouped by that row."""
+        rows = sorted(islice(alike, self._max_rows - len(self._rows)), key=lambda row: alike[row].index)
+        for row in rows:
+            self._waiting.remove(row)
+            self._place(row, None, 0)
+            row.job.cached_tokens = max(row.job.cached_tokens, min(row.num_reusable, len(row.job.input_ids)))
+        return replace(plan, followers=rows, leaders=[alike[row].index for row in rows])
 
     def _place(self, row: Row, prefix: Prefix | None, common: int) -> None:
         """Append a row with the keys and values of the first `common` tokens of `prefix`, as far as computed."""

@@ -225,6 +225,10 @@ class StepPlan:
     """This step completes the tokens of the first `num_sampled` rows, and each of them samples its next token."""
     given_counts: Sequence[int]
     """For each chunk, the number of logprobs of given tokens that its job gets."""
+    followers: Sequence[Row] = ()
+    """Rows after the others that compute nothing: each has the tokens of one of `rows` and samples from its logits."""
+    leaders: Sequence[int] = ()
+    """The place in `rows` of the row that each follower has the tokens of; followers of one stand together."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], num_decoding: int, prefill_tokens: int) -> StepPlan:
@@ -262,7 +266,7 @@ class StepPlan:
 
     @property
     def sampled(self) -> Sequence[Row]:
-        return self.rows[: self.num_sampled]
+        return [*self.rows[: self.num_sampled], *self.followers]
 
     @property
     def prefilling(self) -> Sequence[Row]:

@@ -93,6 +93,11 @@ class SlotCache:
         """Copy the first `length` positions of row `source` to row `target`."""
         self._rows[target].narrow(3, 0, length).copy_(self._rows[source].narrow(3, 0, length))
 
+    def spread(self, source: int, first: int, last: int, length: int) -> None:
+        """Copy the first `length` positions of row `source` to rows first..last-1."""
+        row = self._data[:, :, source : source + 1, :, :length]
+        self._data[:, :, first:last, :, :length] = row
+
     def export(self, row: int, length: int) -> torch.Tensor:
         """A copy of a row's first `length` positions: [layers, 2, kv heads, length, head dim]."""
         return self._rows[row].narrow(3, 0, length).clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,8 @@
 """Continuous batching: what is generated is what plain transformers generates, whoever shares the batch."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,56 @@ def test_samples_of_one_prompt_compute_it_once(make_batch: MakeBatch, reference:
     assert sorted(job.cached_tokens for job in jobs) == [0] + 7 * [length - 1]
     assert len({tuple(job.output_ids) for job in jobs}) == 8
     for job in jobs:
+        reference.check(job)
+
+
+def test_equal_prompts_are_sampled_in_the_step_that_computes_one_of_them(
+    make_batch: MakeBatch, reference: Reference
+) -> None:
+    batch = make_batch(max_rows=6)
+    running = make_job(prompt_of(9, 1), max_new_tokens=4)
+    batch.add(running)
+    batch.step()
+    group = [make_job(prompt_of(20, 2), max_new_tokens=2, seed=seed) for seed in range(4)]
+    late = make_job(prompt_of(20, 2), max_new_tokens=2)
+    other = replace(make_job(prompt_of(20, 2), max_new_tokens=2), extra_key="other")
+    for job in (*group, other, late):
+        batch.add(job)
+    batch.step()
+    assert [len(job.output_ids) for job in (running, *group, other, late)] == [2, 1, 1, 1, 1, 1, 0]
+    run_all(batch)
+    alone = make_job(prompt_of(20, 2), max_new_tokens=2, seed=3)
+    run_all(make_batch(), [alone])
+    assert alone.output_ids == group[3].output_ids
+    for job in (running, *group, other, late):
+        reference.check(job)
+
+
+def test_random_groups_that_are_aborted_retracted_and_scored_are_computed_as_alone(
+    make_batch: MakeBatch, reference: Reference
+) -> None:
+    rng = random.Random(5)
+    batch = make_batch(max_rows=7, prefill_tokens=15)
+    prompts = [prompt_of(rng.randrange(1, 40), seed) for seed in range(4)]
+    jobs: list[Job] = []
+    for _ in range(40):
+        for _ in range(rng.choice([0, 1, 1, 4])):
+            prompt = rng.choice(prompts)
+            starts = [None, None, None, *range(len(prompt))]
+            job = make_job(prompt, max_new_tokens=rng.randrange(1, 6), top_p=rng.choice([1.0, 0.5]))
+            jobs.append(replace(job, logprob_start=rng.choice(starts), is_prefill_only=rng.random() < 0.1))
+            batch.add(jobs[-1])
+        event = rng.random()
+        if event < 0.1:
+            batch.retract()
+        elif event < 0.2:
+            batch.abort(rng.choice(jobs).rid if jobs else "none")
+        if not batch.is_idle:
+            batch.step()
+    run_all(batch)
+    for job in jobs:
+        if job.finish_reason == {"type": "abort", "message": "Aborted by request"}:
+            job.logprob_start = None if job.lacks_input_logprobs else job.logprob_start
         reference.check(job)
 
 
