@@ -7,6 +7,7 @@ the chunks of prompts (the rows after them). Linear layers see them together; at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,10 @@ class SlotCache:
         """Zeros: attention multiplies everything beyond a sequence's end by 0, so it must be finite."""
         s = self.shape
         size = (s.num_layers, 2, num_rows, s.num_kv_heads, capacity, s.head_dim)
-        return torch.zeros(size, dtype=s.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(size, dtype=s.dtype, device=self.device)
+        # Unlike torch's, numpy's zeros take memory and time only once they are touched.
+        return torch.from_numpy(np.zeros(math.prod(size) * s.dtype.itemsize, np.uint8)).view(s.dtype).view(size)
 
     def _use(self, data: torch.Tensor) -> None:
         self._data = data
