@@ -7,10 +7,11 @@ import json
 import marshal
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jinja2 import Template, TemplateError
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+KeyT, ValueT = TypeVar("KeyT"), TypeVar("ValueT")
+
 _UNTRUE: set[str] = set()
 """Templates for which a check has failed."""
 REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
@@ -36,6 +39,16 @@ _CUT = "\ufdd0"
 """Marks a control token's text as mere text, from within it. Unicode reserves this character for internal use."""
 _WORD = re.compile(r"\w+")
 _NO_SPACE = re.compile(r"\S+")
+
+
+class _Newest(OrderedDict[KeyT, ValueT]):
+    """Keeps as many entries as _REMEMBERED; threads may share it."""
+
+    def added(self, key: KeyT, value: ValueT) -> ValueT:
+        self[key] = value
+        if len(self) > _REMEMBERED:
+            self.popitem(last=False)
+        return value
 
 
 class ChatTemplate:
@@ -56,8 +69,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._options = dict(options or {})
         self._special = _special_tokens(tokenizer)
-        self._known_text = lru_cache(_REMEMBERED)(self._text_of_packed)
-        self._known_ids = lru_cache(_REMEMBERED)(self._ids_of)
+        self._texts = _Newest[tuple[str, bytes, bool], str]()
+        self._ids = _Newest[str, tuple[int, ...]]()
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
@@ -83,10 +96,10 @@ class ChatTemplate:
             packed = b""
         if not 0 < len(packed) <= _LONGEST:
             return self._text(shown, specs, add_generation_prompt)
-        return self._known_text(source, packed, add_generation_prompt)
-
-    def _text_of_packed(self, source: str, packed: bytes, add_generation_prompt: bool) -> str:
-        return self._text(*marshal.loads(packed), add_generation_prompt)
+        key = source, packed, add_generation_prompt
+        if (text := self._texts.get(key)) is None:
+            text = self._texts.added(key, self._text(shown, specs, add_generation_prompt))
+        return text
 
     def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:
         try:
@@ -132,12 +145,12 @@ class ChatTemplate:
         backend = self._backend
         if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
             return tuple(i for part in text.split(_CUT) for i in self.tokenizer.encode(part, add_special_tokens=False))
-        return self._known_ids(text) if len(text) <= _LONGEST else self._ids_of(text)
-
-    def _ids_of(self, text: str) -> tuple[int, ...]:
-        backend, parts = self._backend, text.split(_CUT)
-        assert backend is not None, "encode has asked"
-        return tuple(i for found in backend.encode_batch(parts, add_special_tokens=False) for i in found.ids)
+        if (ids := self._ids.get(text)) is None:
+            encoded = backend.encode_batch(text.split(_CUT), add_special_tokens=False)
+            ids = tuple(i for part in encoded for i in part.ids)
+            if len(text) <= _LONGEST:
+                self._ids.added(text, ids)
+        return ids
 
     @cached_property
     def _backend(self) -> Tokenizer | None:
