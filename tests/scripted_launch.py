@@ -56,9 +56,14 @@ def use_fakes(
 ) -> None:
     """Let `launch` compose everything as it does, but for the two engines. load: loads the train engine instead."""
     monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
-    # Training, too, is in this process.
-    monkeypatch.setattr(arl.assembly, "RemoteLearner", lambda host, log, num_threads: _carried(host)()._learner)
-    load = load or (lambda *_, **__: train_engine or ScriptedTrainEngine())
-    monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)
+    use_scripted_training(monkeypatch, load or (lambda *_, **__: train_engine or ScriptedTrainEngine()))
     monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)
     monkeypatch.setattr(arl.assembly, "served_model", lambda name: ServedModel(name=name))
+
+
+def use_scripted_training(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any] = lambda *_, **__: ScriptedTrainEngine()
+) -> None:
+    """Let `launch` train in this process, with what `load` gives in the place of a train engine."""
+    monkeypatch.setattr(arl.assembly, "RemoteLearner", lambda host, log, num_threads: _carried(host)()._learner)
+    monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)

@@ -14,7 +14,7 @@ import pytest
 from agent_script import TOKENIZER, SayDigits
 from embedded_server import server_here, server_process
 from recovery.invariants import newest_checkpoint
-from scripted_launch import small
+from scripted_launch import small, use_scripted_training
 from transformers import AutoTokenizer
 
 import arl
@@ -22,7 +22,7 @@ from arl.api.algorithm import preset
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
-from arl.assembly import _check_room, launch
+from arl.assembly import _check, _check_room, _Given, launch
 from arl.engine.tiny import write_tiny_model
 from arl.rewards import NumericMatch
 from arl.trainer_process import _check_critics_tokens, load_train_engine
@@ -140,7 +140,10 @@ async def test_a_model_that_cannot_be_loaded_is_named_and_leaves_nothing_running
     assert processes_naming(str(tmp_path)) == []
 
 
-async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+async def test_a_server_that_is_not_there_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_scripted_training(monkeypatch)
     engine = {"kind": "sglang", "addresses": ["http://127.0.0.1:9"]}
     with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9"):
         await begin(tmp_path, model=str(model), engine=engine)
@@ -235,9 +238,10 @@ def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> No
 @pytest.mark.parametrize(
     ("dtype", "transport", "count"), [("bfloat16", "disk", 1), ("bfloat16", "adapter", 0), ("float32", "disk", 0)]
 )
-async def test_a_warning_says_that_servers_would_get_rounded_adapters(
+def test_a_warning_says_that_servers_would_get_rounded_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, transport: str, count: int
 ) -> None:
-    with pytest.raises(ModelError):
-        await begin(tmp_path, train={"dtype": dtype, "lora": {"rank": 4}}, weights={"transport": transport})
+    config = small(tmp_path, train={"dtype": dtype, "lora": {"rank": 4}}, weights={"transport": transport})
+    given = _Given(workflow=SayDigits(), dataset=[{}], eval_dataset=None, keep=None, curriculum=None)
+    _check(config, given)
     assert caplog.text.count("rounded away") == count
