@@ -43,7 +43,7 @@ from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
 from arl.engine.weights import package as delta

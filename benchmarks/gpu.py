@@ -51,7 +51,8 @@ from arl.api.engine_config import (
     OptimizerConfig,
     TrainConfig,
 )
-from arl.api.types import ModelRequest, SamplingParams, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

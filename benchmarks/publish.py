@@ -33,7 +33,8 @@ from arl.api.engine_config import (
     SGLangProcessesConfig,
     TrainConfig,
 )
-from arl.api.types import ModelRequest, SamplingParams, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.processes import local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

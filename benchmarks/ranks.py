@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 from arl.algorithm.batch import weigh_tokens
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.engine_config import TrainConfig
-from arl.api.types import TrainSequence
-from arl.engine.fsdp.minibatch import PackedSequences, divide
+from arl.api.train_sequence import TrainSequence
+from arl.engine.fsdp.minibatch import divide
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -89,9 +90,9 @@ def show_overhead(engine: RayTrainEngine, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     shares = divide(batch, args.ranks, share_prefixes=True)
     divided = time.perf_counter()
-    packed = [PackedSequences.of([batch[i] for i in share]) for share in shares]
+    packed = [FlatSequences.of(batch).take(share) for share in shares]
     ended = time.perf_counter()
-    num_bytes = sum(array.nbytes for share in packed for array in share.per_token.values())
+    num_bytes = sum(share.num_bytes for share in packed)
     trips: list[float] = []
     for _ in range(5):
         start = time.perf_counter()

@@ -4,27 +4,25 @@
     trajectories    0     1    2      3       4        columns: group, episode, trajectories[i].role
     tokens          .....|....|......|.......|....     one tensor for each field, T tokens long
 
-The algorithm works on these tensors by index. A train engine takes `sequences`: views of them.
+The algorithm works on these tensors by index. A train engine takes `sequences`: the same tensors.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from arl.algorithm.flat_sequences import TENSORS, FlatSequences, of_each
 from arl.api.algorithm import Aggregation
 from arl.api.objective import OverlongConfig
-from arl.api.types import TOKEN_FIELDS, Group, TrainSequence, Trajectory
-
-_Made = TypeVar("_Made")
-_TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,20 +147,21 @@ class Batch:
             group=tuple(chain.from_iterable(repeat(new, len(members[group])) for new, group in enumerate(groups))),
             episode=tuple(self.episode[i] for i in rows),
             lengths=tuple(self.lengths[i] for i in rows),
-            **self._each(of_these),
+            **of_each(self._columns, of_these),
         )
 
-    def sequences(self) -> list[TrainSequence]:
-        """[N] The trajectories for a train engine. Their tensors are views."""
-        rows = zip(*self._each(self.split).values(), strict=True)
-        return [_sequence(row, t.temperature) for row, t in zip(rows, self.trajectories, strict=True)]
+    def sequences(self) -> FlatSequences:
+        """[N] The trajectories for a train engine."""
+        return FlatSequences(
+            lengths=self.lengths,
+            columns=self._columns,
+            temperatures=tuple(t.temperature for t in self.trajectories),
+            units=(-1,) * len(self),
+        )
 
-    def _each(self, change: Callable[[torch.Tensor], _Made]) -> dict[str, _Made]:
-        """What `change` makes of each field's tensor. Fields that share their zeros go on sharing them."""
-        columns = {name: getattr(self, name) for name in _TENSORS}
-        distinct = {id(column): column for column in columns.values()}
-        made = {key: change(column) for key, column in distinct.items()}
-        return {name: made[id(column)] for name, column in columns.items()}
+    @property
+    def _columns(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in TENSORS}
 
 
 def joined(rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike) -> torch.Tensor:
@@ -175,14 +174,6 @@ def token_rewards(batch: Batch) -> torch.Tensor:
     rows = (t.token_rewards for t in batch.trajectories)
     pairs = zip(rows, batch.lengths, strict=True)
     return joined((np.zeros(length) if row is None else row for row, length in pairs), np.float64)
-
-
-def _sequence(tensors: Iterable[torch.Tensor], temperature: float) -> TrainSequence:
-    """A sequence with all of its tensors, which are not checked again."""
-    sequence = object.__new__(TrainSequence)
-    for name, value in zip((*_TENSORS, "temperature", "unit"), (*tensors, temperature, -1), strict=True):
-        object.__setattr__(sequence, name, value)
-    return sequence
 
 
 def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int = 1) -> torch.Tensor:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 
 _TOLERANCE = 0.01
 """The relative precision of the search for the smallest budget."""
@@ -48,8 +49,8 @@ def balanced_shares(
     """
     if num_shares < 1:
         raise ValueError(f"num_shares is {num_shares}; it must be at least 1")
-    order = prefix_order(sequences, share_prefixes=share_prefixes)
-    parts = _Parts.of(order, [sequence.unit for sequence in sequences])
+    flat = FlatSequences.of(sequences)
+    parts = _Parts.of(prefix_order(flat, share_prefixes=share_prefixes), flat.units)
     too_small, enough = 0.0, float(parts.num_tokens)
     while enough - too_small > enough * _TOLERANCE:
         budget = (too_small + enough) / 2

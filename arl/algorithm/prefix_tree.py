@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from arl.api.types import TrainSequence
+from arl.algorithm.flat_sequences import FlatSequences
+from arl.api.train_sequence import TrainSequence
 
 MIN_SHARED_TOKENS = 8
 """Shorter common beginnings are forwarded once for each sequence: separate attention costs more than it saves. Those
@@ -48,10 +51,10 @@ class PrefixOrder:
         return cls(indices=torch.arange(len(lengths)), lengths=lengths, shared=torch.zeros_like(lengths))
 
     @classmethod
-    def of(cls, sequences: Sequence[torch.Tensor], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
-        """Sort int64[T_i] token ids by their prefixes. Common prefixes below `min_shared` tokens count as none, unless
-        they are at least half of the sequence."""
-        arrays = [tokens.numpy() for tokens in sequences]
+    def of(cls, sequences: Sequence[npt.ArrayLike], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
+        """Sort token ids, int64[T_i] of each sequence, by their prefixes. Common prefixes below `min_shared` tokens
+        count as none, unless they are at least half of the sequence."""
+        arrays = [np.asarray(tokens) for tokens in sequences]
         keys = [array.tobytes() for array in arrays]  # any order of the tokens will do, and bytes are fast
         indices = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0] * len(indices)
@@ -243,19 +246,17 @@ class RowPlan:
 
 def last_trained(sequences: Sequence[TrainSequence]) -> torch.Tensor:
     """int64[N]: the place of each sequence's last trained token; -1 without one."""
-    if not sequences:
-        return torch.zeros(0, dtype=torch.int64)
-    trained = torch.cat([sequence.loss_mask for sequence in sequences]).nonzero()[:, 0]
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    stops = lengths.cumsum(0)
-    found = torch.cat([torch.tensor([-1]), trained])[torch.searchsorted(trained, stops)] - (stops - lengths)
+    flat = FlatSequences.of(sequences)
+    trained = flat.loss_mask.nonzero()[:, 0]
+    found = torch.cat([torch.tensor([-1]), trained])[torch.searchsorted(trained, flat.starts[1:])] - flat.starts[:-1]
     return found.clamp(min=-1)
 
 
-def needed_tokens(sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+def needed_tokens(sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.int64]]:
     """int64[at least 1] each: the token ids before the last trained one. By causality no others matter."""
-    lengths = last_trained(sequences).clamp(min=1).tolist()
-    return [sequence.token_ids[:length] for sequence, length in zip(sequences, lengths, strict=True)]
+    flat = FlatSequences.of(sequences)
+    tokens, stops = flat.token_ids.numpy(), flat.starts[:-1] + last_trained(flat).clamp(min=1)
+    return [tokens[start:stop] for start, stop in zip(flat.starts.tolist(), stops.tolist(), strict=False)]
 
 
 def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from arl.api.types import TOKEN_FIELDS, ModelRequest, ModelResponse, TrainSequence, fill_unset, unset
+from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence, fill_unset, unset
+from arl.api.types import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
     import torch

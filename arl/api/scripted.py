@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from arl.api.engine import ModelLimits, Output, Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
 from arl.api.errors import EngineClosedError
-from arl.api.types import ModelRequest, ModelResponse, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
     import torch

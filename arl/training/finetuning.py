@@ -14,7 +14,8 @@ from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.supervised import Pair, PreferenceLoss, RewardModelLoss, SFTLoss, paired
 from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
 from arl.api.errors import DatasetError
-from arl.api.types import NOT_SAMPLED, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import NOT_SAMPLED
 
 ItemT = TypeVar("ItemT")
 

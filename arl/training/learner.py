@@ -16,19 +16,21 @@ import torch
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch, loss_weights
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Saving, TrainEngine
 from arl.api.errors import CheckpointError
-from arl.api.types import Group, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedBatch:
     """A batch that is ready for training."""
 
-    minibatches: list[list[TrainSequence]]
+    minibatches: list[FlatSequences]
     """The sequences of each optimizer step."""
     advantages: list[float | None]
     """For each trajectory of the new groups, the mean over its trained tokens; None without trained tokens."""
@@ -73,7 +75,7 @@ class Learner:
         config = self._config
         batch = Batch.of([*groups, *replayed], config.overlong)
         batch = with_advantages(self._with_forward_passes(batch), config)
-        minibatches: list[list[TrainSequence]] = []
+        minibatches: list[FlatSequences] = []
         for indices in self._minibatches(len(groups), len(replayed)):
             part = batch.take(indices)
             part = replace(part, selected=selected_tokens(part, config.selection, seed=self._seed + self.version))

@@ -19,7 +19,8 @@ from arl.api.objective import (
     RejectionAdvantage,
     ReturnsAdvantage,
 )
-from arl.api.types import COLUMNS, Group, TrainSequence, Trajectory
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import COLUMNS, Group, Trajectory
 
 EPSILON = 1e-6
 Member = tuple[Group, Any, TrainSequence, int]

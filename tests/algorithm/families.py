@@ -5,7 +5,7 @@ import random
 import torch
 from hypothesis import strategies as st
 
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 
 Family = list[list[int]]
 

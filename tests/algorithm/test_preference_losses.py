@@ -11,7 +11,7 @@ from loss_references import gradient
 
 from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, paired
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
-from arl.api.types import TOKEN_FIELDS, TrainSequence
+from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 
 Numbers = list[float]
 PlainPair = tuple[Numbers, Numbers, Numbers, Numbers]

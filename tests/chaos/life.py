@@ -20,7 +20,8 @@ import arl.engine.local.app
 import arl.engine.local.scheduler
 from arl.api.config import Config
 from arl.api.engine import Sampler, Saving, TokenLoss
-from arl.api.types import Example, ModelRequest, SamplingParams, TrainSequence, Trajectory
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import run
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

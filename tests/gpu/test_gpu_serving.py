@@ -10,7 +10,8 @@ from engine.fsdp.train_sequences import LOSS, random_sequences
 
 from arl.api.engine import WeightTransport
 from arl.api.engine_config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.disk import DiskTransport

@@ -23,7 +23,8 @@ import arl.assembly
 from arl.api.config import Config
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import Example, ModelRequest, TrainSequence, Trajectory
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import Example, ModelRequest, Trajectory
 
 NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
 

@@ -12,7 +12,8 @@ from arl.api.algorithm import preset
 from arl.api.engine import Output
 from arl.api.errors import CheckpointError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.api.types import Group, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import Group
 from arl.training.learner import Learner
 
 

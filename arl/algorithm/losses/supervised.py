@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 
 Pair = tuple[TrainSequence, TrainSequence]
 """Chosen, rejected."""

@@ -1,68 +1,31 @@
 """A minibatch's way through the ranks: shares, microbatches, and the sums of its metrics.
 
-TrainSequences --divide--> shares --PackedSequences--> ranks --microbatches--> Microbatch --> MinibatchTally
+TrainSequences --divide--> shares --FlatSequences--> ranks --microbatches--> Microbatch --> MinibatchTally
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from arl.algorithm.flat_sequences import FlatSequences, of_each, runs
 from arl.algorithm.packing import balanced_shares, pack
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, last_trained, prefix_order
 from arl.api.engine import PackedTokens, TokenLosses
-from arl.api.types import TOKEN_FIELDS, TrainSequence
+from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
-
-_FIELDS = tuple(field.name for field in fields(TrainSequence))
 
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
     """Shares of nearly equal forwarded tokens, as indices; a share may be empty. Untrained sequences are in none."""
-    trained = (last_trained(sequences) >= 0).nonzero()[:, 0].tolist()
-    shares = balanced_shares([sequences[i] for i in trained], num_shares, share_prefixes=share_prefixes)
+    flat = FlatSequences.of(sequences)
+    trained = (last_trained(flat) >= 0).nonzero()[:, 0].tolist()
+    shares = balanced_shares(flat.take(trained), num_shares, share_prefixes=share_prefixes)
     return [[trained[i] for i in share] for share in shares]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSequences:
-    """Sequences end to end: one array for each field of TrainSequence, which Ray sends without pickling it."""
-
-    lengths: list[int]
-    """Tokens of each sequence."""
-    per_token: dict[str, np.ndarray]
-    """Field -> array[sum(lengths)]."""
-    per_sequence: dict[str, list[Any]]
-    """Field -> a value for each sequence."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.per_token.values())
-
-    @classmethod
-    def of(cls, sequences: Sequence[TrainSequence]) -> PackedSequences:
-        values = {name: [getattr(sequence, name) for sequence in sequences] for name in _FIELDS if sequences}
-        is_tensor = {name: isinstance(column[0], torch.Tensor) for name, column in values.items()}
-        return cls(
-            lengths=[len(sequence) for sequence in sequences],
-            per_token={name: torch.cat(values[name]).numpy() for name in values if is_tensor[name]},
-            per_sequence={name: values[name] for name in values if not is_tensor[name]},
-        )
-
-    def unpack(self) -> list[TrainSequence]:
-        """The sequences, as views of a copy, because arrays in Ray's shared memory are read-only."""
-        columns: dict[str, Sequence[Any]] = {
-            name: torch.from_numpy(array.copy()).split(self.lengths) for name, array in self.per_token.items()
-        }
-        columns |= self.per_sequence
-        rows = ({name: column[i] for name, column in columns.items()} for i in range(len(self.lengths)))
-        return [TrainSequence(**row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,12 +74,13 @@ def microbatches(
     sequences: Sequence[TrainSequence], budget: int, device: torch.device, *, share_prefixes: bool
 ) -> list[tuple[list[int], Microbatch]]:
     """(indices into `sequences`, their microbatch) under the budget of `pack`. Untrained sequences are in none."""
-    trained = (last_trained(sequences) >= 0).nonzero()[:, 0].tolist()
-    kept = [sequences[i] for i in trained]
+    flat = FlatSequences.of(sequences)
+    trained = (last_trained(flat) >= 0).nonzero()[:, 0].tolist()
+    kept = flat.take(trained)
     order = prefix_order(kept, share_prefixes=share_prefixes)
-    bins = pack(order, budget, [sequence.unit for sequence in kept])
+    bins = pack(order, budget, kept.units)
     return [
-        ([trained[i] for i in members], _packed([kept[i] for i in members], order.renumbered(members), device))
+        ([trained[i] for i in members], _packed(kept.take(members), order.renumbered(members), device))
         for members in bins
     ]
 
@@ -125,48 +89,42 @@ def build_microbatch(
     sequences: Sequence[TrainSequence], device: torch.device, *, share_prefixes: bool = True
 ) -> Microbatch:
     """Pack at least one sequence. Raises ValueError if a first token is marked as trained."""
-    return _packed(sequences, prefix_order(sequences, share_prefixes=share_prefixes), device)
+    flat = FlatSequences.of(sequences)
+    return _packed(flat, prefix_order(flat, share_prefixes=share_prefixes), device)
 
 
-def _packed(sequences: Sequence[TrainSequence], order: PrefixOrder, device: torch.device) -> Microbatch:
-    lengths = tuple(len(s) for s in sequences)
-    trained = torch.cat([s.loss_mask for s in sequences])
-    places, sizes = trained.nonzero()[:, 0], torch.tensor(lengths)
-    stops = sizes.cumsum(0)
-    sequence_ids = torch.searchsorted(stops, places, right=True)
-    positions = places - (stops - sizes)[sequence_ids]
+def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Microbatch:
+    places = flat.loss_mask.nonzero()[:, 0]
+    sequence_ids = torch.searchsorted(flat.starts[1:], places, right=True)
+    positions = places - flat.starts[sequence_ids]
     if not positions.all():
         raise ValueError("loss_mask is 1 at a sequence's first token, which has no context and so no logprob to train")
     plan = RowPlan.of(order)
     numbers = order.indices.argsort()[sequence_ids]
-    temperatures = torch.tensor([s.temperature for s in sequences], dtype=torch.float32)
-
-    def of_trained(name: str) -> torch.Tensor:
-        # Selected before it is copied: on a GPU, selecting by a mask waits for everything queued there.
-        return torch.cat([getattr(s, name) for s in sequences])[places].to(device)
-
+    temperatures = torch.tensor(flat.temperatures, dtype=torch.float32)
+    # Selected before they are copied: on a GPU, selecting by a mask waits for everything queued there.
+    of_trained = of_each(flat.columns, lambda column: column[places].to(device))
     layout = PackedLayout(plan, device)
     return Microbatch(
-        input_ids=_row(sequences, order)[None].to(device),
+        input_ids=_row(flat, order)[None].to(device),
         position_ids=layout.positions[None].long(),
         layout=layout,
-        lengths=lengths,
-        trained=trained,
+        lengths=flat.lengths,
+        trained=flat.loss_mask,
         predictors=plan.places(numbers, positions - 1).to(device),
-        targets=of_trained("token_ids"),
+        targets=of_trained["token_ids"],
         temperatures=temperatures[sequence_ids].to(device),
         tokens=PackedTokens(
-            **{name: of_trained(name) for name in TOKEN_FIELDS},
+            **{name: of_trained[name] for name in TOKEN_FIELDS},
             sequence_ids=sequence_ids.to(device),
-            unit_ids=_unit_numbers(sequences)[sequence_ids].to(device),
+            unit_ids=_unit_numbers(flat.units)[sequence_ids].to(device),
         ),
     )
 
 
-def _row(sequences: Sequence[TrainSequence], order: PrefixOrder) -> torch.Tensor:
+def _row(flat: FlatSequences, order: PrefixOrder) -> torch.Tensor:
     """int64[T]: the token ids that each sequence of the order adds to the row."""
-    columns = order.indices.tolist(), order.shared.tolist(), order.lengths.tolist()
-    return torch.cat([sequences[i].token_ids[start:stop] for i, start, stop in zip(*columns, strict=True)])
+    return flat.token_ids[runs(flat.starts[order.indices] + order.shared, order.lengths - order.shared)]
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
@@ -175,11 +133,11 @@ def empty_microbatch(device: torch.device) -> Microbatch:
     return build_microbatch([token], device)
 
 
-def _unit_numbers(sequences: Sequence[TrainSequence]) -> torch.Tensor:
+def _unit_numbers(units: Sequence[int]) -> torch.Tensor:
     """[S] The number of each sequence's unit in this microbatch, by first appearance."""
     numbers: dict[int | tuple[int], int] = {}
-    units = [s.unit if s.unit >= 0 else (index,) for index, s in enumerate(sequences)]
-    return torch.tensor([numbers.setdefault(unit, len(numbers)) for unit in units], dtype=torch.int64)
+    keys = [unit if unit >= 0 else (index,) for index, unit in enumerate(units)]
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
 _KINDS = ("loss", "mean", "weighted", "above", "below", "size", "square")

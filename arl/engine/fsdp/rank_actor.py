@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
-from arl.engine.fsdp.minibatch import PackedSequences
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.remote_calls import Kept, Messages, place_of, reported
 
@@ -67,9 +67,9 @@ class RankActor:
         return self._engine.limits
 
     @reported
-    def forward(self, share: PackedSequences, output: Output) -> np.ndarray:
+    def forward(self, share: FlatSequences, output: Output) -> np.ndarray:
         """The output for the share's sequences, end to end."""
-        outputs = self._engine.forward(share.unpack(), output)
+        outputs = self._engine.forward(share, output)
         return torch.cat(outputs).numpy() if outputs else np.zeros(0, np.float32)
 
     @reported
@@ -77,9 +77,9 @@ class RankActor:
         self._engine.update_reference(share)
 
     @reported
-    def train_batch(self, shares: Sequence[PackedSequences], loss: TokenLoss) -> dict[str, float]:
+    def train_batch(self, shares: Sequence[FlatSequences], loss: TokenLoss) -> dict[str, float]:
         """shares: this rank's part of each minibatch."""
-        return self._engine.train_batch([share.unpack() for share in shares], loss)
+        return self._engine.train_batch(shares, loss)
 
     @reported
     def load(self, directory: Path) -> int:

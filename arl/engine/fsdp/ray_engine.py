@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, TrainingError
-from arl.api.types import TrainSequence, new_id
-from arl.engine.fsdp.minibatch import PackedSequences, divide
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import new_id
+from arl.engine.fsdp.minibatch import divide
 from arl.engine.fsdp.ray_cluster import Placement, RayLease
 from arl.remote_calls import KeptSnapshot
 
@@ -69,11 +71,12 @@ class RayTrainEngine:
         return self._limits
 
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
-        shares = self._divide(sequences)
-        packed = [PackedSequences.of([sequences[i] for i in share]) for share in shares]
+        flat = FlatSequences.of(sequences)
+        shares = self._divide(flat)
+        packed = [flat.take(share) for share in shares]
         self._check_room(packed)
         answers = self._ranks.train("forward", [(share, output) for (share,) in self._to_ranks(packed)])
-        outputs = [torch.zeros(len(sequence)) for sequence in sequences]
+        outputs = [torch.zeros(length) for length in flat.lengths]
         for share, lengths, answer in zip(
             shares, (p.lengths for p in packed), answers[:: self._config.tensor_parallel], strict=True
         ):
@@ -87,10 +90,10 @@ class RayTrainEngine:
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         """Metrics are FSDPTrainEngine's, of all ranks. Raises TypeError for a loss that does not pickle."""
         loss_ref = self._ranks.put(loss)
-        packed: list[list[PackedSequences]] = [[] for _ in range(self._num_shares)]
-        for minibatch in minibatches:
-            for share, indices in zip(packed, self._divide(minibatch), strict=True):
-                share.append(PackedSequences.of([minibatch[i] for i in indices]))
+        packed: list[list[FlatSequences]] = [[] for _ in range(self._num_shares)]
+        for flat in map(FlatSequences.of, minibatches):
+            for share, indices in zip(packed, self._divide(flat), strict=True):
+                share.append(flat.take(indices))
         self._check_room([part for share in packed for part in share])
         arguments = [(share, loss_ref) for (share,) in self._to_ranks(packed)]
         metrics = self._agreed(self._ranks.train("train_batch", arguments))
@@ -140,7 +143,7 @@ class RayTrainEngine:
     def _divide(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
         return divide(sequences, self._num_shares, share_prefixes=self._config.share_prefixes)
 
-    def _check_room(self, packed: Sequence[PackedSequences]) -> None:
+    def _check_room(self, packed: Sequence[FlatSequences]) -> None:
         """Raises TrainingError if Ray cannot hold all of it."""
         needed, room = sum(share.num_bytes for share in packed), self._lease.room()
         if room is not None and needed > room:

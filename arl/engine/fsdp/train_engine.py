@@ -23,10 +23,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
     Microbatch,
@@ -109,10 +110,11 @@ class FSDPTrainEngine:
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         self._enter()
         self._check_has(output)
-        outputs = [torch.zeros(len(sequence)) for sequence in sequences]
+        flat = FlatSequences.of(sequences)
+        outputs = [torch.zeros(length) for length in flat.lengths]
         with self._reference.in_place() if output == "reference_logprobs" else nullcontext():
             try:
-                batches = self._microbatches(sequences)
+                batches = self._microbatches(flat)
                 found = [self._compute(batch) for _, batch in batches]
             finally:
                 self._release_weights()

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.tiny import tiny_tokenizer
 
 

@@ -18,7 +18,7 @@ from arl.api.engine import ModelLimits, PackedTokens, TokenLosses, TokenOutputs
 from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer, model_limits
 from arl.training.finetuning import Demonstration, Preference, finetune, train_preferences, train_reward_model

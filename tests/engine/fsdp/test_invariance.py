@@ -20,7 +20,8 @@ from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import Head, TokenLoss
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.presets import PRESETS
-from arl.api.types import NOT_SAMPLED, Group, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import NOT_SAMPLED, Group
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.training.learner import Learner
 

@@ -1,5 +1,6 @@
 """A packed row gives the logprobs, losses and gradients of its sequences one at a time, also with shared prefixes."""
 
+import pickle
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from train_models import MakeEngine, load_twin, write_model
 from train_sequences import LOSS, family_sequences, random_sequences, twin_logprobs, twin_loss
 from transformers import MistralForCausalLM, Qwen3ForCausalLM
 
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.attention import (
     PackedLayout,
     block_attention,
@@ -24,7 +26,7 @@ from arl.engine.fsdp.attention import (
     flex_attention,
     masked_attention,
 )
-from arl.engine.fsdp.minibatch import PackedSequences, build_microbatch
+from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.policy import Policy
 
@@ -108,9 +110,9 @@ def test_identical_sequences_are_forwarded_once_upto_their_last_trained_token_an
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_packed_sequences_come_out_as_they_went_in(count: int):
+def test_flat_sequences_come_out_as_they_went_in(count: int):
     sequences = random_sequences(count)
-    arrived = PackedSequences.of(sequences).unpack()
+    arrived = pickle.loads(pickle.dumps(FlatSequences.of(sequences)))
     assert len(arrived) == count
     for ours, theirs in zip(arrived, sequences, strict=True):
         for field in fields(TrainSequence):

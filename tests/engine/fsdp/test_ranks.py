@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.parallel import loading_turn
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

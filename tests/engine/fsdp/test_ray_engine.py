@@ -16,7 +16,7 @@ from train_variants import LORA, OPTIMIZER, assert_same_tensors
 from arl.api.engine import TokenLoss
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

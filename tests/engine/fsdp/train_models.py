@@ -19,7 +19,7 @@ from transformers import (
 
 from arl.api.engine import Head
 from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 

@@ -15,7 +15,7 @@ from arl.algorithm.packing import balanced_shares
 from arl.api.algorithm import Aggregation, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig
-from arl.api.types import TOKEN_FIELDS, TrainSequence
+from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.train_engine import learning_rate
 
 VOCABULARY = 256

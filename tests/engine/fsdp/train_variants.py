@@ -14,7 +14,7 @@ from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
 from arl.api.engine import Head, Output, TokenLoss
 from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
-from arl.api.types import TrainSequence
+from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)

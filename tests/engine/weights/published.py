@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightGroup
 from arl.api.engine_config import ClientConfig, OptimizerConfig, TrainConfig
 from arl.api.scripted import ScriptedTrainEngine
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
+from arl.api.train_sequence import TrainSequence
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -1,0 +1,113 @@
+"""Sequences end to end: how batches, packing and train engines hold many TrainSequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+
+TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
+"""The fields of TrainSequence that are tensors."""
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatSequences(Sequence[TrainSequence]):
+    """S sequences of T tokens together. Reading one gives views. It pickles as arrays, which Ray sends as they are."""
+
+    lengths: tuple[int, ...]
+    """[S] Tokens of each sequence."""
+    columns: Mapping[str, torch.Tensor]
+    """[T] for each of TENSORS, on the CPU. Fields that are not known yet may share their zeros."""
+    temperatures: tuple[float, ...]
+    """[S]"""
+    units: tuple[int, ...]
+    """[S]"""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TrainSequence]) -> FlatSequences:
+        if isinstance(sequences, FlatSequences):
+            return sequences
+        nothing = TrainSequence(token_ids=torch.zeros(0, dtype=torch.int64), loss_mask=torch.zeros(0, dtype=torch.bool))
+        rows = sequences or [nothing]
+        return cls(
+            lengths=tuple(len(sequence) for sequence in sequences),
+            columns={name: torch.cat([getattr(row, name) for row in rows]) for name in TENSORS},
+            temperatures=tuple(sequence.temperature for sequence in sequences),
+            units=tuple(sequence.unit for sequence in sequences),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return [self[place] for place in places]
+        start, stop = self.starts[places : places + 2].tolist()
+        columns = {name: column[start:stop] for name, column in self.columns.items()}
+        return TrainSequence(**columns, temperature=self.temperatures[places], unit=self.units[places])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = of_each(self.columns, torch.Tensor.numpy)
+        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self.columns["token_ids"]
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        return self.columns["loss_mask"]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum({id(column): column.nbytes for column in self.columns.values()}.values())
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """int64[S + 1]: where each sequence's tokens begin, and T."""
+        return torch.tensor((0, *self.lengths)).cumsum(0)
+
+    def take(self, indices: Sequence[int]) -> FlatSequences:
+        """The sequences with these indices."""
+        if list(indices) == list(range(len(self))):
+            return self
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        places = runs(self.starts[chosen], self.starts[chosen + 1] - self.starts[chosen])
+        return FlatSequences(
+            lengths=tuple(self.lengths[i] for i in indices),
+            columns=of_each(self.columns, lambda column: column[places]),
+            temperatures=tuple(self.temperatures[i] for i in indices),
+            units=tuple(self.units[i] for i in indices),
+        )
+
+
+def of_each(columns: Mapping[str, _Given], change: Callable[[_Given], _Made]) -> dict[str, _Made]:
+    """What `change` makes of each column. Fields that share a column go on sharing it."""
+    distinct = {id(column): column for column in columns.values()}
+    made = {key: change(column) for key, column in distinct.items()}
+    return {name: made[id(column)] for name, column in columns.items()}
+
+
+def runs(begins: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """int64: begins[0], .., begins[0] + counts[0] - 1, begins[1], and so on."""
+    shifts = begins - (counts.cumsum(0) - counts)
+    places = shifts.repeat_interleave(counts)
+    return places + torch.arange(len(places))
+
+
+def _from_arrays(
+    lengths: tuple[int, ...], arrays: Mapping[str, np.ndarray], temperatures: tuple[float, ...], units: tuple[int, ...]
+) -> FlatSequences:
+    """The tensors are copies, because arrays in Ray's shared memory are read-only."""
+    columns = of_each(arrays, lambda array: torch.from_numpy(array.copy()))
+    return FlatSequences(lengths=lengths, columns=columns, temperatures=temperatures, units=units)

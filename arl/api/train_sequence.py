@@ -1,0 +1,85 @@
+"""Training sequences: the records that train engines take, of torch tensors, which are built only beside torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def unset() -> torch.Tensor:
+    """Default of a tensor field: replaced by zeros of the record's length when the record is built."""
+    import torch
+
+    return torch.empty(0)
+
+
+def fill_unset(record: object, names: Sequence[str], length: int, device: torch.device) -> None:
+    """Fill unset fields with zeros. For the `__post_init__` of a frozen record."""
+    import torch
+
+    for name in names:
+        given = getattr(record, name).shape[0]
+        if given not in (0, length):
+            raise ValueError(f"{name} has {given} entries for {length} tokens; they must be equal")
+        if given == 0:
+            kinds = {"versions": torch.int64, "unit_ids": torch.int64, "sequence_ids": torch.int64}
+            kind = torch.bool if name == "selected" else kinds.get(name, torch.float32)
+            object.__setattr__(record, name, torch.zeros(length, dtype=kind, device=device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSequence:
+    """A trajectory as the train engine takes it: 1-D tensors of length T, aligned with token_ids.
+
+    Tensors are float32 unless their field says otherwise. An unset tensor becomes zeros.
+    """
+
+    token_ids: torch.Tensor
+    """int64."""
+    loss_mask: torch.Tensor
+    """bool: whether the token is trained."""
+    behavior_logprobs: torch.Tensor = field(default_factory=unset)
+    """Logprobs under the sampler."""
+    proximal_logprobs: torch.Tensor = field(default_factory=unset)
+    """Logprobs under the weights with which the batch was taken."""
+    reference_logprobs: torch.Tensor = field(default_factory=unset)
+    """Logprobs under the reference policy."""
+    advantages: torch.Tensor = field(default_factory=unset)
+    values: torch.Tensor = field(default_factory=unset)
+    """The critic's values before any update on the batch."""
+    returns: torch.Tensor = field(default_factory=unset)
+    """The critic's targets."""
+    selected: torch.Tensor = field(default_factory=unset)
+    """bool: tokens that the loss treats apart (M2PO, Clip-Cov, KL-Cov)."""
+    loss_weights: torch.Tensor = field(default_factory=unset)
+    """Each token's share of the minibatch's loss: loss = sum over all tokens of loss_weights * token loss, however the
+    batch is split. Aggregation and global denominators are in it already."""
+    versions: torch.Tensor = field(default_factory=unset)
+    """int64."""
+    temperature: float = 1.0
+    unit: int = -1
+    """Sequences with the same unit number lie in one microbatch, for a loss that compares them. -1: no unit."""
+
+    def __post_init__(self) -> None:
+        fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+TOKEN_FIELDS = (
+    "behavior_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "advantages",
+    "values",
+    "returns",
+    "selected",
+    "loss_weights",
+    "versions",
+)
+"""The per-token fields of TrainSequence beside id and mask. PackedTokens has them for each trained token."""
