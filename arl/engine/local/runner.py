@@ -127,16 +127,17 @@ class ModelRunner:
 
     def _run(self, step: StepInput) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """The states of the tokens at `keep`, then of those in `given`; and the function from states to logits."""
-        ids, places = torch.tensor([step.token_ids, step.positions], device=self.device)
+        tokens = np.array([step.token_ids, step.positions])
+        ids, places = torch.from_numpy(tokens).to(self.device).unbind()
         kept = None
         if step.keep is not None:
             wanted = [*step.keep, *(index for index, _ in step.given)]
             kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         if self._fused is not None:
-            states = self._in_parts(self._fused, step, ids, places)
+            states = self._in_parts(self._fused, step, ids, places, tokens[1])
             return self._fused.final(states if kept is None else states[kept]), self._head
         self._share_operations(len(ids))
-        batch = SlotBatch.of(self.cache, np.array(step.positions), step.chunks)
+        batch = SlotBatch.of(self.cache, tokens[1], step.chunks)
         ids, places = ids[None], places[None]
         if self.is_scorer:
             decoder = self.model.get_decoder()
@@ -154,14 +155,15 @@ class ModelRunner:
     def _share_operations(self, num_tokens: int) -> None:
         self._threads.share_operations(num_tokens >= 2 * TOKENS_FOR_A_THREAD)
 
-    def _in_parts(self, fused: FusedDecoder, step: StepInput, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _in_parts(
+        self, fused: FusedDecoder, step: StepInput, ids: torch.Tensor, places: torch.Tensor, positions: np.ndarray
+    ) -> torch.Tensor:
         """The states of a step's tokens: each thread computes those of some rows, if they can be shared out."""
         lengths = [chunk.length for chunk in step.chunks]
         num_decoding = len(ids) - sum(lengths)
         cuts = [] if self.adapters.is_used else self._threads.cuts([1] * num_decoding + lengths)
         if not cuts:
             self._share_operations(len(ids))
-        positions = np.array(step.positions)
         ends = np.cumsum([0] + [1] * num_decoding + lengths)
 
         def part(first: int, last: int) -> torch.Tensor:

@@ -25,6 +25,9 @@ SLOT_ATTENTION = "arl_slot_attention"
 _BLOCK_ROWS = 16
 """The fewest rows of a segment when a batch is split by length."""
 
+_QUICK_PRODUCT = 400
+"""torch multiplies batches of smaller matrices (inner size times context) one number after another on a CPU."""
+
 _FIRST_ROWS = 8
 _FIRST_CAPACITY = 256
 """A new cache's rows, and the positions of each. The cache doubles whichever runs out."""
@@ -64,8 +67,6 @@ class SlotCache:
         self.num_rows, self.capacity = data.shape[2], data.shape[4]
         """Rows, and the positions that each holds without growing."""
         self._rows = data.unbind(2)
-        self.layers = [(layer[0], layer[1]) for layer in data]
-        """Each layer's keys and values, [rows, kv heads, capacity, head dim]."""
         self._vectors = [layer.view(-1, self.shape.head_dim) for layer in data]
 
     def reserve(self, num_rows: int, length: int) -> None:
@@ -88,6 +89,14 @@ class SlotCache:
     def write(self, layer: int, places: torch.Tensor, keys_values: torch.Tensor) -> None:
         """keys_values [tokens, 2 x kv heads, head dim]: of each token, the keys of all kv heads and then the values."""
         self._vectors[layer][places] = keys_values
+
+    def view(self, first: int, last: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the first `context` positions of rows first..last-1; valid until the cache grows.
+
+        [layers, rows, kv heads, context, head dim]
+        """
+        keys, values = self._data[:, :, first:last, :, :context].unbind(1)
+        return keys, values
 
     def clear(self) -> None:
         """Forget everything, and with it any numbers that are not finite."""
@@ -133,11 +142,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """Decoding rows first..last-1, which attend to `context` positions together."""
+    """Decoding rows that attend to equally many positions together, the context."""
 
-    first: int
-    last: int
-    context: int
+    keys: Sequence[torch.Tensor]
+    """Of each layer, [rows * kv heads, head dim, context]."""
+    values: Sequence[torch.Tensor]
+    """Of each layer, [rows * kv heads, context, head dim]."""
     tokens: slice
     """Theirs among the tokens of the batch."""
     bias: torch.Tensor
@@ -146,11 +156,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Window:
-    """Chunks of cache rows first..last-1, which attend to `context` positions together, padded to the longest."""
+    """Chunks that attend to equally many positions together, the context, padded to the longest."""
 
-    first: int
-    last: int
-    context: int
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    """Of each layer, [rows, kv heads, context, head dim]."""
     tokens: slice | torch.Tensor
     """The batch's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
     filled: torch.Tensor | None
@@ -212,13 +222,15 @@ def _split(positions: np.ndarray) -> list[tuple[int, int]]:
 
 def _segment(cache: SlotCache, positions: np.ndarray, tokens: slice, first_row: int) -> Segment:
     places = positions[tokens]
-    context = int(places.max()) + 1
+    context = max(int(places.max()) + 1, min(-(-_QUICK_PRODUCT // cache.shape.head_dim), cache.capacity))
     if places.min() + 1 == context:
         bias = torch.zeros(1, 1, 1, dtype=cache.shape.dtype, device=cache.device)
     else:
         bias = _bias(cache, np.repeat(places, cache.shape.num_kv_heads)[:, None], context)
-    first, last = first_row + tokens.start, first_row + tokens.stop
-    return Segment(first=first, last=last, context=context, tokens=tokens, bias=bias)
+    keys, values = cache.view(first_row + tokens.start, first_row + tokens.stop, context)
+    return Segment(
+        keys=keys.flatten(1, 2).transpose(2, 3).unbind(), values=values.flatten(1, 2).unbind(), tokens=tokens, bias=bias
+    )
 
 
 def _alike(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
@@ -240,10 +252,10 @@ def _alike(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
 def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
     """start: the index of the chunks' first token among the batch's."""
     context = max(chunk.end for chunk in chunks)
-    first, last = chunks[0].row, chunks[-1].row + 1
+    keys, values = cache.view(chunks[0].row, chunks[-1].row + 1, context)
     if len(chunks) == 1 and chunks[0].start == 0:
         tokens = slice(start, start + chunks[0].length)
-        return Window(first=first, last=last, context=context, tokens=tokens, filled=None, bias=None)
+        return Window(keys=keys.unbind(), values=values.unbind(), tokens=tokens, filled=None, bias=None)
     lengths = np.array([chunk.length for chunk in chunks])
     steps = np.arange(lengths.max())
     ends = start + np.cumsum(lengths)
@@ -252,9 +264,8 @@ def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
     filled = np.flatnonzero(steps < lengths[:, None])
     is_even = len(filled) == tokens.size
     return Window(
-        first=first,
-        last=last,
-        context=context,
+        keys=keys.unbind(),
+        values=values.unbind(),
         tokens=slice(start, int(ends[-1])) if is_even else torch.from_numpy(tokens.ravel()).to(cache.device),
         filled=None if is_even else torch.from_numpy(filled).to(cache.device),
         bias=_bias(cache, positions[:, None], context),
@@ -264,7 +275,7 @@ def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
 def _bias(cache: SlotCache, positions: np.ndarray, context: int) -> torch.Tensor:
     """[*positions, context]: 0 for what a token at each position sees, and -inf for what comes after it."""
     hidden = torch.arange(context, device=cache.device) > torch.from_numpy(positions).to(cache.device)[..., None]
-    return torch.zeros(hidden.shape, dtype=cache.shape.dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
+    return torch.where(hidden, -torch.inf, 0.0).to(cache.shape.dtype)
 
 
 def attend(
@@ -275,35 +286,28 @@ def attend(
     query [tokens, heads, d]; keys_values [tokens, 2 x kv heads, d].
     """
     batch.cache.write(layer, batch.places, keys_values)
-    keys, values = batch.cache.layers[layer]
-    outputs = [_decode(query, keys, values, segment, scaling) for segment in batch.segments]
-    outputs += [_prefill(query, keys, values, window, scaling) for window in batch.windows]
+    outputs = [_decode(layer, query, segment, scaling) for segment in batch.segments]
+    outputs += [_prefill(layer, query, window, scaling) for window in batch.windows]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scaling: float
-) -> torch.Tensor:
+def _decode(layer: int, query: torch.Tensor, segment: Segment, scaling: float) -> torch.Tensor:
     """One token of each row. The query heads that share a kv head are rows of one small matrix: no key is repeated."""
-    _, num_kv_heads, _, head_dim = keys.shape
-    rows = slice(segment.first, segment.last)
-    k = keys[rows, :, : segment.context].flatten(0, 1)
-    v = values[rows, :, : segment.context].flatten(0, 1)
-    q = query[segment.tokens].reshape(-1, query.shape[1] // num_kv_heads, head_dim)
-    scores = torch.baddbmm(segment.bias, q, k.transpose(1, 2), alpha=scaling)
+    keys, values = segment.keys[layer], segment.values[layer]
+    query = query[segment.tokens]
+    q = query.reshape(len(keys), -1, query.shape[-1])
+    scores = torch.baddbmm(segment.bias, q, keys, alpha=scaling)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return torch.bmm(weights, v).view(segment.last - segment.first, -1)
+    return torch.bmm(weights, values).view(len(query), -1)
 
 
-def _prefill(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: Window, scaling: float
-) -> torch.Tensor:
-    num_rows = window.last - window.first
+def _prefill(layer: int, query: torch.Tensor, window: Window, scaling: float) -> torch.Tensor:
+    keys, values = window.keys[layer], window.values[layer]
     _, num_heads, head_dim = query.shape
     output = F.scaled_dot_product_attention(
-        query[window.tokens].reshape(num_rows, -1, num_heads, head_dim).transpose(1, 2),
-        keys[window.first : window.last, :, : window.context],
-        values[window.first : window.last, :, : window.context],
+        query[window.tokens].reshape(len(keys), -1, num_heads, head_dim).transpose(1, 2),
+        keys,
+        values,
         attn_mask=window.bias,
         is_causal=window.bias is None,
         scale=scaling,
