@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -102,6 +103,8 @@ async def run(args: argparse.Namespace, sock: socket.socket, watch: Watch) -> in
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     inflight = Inflight(loop)
     scheduler = load_scheduler(args, inflight)
+    gc.collect()
+    gc.freeze()  # what was imported and built stays: no collection need look at it again
     stop = watch.stop_event()
 
     def die() -> None:

@@ -51,6 +51,8 @@ class SlotCache:
         self.max_length = max_length
         self._max_rows = max_rows
         self.device = device
+        both = torch.tensor([0.0, -torch.inf], dtype=shape.dtype, device=device)
+        self._seen_then_hidden = both.repeat_interleave(max_length)
         self._use(self._allocate(min(_FIRST_ROWS, max_rows), min(_FIRST_CAPACITY, max_length)))
 
     def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
@@ -68,6 +70,9 @@ class SlotCache:
         """Rows, and the positions that each holds without growing."""
         self._rows = data.unbind(2)
         self._vectors = [layer.view(-1, self.shape.head_dim) for layer in data]
+        keys = np.arange(self.num_rows * self.shape.num_kv_heads).reshape(self.num_rows, -1)
+        self._lines = np.concatenate([keys, keys + keys.size], axis=1) * self.capacity
+        """Where each row's keys and values begin among the vectors of a layer: int64[rows, 2 x kv heads]."""
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Hold at least `num_rows` rows of `length` positions, and keep the present contents."""
@@ -81,10 +86,7 @@ class SlotCache:
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Where `write` puts tokens' keys and values, int64[tokens, 2 x kv heads]; valid until the cache grows."""
-        heads = self.shape.num_kv_heads
-        lines = rows[:, None] * heads + np.arange(heads)
-        both = np.concatenate([lines, lines + self.num_rows * heads], axis=1)
-        return torch.from_numpy(both * self.capacity + positions[:, None]).to(self.device)
+        return torch.from_numpy(self._lines[rows] + positions[:, None]).to(self.device)
 
     def write(self, layer: int, places: torch.Tensor, keys_values: torch.Tensor) -> None:
         """keys_values [tokens, 2 x kv heads, head dim]: of each token, the keys of all kv heads and then the values."""
@@ -97,6 +99,11 @@ class SlotCache:
         """
         keys, values = self._data[:, :, first:last, :, :context].unbind(1)
         return keys, values
+
+    def bias(self, positions: np.ndarray, context: int) -> torch.Tensor:
+        """[*positions, context]: 0 for what a token at each position sees, and -inf for what comes after it."""
+        starts = torch.from_numpy(np.maximum(self.max_length - 1 - positions, 0)).to(self.device)
+        return self._seen_then_hidden.unfold(0, context, 1)[starts]
 
     def clear(self) -> None:
         """Forget everything, and with it any numbers that are not finite."""
@@ -151,7 +158,7 @@ class Segment:
     tokens: slice
     """Theirs among the tokens of the batch."""
     bias: torch.Tensor
-    """0 or -inf: [rows * kv heads, 1, context], or [1, 1, 1] where all rows have the same length."""
+    """0 or -inf: [rows * kv heads, 1, context], or [1, 1, context] where all rows have the same length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -223,10 +230,8 @@ def _split(positions: np.ndarray) -> list[tuple[int, int]]:
 def _segment(cache: SlotCache, positions: np.ndarray, tokens: slice, first_row: int) -> Segment:
     places = positions[tokens]
     context = max(int(places.max()) + 1, min(-(-_QUICK_PRODUCT // cache.shape.head_dim), cache.capacity))
-    if places.min() + 1 == context:
-        bias = torch.zeros(1, 1, 1, dtype=cache.shape.dtype, device=cache.device)
-    else:
-        bias = _bias(cache, np.repeat(places, cache.shape.num_kv_heads)[:, None], context)
+    is_one_length = places.min() == places.max()
+    bias = cache.bias((places[:1] if is_one_length else np.repeat(places, cache.shape.num_kv_heads))[:, None], context)
     keys, values = cache.view(first_row + tokens.start, first_row + tokens.stop, context)
     return Segment(
         keys=keys.flatten(1, 2).transpose(2, 3).unbind(), values=values.flatten(1, 2).unbind(), tokens=tokens, bias=bias
@@ -268,14 +273,8 @@ def _window(cache: SlotCache, chunks: Sequence[Chunk], start: int) -> Window:
         values=values.unbind(),
         tokens=slice(start, int(ends[-1])) if is_even else torch.from_numpy(tokens.ravel()).to(cache.device),
         filled=None if is_even else torch.from_numpy(filled).to(cache.device),
-        bias=_bias(cache, positions[:, None], context),
+        bias=cache.bias(positions[:, None], context),
     )
-
-
-def _bias(cache: SlotCache, positions: np.ndarray, context: int) -> torch.Tensor:
-    """[*positions, context]: 0 for what a token at each position sees, and -inf for what comes after it."""
-    hidden = torch.arange(context, device=cache.device) > torch.from_numpy(positions).to(cache.device)[..., None]
-    return torch.where(hidden, -torch.inf, 0.0).to(cache.shape.dtype)
 
 
 def attend(
