@@ -49,6 +49,7 @@ from arl.training.metrics import Evaluator, RunTotals
 from arl.training.remote_learner import RemoteLearner
 from arl.training.run_files import RunLock, RunLog, make_run_dir
 from arl.training.trainer import Trainer
+from arl.workers.episode_workers import EpisodeWorkers
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
@@ -82,19 +83,21 @@ async def launch(
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
     examples of each stage, in order; without one, epochs of the whole dataset. lock: run_dir's, if the caller holds
-    it. The workflow is entered first and left last. Leaving the block, by its end, an error or a cancellation, saves a
-    checkpoint and stops the servers that arl started. Raises the ArlError of a part that could not start (RunFileError
-    while another run trains in run_dir), and out of the block the first error of the run.
+    it. The workflow is entered first and left last, in each worker if there are any. Leaving the block, by its end, an
+    error or a cancellation, saves a checkpoint and stops the servers that arl started. Raises the ArlError of a part
+    that could not start (RunFileError while another run trains in run_dir), and out of the block the first error of the
+    run.
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
+    played = _played(config, workflow)
     async with AsyncExitStack() as stack:
         if lock is None:
             lock = RunLock(config.run_dir)
             stack.callback(lock.release)
             await offload(lock.take)
-        await stack.enter_async_context(workflow)
-        trainer = await _build(stack, config, given)
+        await stack.enter_async_context(played)
+        trainer = await _build(stack, config, given, played)
         async with trainer.running():
             yield trainer
 
@@ -118,6 +121,13 @@ def decoder(model: str) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, with special tokens. Raises ModelError."""
     tokenizer = load_tokenizer(model)
     return lambda token_ids: str(tokenizer.decode(list(token_ids)))
+
+
+def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
+    """What runs the episodes: the workflow, or its worker processes."""
+    if not config.rollout.num_workers:
+        return workflow
+    return EpisodeWorkers(workflow, config.rollout.num_workers, config.run_dir / "logs")
 
 
 def _check(config: Config, given: _Given) -> None:
@@ -144,7 +154,7 @@ def _check(config: Config, given: _Given) -> None:
         )
 
 
-async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Trainer:
+async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: RolloutWorkflow) -> Trainer:
     thread = TrainThread()
     stack.callback(thread.close)
     display = Display(config.steps, Console(quiet=not config.log.console))
@@ -163,7 +173,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    runner = _runner(stack, config, given.workflow, learner)
+    runner = _runner(stack, config, played, type(given.workflow).__name__, learner)
     rollout = await offload(_rollout, config, given, engine, runner, buffer)
     kept = config.rollout
     replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
@@ -211,13 +221,16 @@ async def _client(
     return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, model=model, processes=processes)
 
 
-def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, learner: RemoteLearner) -> EpisodeRunner:
+def _runner(
+    stack: AsyncExitStack, config: Config, played: RolloutWorkflow, name: str, learner: RemoteLearner
+) -> EpisodeRunner:
     """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
     failures = FailureLog(config.run_dir / "logs" / "episodes.log")
     stack.callback(failures.sum_up)
     rollout = config.rollout
     return EpisodeRunner(
-        workflow=workflow,
+        workflow=played,
+        workflow_name=name,
         timeout_s=rollout.episode_timeout_s,
         retries=rollout.episode_retries,
         failures=failures,

@@ -201,16 +201,22 @@ class ObjectProcess:
     def _last_words(self, reason: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
-        code, lines = self._process.returncode, list[str]()
-        with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END))
-            lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        code = self._process.returncode
         if code is None:
             how = "closed its socket"
         else:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        text = "\n".join(lines or ["(it is empty)"])
+        text = end_of_log(self._log, self._log_start)
         return f"{self._what} {reason}{how}; continue from a checkpoint. The end of {self._log}:\n{text}"
+
+
+def end_of_log(log: Path, start: int) -> str:
+    """The last lines since the byte `start`."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LOG_END))
+        lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n".join(lines or ["(it is empty)"])
 
 
 # Messages

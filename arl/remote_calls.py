@@ -71,7 +71,7 @@ def outcome_of(messages: Messages, call: Callable[P, Any], *args: P.args, **kwar
         return CallOutcome(value=call(*args, **kwargs), messages=messages.take())
     except BaseException as error:  # noqa: BLE001 (the caller raises it, or would wait for ever, as after sys.exit)
         text = "".join(traceback.format_exception(error))
-        return CallOutcome(error=_portable(error), traceback=text, messages=messages.take())
+        return CallOutcome(error=portable(error), traceback=text, messages=messages.take())
 
 
 class _HasMessages(Protocol):
@@ -88,7 +88,7 @@ def reported(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate
     return call
 
 
-def _portable(error: BaseException) -> Exception:
+def portable(error: BaseException) -> Exception:
     """The error if it pickles and ends no process, else a RuntimeError with its text."""
     with suppress(Exception):  # an exception's own pickling may raise anything
         pickle.loads(pickle.dumps(error))

@@ -2,9 +2,12 @@
 
     python benchmarks/control_plane.py --episodes 2000 --turns 4
     python benchmarks/control_plane.py --episodes 10000 --turn-s 2 --trainer process
+    python benchmarks/control_plane.py --episodes 512 --turn-s 0.05 --work-ms 2 --workers 2
 
 Runs the real controller, buffer, ledger and trajectories; only the engine is scripted: each turn sleeps for a while and
 answers with `--tokens` tokens. Prints the event loop's lag, which every request and every episode would feel.
+--workers runs the workflow in processes (rollout.num_workers), and --work-ms lets it compute after each answer, as
+templates, tools and rewards do. The last column is the CPU time of this process for a turn.
 With --trainer, a tiny model trains on 128 short sequences again and again meanwhile, in a process of its own or on a
 thread of this one. Episodes are idle with a --turn-s longer than the run.
 """
@@ -39,6 +42,7 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
 from arl.trainer_process import host_learner, load_learner
 from arl.training.remote_learner import RemoteLearner
+from arl.workers.episode_workers import EpisodeWorkers
 
 GROUP_SIZE, BATCH_SIZE = 8, 32
 
@@ -46,7 +50,8 @@ GROUP_SIZE, BATCH_SIZE = 8, 32
 @dataclass(frozen=True)
 class Load:
     """episodes: at once. turn_s: the mean time of a turn, exponentially distributed. tokens: of each turn. examples: of
-    the dataset. trainer: process, thread or none."""
+    the dataset. trainer: process, thread or none. workers: rollout.num_workers. work_ms: CPU of the workflow for a
+    turn."""
 
     episodes: int
     turns: int
@@ -55,13 +60,16 @@ class Load:
     seconds: float
     examples: int
     trainer: str
+    workers: int
+    work_ms: float
 
 
 class Conversation(RolloutWorkflow):
     """Asks `turns` times, appending to one transcript."""
 
-    def __init__(self, turns: int, tokens: int) -> None:
+    def __init__(self, turns: int, tokens: int, work_s: float) -> None:
         self._turns = turns
+        self._work_s = work_s
         self._sampling = SamplingParams(max_new_tokens=tokens)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
@@ -72,6 +80,9 @@ class Conversation(RolloutWorkflow):
             mask += [1] * len(answer.output_ids)
             logprobs += answer.output_logprobs
             versions += answer.output_versions
+            until = time.thread_time() + self._work_s
+            while time.thread_time() < until:
+                pass
         return Trajectory(
             token_ids=tuple(ids),
             loss_mask=tuple(mask),
@@ -148,8 +159,19 @@ async def training(kind: str) -> AsyncGenerator[list[float]]:
         thread.close()
 
 
-async def run_episodes(load: Load) -> tuple[int, float, list[float], list[float]]:
-    """Take batches for `load.seconds`. Returns episodes taken, seconds, lags, and the seconds of training steps."""
+@dataclass
+class Figures:
+    """trained: episodes taken. cpu_s: of this process. lags: sorted. steps: the seconds of training steps."""
+
+    trained: int
+    seconds: float
+    cpu_s: float
+    lags: list[float]
+    steps: list[float]
+
+
+async def run_episodes(load: Load) -> Figures:
+    """Take batches for `load.seconds`."""
     engine = scripted_engine(load)
     staleness = 2 * -(-load.episodes // (GROUP_SIZE * BATCH_SIZE))  # room enough: the cap on episodes is what binds
     config = RolloutConfig(
@@ -160,20 +182,22 @@ async def run_episodes(load: Load) -> tuple[int, float, list[float], list[float]
     )
     buffer = ReplayBuffer(BATCH_SIZE, staleness)
     dataset: list[Example] = [{"question": i} for i in range(load.examples)]
-    workflow = Conversation(load.turns, load.tokens)
+    workflow: RolloutWorkflow = Conversation(load.turns, load.tokens, load.work_ms / 1000)
+    if load.workers:
+        workflow = EpisodeWorkers(workflow, load.workers, Path(tempfile.gettempdir()) / "control-plane")
     runner = EpisodeRunner(workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries)
     controller = RolloutController(engine, runner, dataset, config, buffer)
     controller.ledger.prepare()
     lag = LagMonitor("the benchmark", period_s=0.005, keep=1_000_000)
     began, trained, version = time.monotonic(), 0, 0
-    async with training(load.trainer) as took, asyncio.TaskGroup() as tasks:
+    async with workflow, training(load.trainer) as took, asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(lag.run())]
         if load.episodes:
             background.append(tasks.create_task(controller.run()))
         await asyncio.sleep(1)  # until all have begun
         lag.recent_s.clear()
         took.clear()
-        began = time.monotonic()
+        began, cpu_began = time.monotonic(), time.process_time()
         with suppress(TimeoutError):
             async with asyncio.timeout(load.seconds):
                 while True:
@@ -183,10 +207,10 @@ async def run_episodes(load: Load) -> tuple[int, float, list[float], list[float]
                     trained += sum(group.num_episodes for group in batch)
                     await engine.update_weights(DiskWeights(version=version, directory=Path("/nowhere")))
                     await buffer.published(version)
-        seconds = time.monotonic() - began
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
         for task in background:
             task.cancel()
-    return trained, seconds, sorted(lag.recent_s), took
+    return Figures(trained, seconds, cpu_s, sorted(lag.recent_s), took)
 
 
 def main() -> None:
@@ -198,16 +222,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="how long to run")
     parser.add_argument("--examples", type=int, default=10_000, help="in the dataset")
     parser.add_argument("--trainer", choices=("none", "thread", "process"), default="none")
+    parser.add_argument("--workers", type=int, default=0, help="rollout.num_workers")
+    parser.add_argument("--work-ms", type=float, default=0.0, help="CPU of the workflow's own code for a turn")
     load = Load(**vars(parser.parse_args()))
-    trained, seconds, lags, took = asyncio.run(run_episodes(load))
+    found = asyncio.run(run_episodes(load))
+    trained, seconds, lags = found.trained, found.seconds, found.lags
     table = Table(title=f"{load.episodes} concurrent episodes of {load.turns} turns, {load.tokens} tokens each")
-    for column in ("episodes/s", "turns/s", "lag p50 (ms)", "lag p99 (ms)", "lag max (ms)", "training step (ms)"):
+    for column in (
+        "episodes/s",
+        "turns/s",
+        "lag p50 (ms)",
+        "lag p99 (ms)",
+        "lag max (ms)",
+        "training step (ms)",
+        "CPU/turn (µs)",
+    ):
         table.add_column(column, justify="right")
     table.add_row(
         f"{trained / seconds:,.0f}",
         f"{load.turns * trained / seconds:,.0f}",
         *(f"{1000 * lag:.1f}" for lag in (lags[len(lags) // 2], lags[int(len(lags) * 0.99)], lags[-1])),
-        f"{1000 * median(took):.1f}" if took else "",
+        f"{1000 * median(found.steps):.1f}" if found.steps else "",
+        f"{1e6 * found.cpu_s / max(1, load.turns * trained):,.0f}",
     )
     Console().print(table)
 

@@ -85,6 +85,7 @@ ALLOWED = {
     "arl.sandbox": ("arl.api", "arl.web", "arl.lazy", "arl.offload"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),
     "arl.workflow": ("arl.api", "arl.web", "arl.sandbox", "arl.rewards"),
+    "arl.workers": ("arl.api", "arl.web.watch", "arl.rollout", "arl.remote_calls", "arl.object_process"),
     "arl.cli": ("arl.api",),
     "arl.lazy": (),
     "arl.offload": (),

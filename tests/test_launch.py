@@ -96,22 +96,24 @@ def test_three_lines_train_a_model_and_with_max_staleness_0_the_trainer_recomput
 
 
 @pytest.mark.timeout(300)
-def test_after_a_kill_and_after_ctrl_c_no_server_is_left_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
-    with start(model, tmp_path, "--steps", "100000") as process:
+def test_after_a_kill_and_after_ctrl_c_no_process_is_left_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
+    endless, worker_log = ("--steps", "100000", "--rollout.num_workers", "1"), str(tmp_path / "logs" / "worker-0.log")
+    with start(model, tmp_path, *endless) as process:
         read_until(process, "trained 1")
         assert len(processes_naming(str(model))) > 1
+        assert len(processes_naming(worker_log)) == 1
         process.kill()
     until = time.monotonic() + 60
-    while left := processes_naming(str(model)):
+    while left := [*processes_naming(str(model)), *processes_naming(worker_log)]:
         assert time.monotonic() < until, left
         time.sleep(0.1)
-    with start(model, tmp_path, "--steps", "100000") as process:
+    with start(model, tmp_path, *endless) as process:
         read_until(process, "trained")
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, rest
     assert "run the same command again to continue" in rest
-    assert processes_naming(str(model)) == []
+    assert processes_naming(str(model)) == processes_naming(worker_log) == []
     done = read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
     with start(model, tmp_path, "--steps", str(done + 1)) as process:
         rest, _ = process.communicate(timeout=90)

@@ -44,6 +44,8 @@ class RolloutConfig(Section):
     """How many versions older than the trainer's a trained token may be (eta). 0 is synchronous RL."""
     max_concurrent_episodes: PositiveInt = 1024
     """Most episodes that run at once, whatever the buffer would admit."""
+    num_workers: NonNegativeInt = 0
+    """Processes that run the workflow, beside the one that samples and trains. 0: episodes run in that one."""
     episode_timeout_s: PositiveFloat = 600.0
     """Longest time one episode may take, retries included."""
     episode_retries: NonNegativeInt = 1

@@ -78,6 +78,10 @@ class RewardError(ArlError):
     """A reward function raised, or its worker process died."""
 
 
+class WorkerError(ArlError):
+    """An episode worker (rollout.num_workers) died, and the episodes that ran there; or none could be started."""
+
+
 class FailureBudgetError(ArlError):
     """More episodes failed than rollout.max_failure_rate allows; the first failure is the cause."""
 

@@ -79,7 +79,7 @@ class RolloutController:
         self.ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
         self._budget = FailureBudget(config.max_failure_rate)
         self._places = asyncio.Semaphore(config.max_concurrent_episodes)
-        self._lag = LagMonitor(type(runner.workflow).__name__)
+        self._lag = LagMonitor(runner.called)
         self._running: dict[int, GroupRun] = {}
         self._totals = RolloutTotals()
         # Fewer would end a run on hard examples that would have learned from a lucky one.
@@ -93,7 +93,7 @@ class RolloutController:
             raise RuntimeError("run was called again; make another controller, and give it this one's state_dict")
         self._was_run = True
         try:
-            async with _patient_collector(), asyncio.TaskGroup() as tasks:
+            async with patient_collector(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lag.run())
                 if self._config.drop_stragglers_after_s is not None:
                     tasks.create_task(self._cut_stragglers(self._config.drop_stragglers_after_s))
@@ -197,7 +197,7 @@ class RolloutController:
 
 
 @asynccontextmanager
-async def _patient_collector() -> AsyncGenerator[None]:
+async def patient_collector() -> AsyncGenerator[None]:
     """Python's garbage collector begins less often within the block, unless the process has set it so itself.
 
     Thousands of episodes have millions of objects, and a collection that looks at all of them blocks the event loop for

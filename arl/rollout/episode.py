@@ -182,6 +182,8 @@ class EpisodeRunner:
     """Runs episodes of one workflow."""
 
     workflow: RolloutWorkflow
+    workflow_name: str = ""
+    """For messages; "": that of its class."""
     timeout_s: float
     """The longest an episode may take, retries included."""
     retries: int = 0
@@ -193,6 +195,11 @@ class EpisodeRunner:
     newest_version: Callable[[], int] | None = None
     """The newest version that any server can have. A trained token of a newer one is an error. None: not checked."""
 
+    @property
+    def called(self) -> str:
+        """The workflow, in messages."""
+        return self.workflow_name or type(self.workflow).__name__
+
     async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
         """Run one episode. What it raises is noted once and returned; a cancellation from outside passes.
 
@@ -202,7 +209,7 @@ class EpisodeRunner:
         clock = asyncio.get_running_loop()
         began = clock.time()
         for attempt in range(1, self.retries + 2):
-            result = await self._attempt(sampler, example, began + self.timeout_s, oldest_allowed)
+            result = await self.attempt(sampler, example, began + self.timeout_s, oldest_allowed)
             self.pulse.beats += 1
             if not isinstance(result, Exception):
                 return Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
@@ -213,9 +220,10 @@ class EpisodeRunner:
                 return Episode(error=result, attempts=attempt, elapsed_s=clock.time() - began)
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(
-        self, sampler: Sampler, example: Example, until: float, oldest_allowed: int
+    async def attempt(
+        self, sampler: Sampler, example: Example, until: float | None = None, oldest_allowed: int = 0
     ) -> tuple[Trajectory, ...] | Exception:
+        """One attempt of `run`, which notes nothing. until: by the event loop's clock; None: without a limit."""
         limit = asyncio.timeout_at(until)
         try:
             async with limit:
@@ -232,7 +240,7 @@ class EpisodeRunner:
             if _is_cancelled_from_outside():  # its cleanup failed under the cancellation; it must not run again
                 raise asyncio.CancelledError from error
             if isinstance(error, KeyboardInterrupt):  # it would stop the event loop before anything is saved
-                raise ArlError(f"{type(self.workflow).__name__} raised KeyboardInterrupt: the run ends") from error
+                raise ArlError(f"{self.called} raised KeyboardInterrupt: the run ends") from error
             return self._timed_out(error) if limit.expired() else _as_exception(error)
         return self._timed_out(None) if limit.expired() else trajectories
 
@@ -245,7 +253,7 @@ class EpisodeRunner:
                 _check_room(trajectory, self.limits)
 
     def _timed_out(self, cause: BaseException | None) -> EpisodeTimeoutError:
-        message = f"{type(self.workflow).__name__} took longer than rollout.episode_timeout_s={self.timeout_s:g}"
+        message = f"{self.called} took longer than rollout.episode_timeout_s={self.timeout_s:g}"
         return _with_cause(EpisodeTimeoutError(message), cause)
 
 

@@ -59,6 +59,8 @@ WAITS = {
     "_written": Wait("a checkpoint", "the disk"),
     "RemoteSGLangEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
     "ServerClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
+    "EpisodeWorkers._choose": Wait("a worker process", "its start, rollout.episode_timeout_s"),
+    "_Worker.play": Wait("an episode in a worker process", "its end, rollout.episode_timeout_s"),
     "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
     "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
     "Upkeep._probe": Wait("a fenced server", "its health, the clock"),
@@ -67,8 +69,15 @@ WAITS = {
 }
 """Coroutine -> what it waits for while it is suspended, and who wakes it."""
 
-_WATCHES = ("LagMonitor.run", "Patience.watch", "ServerWatch.listen", "ServerWatch.hold_floor", "_Server.keep_alive")
-_AT_REST = frozenset((*_WATCHES, "_watch"))
+_WATCHES = (
+    "LagMonitor.run",
+    "Patience.watch",
+    "ServerWatch.listen",
+    "ServerWatch.hold_floor",
+    "_Server.keep_alive",
+    "_Worker.keep",
+)
+_AT_REST = frozenset((*_WATCHES, "_watch", "WorkerProcess._watch", "_end_of_process", "_end_of_pipe"))
 """Coroutines that watch others, and wait as long as all is well."""
 _NOT_OURS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

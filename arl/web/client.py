@@ -138,6 +138,14 @@ class JsonClient:
         self._shared = connections
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _InLoop] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What belongs to an event loop stays here: a copy in another process opens connections of its own."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, WeakKeyDictionary)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._loops = WeakKeyDictionary()
+
     async def aclose(self) -> None:
         """Close this event loop's connections, unless they are shared. Idempotent; a later call opens others."""
         kept = self._loops.pop(asyncio.get_running_loop(), None)

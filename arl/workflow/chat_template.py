@@ -72,6 +72,10 @@ class ChatTemplate:
         self._texts = _Newest[tuple[str, bytes, bool], str]()
         self._ids = _Newest[str, tuple[int, ...]]()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process remembers texts of its own."""
+        return ChatTemplate, (self.tokenizer, self._options)
+
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
         shown, specs = self.as_texts(map(normalised, messages)), self.specs_as_texts(tools)

@@ -68,14 +68,9 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         """
         _check_installed()
 
-        async def connect(words: _LastWords, stack: AsyncExitStack) -> Transport:
-            from mcp import StdioServerParameters, stdio_client
-
-            settings = StdioServerParameters(
-                command=command, args=list(args), env=dict(env or {}), cwd=None if cwd is None else os.fspath(cwd)
-            )
-            return stdio_client(settings, errlog=await words.aopen(stack))
-
+        connect = partial(
+            _connect_stdio, command, tuple(args), dict(env or {}), None if cwd is None else os.fspath(cwd)
+        )
         return cls(f"the MCP server `{' '.join([command, *args])}`", connect, start_timeout_s)
 
     @classmethod
@@ -252,6 +247,15 @@ class _LastWords(asyncio.Protocol):
     def __str__(self) -> str:
         words = self._tail.decode(errors="replace").strip()
         return f"; it said:\n{words}" if words else ""
+
+
+async def _connect_stdio(
+    command: str, args: Sequence[str], env: dict[str, str], cwd: str | None, words: _LastWords, stack: AsyncExitStack
+) -> Transport:
+    from mcp import StdioServerParameters, stdio_client
+
+    settings = StdioServerParameters(command=command, args=list(args), env=env, cwd=cwd)
+    return stdio_client(settings, errlog=await words.aopen(stack))
 
 
 async def _connect_http(url: str, headers: dict[str, str], _: _LastWords, stack: AsyncExitStack) -> Transport:

@@ -157,6 +157,10 @@ class ModelServer(JsonClient):
         self._info: Mapping[str, Any] | None = None
         self._vocab_size = 0
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        self._greetings = WeakKeyDictionary()
+
     async def __aenter__(self) -> Self:
         """Raises as `info` does."""
         try:

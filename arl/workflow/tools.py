@@ -93,6 +93,11 @@ class Tool:
         spec = {"name": name, "description": description, "parameters": parameters}
         return cls(name=name, spec={"type": "function", "function": spec}, function=function)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """pydantic's `accept` does not pickle: a copy in another process makes it of the function again."""
+        fields = (self.name, self.spec, self.function, self.owner, self.max_output_chars)
+        return _copied, (*fields, self.accept is not None)
+
     @classmethod
     def of(cls, tool: Tool | Callable[..., Any]) -> Tool:
         """The tool itself, or a tool made from a function."""
@@ -118,6 +123,13 @@ class Tool:
         except CallTimeoutError as error:
             raise ToolError(str(error)) from None
         return result if isinstance(result, str) else await _within(lambda: result, timeout_s)
+
+
+def _copied(
+    name: str, spec: Mapping[str, Any], function: Callable[..., Any], owner: object, limit: int | None, has_types: bool
+) -> Tool:
+    accept = signature_of(function).accept if has_types else None
+    return Tool(name=name, spec=spec, function=function, accept=accept, owner=owner, max_output_chars=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,341 @@
+"""EpisodeWorkers: a workflow whose episodes run in worker processes.
+
+| who waits | for | woken by |
+|---|---|---|
+| an episode | a worker that is ready | a worker's start; its time limit |
+| | its end in the worker, also after it was cancelled there | the worker; the worker's end |
+| a request of an episode | the engine's answer | the engine; the episode's end |
+| `keep`, for each worker | the end of the process | worker_process.py |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing.process
+import multiprocessing.spawn
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from arl.api.engine import Sampler
+from arl.api.errors import ConfigError, DatasetError, EngineClosedError, WorkerError, first_error
+from arl.api.types import Example, ModelRequest, Trajectory
+from arl.api.workflow import RolloutWorkflow
+from arl.object_process import pickled
+from arl.remote_calls import OtherTracebackError, portable
+from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Play, Ready, Request, Said, Stop, WorkerSetup
+from arl.workers.worker_process import WorkerProcess
+
+log = logging.getLogger(__name__)
+
+_MAX_RESTARTS = 5
+"""In a row."""
+_STEADY_S = 600.0
+"""A worker that has run for this long may again die _MAX_RESTARTS times."""
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
+_CLOSING_S = 300.0
+"""How long leaving the workflow may take."""
+
+
+class EpisodeWorkers(RolloutWorkflow):
+    """Enters the workflow in `num_workers` processes, and runs its episodes there, within `async with`.
+
+    An episode goes to the worker that runs the fewest. When a worker dies, its episodes raise WorkerError, and it
+    starts again; after _MAX_RESTARTS in a row the block is cancelled and raises WorkerError. Once an episode was
+    cancelled, its engine answers nothing more.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, num_workers: int, logs: Path) -> None:
+        """logs: worker K writes its output to logs/worker-K.log. Raises ConfigError if the workflow cannot travel."""
+        _check_not_in_worker()
+        setup = WorkerSetup(_main_module(), _pickled_workflow(workflow))
+        self._check_main(setup, workflow)
+        self._setup = b"".join(pickled(setup))
+        self._workers = [_Worker(number, logs / f"worker-{number}.log") for number in range(num_workers)]
+        self._tasks = asyncio.TaskGroup()
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Returns when all workers have entered the workflow. Raises what it raised in one of them."""
+        await self._tasks.__aenter__()
+        for worker in self._workers:
+            worker.begin()
+        self._keepers = [self._tasks.create_task(worker.keep(self._setup)) for worker in self._workers]
+        try:
+            await asyncio.gather(*(worker.started for worker in self._workers))
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Raises what leaving the workflow raised in a worker, unless the block had an error of its own."""
+        error = exc[1] if isinstance(exc[1], BaseException) else None
+        try:
+            for worker in self._workers:
+                worker.close()
+            await asyncio.wait(self._keepers, timeout=_CLOSING_S)
+        finally:
+            for keeper in self._keepers:
+                keeper.cancel()  # it kills the worker
+            await self._end_tasks(error)
+        failures = [worker.failure for worker in self._workers if worker.failure is not None]
+        if failures and error is None:
+            raise failures[0]
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory] | None:
+        try:
+            example = pickle.dumps(data, protocol=5)
+        except Exception as error:
+            raise DatasetError(
+                f"an example cannot be sent to a worker process ({type(error).__name__}: {error}); make its columns of "
+                "what pickle takes, or set rollout.num_workers=0"
+            ) from error
+        worker = await self._choose()
+        return await worker.play(engine, example)
+
+    async def _choose(self) -> _Worker:
+        """The worker with the fewest episodes. Waits for one that is ready; the caller limits the wait."""
+        while not (ready := [worker for worker in self._workers if worker.is_ready]):
+            waits = [worker.started for worker in self._workers if not worker.started.done()]
+            if not waits:
+                raise WorkerError("the worker processes were closed")
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return min(ready, key=lambda worker: worker.num_episodes)
+
+    async def _end_tasks(self, block_error: BaseException | None) -> None:
+        """Leave the group. Raises a task's error, which cancelled the block, unless the block had one of its own."""
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        except BaseExceptionGroup as errors:
+            failure = first_error(errors)
+            if block_error is None or isinstance(block_error, asyncio.CancelledError):
+                raise failure from None
+            block_error.add_note(f"at the same time: {failure!r}")
+
+    @staticmethod
+    def _check_main(setup: WorkerSetup, workflow: RolloutWorkflow) -> None:
+        path = setup.main.get("init_main_from_path")
+        is_script = "init_main_from_name" in setup.main or (path is not None and Path(path).is_file())
+        if b"__main__" in setup.workflow and not is_script:
+            raise ConfigError(
+                f"{type(workflow).__name__} uses what a notebook or an interactive session defines, and worker "
+                "processes cannot import that; define it in a module, or set rollout.num_workers=0"
+            )
+
+
+class _Episode:
+    """An episode that runs in a worker. calls: a group for the tasks of its requests."""
+
+    def __init__(self, engine: Sampler, calls: asyncio.TaskGroup, send: Callable[[object], None]) -> None:
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._engine = engine
+        self._calls = calls
+        self._send = send
+        self._running: dict[int, asyncio.Task[Answered]] = {}
+        self._is_over = False
+        self._is_gone = asyncio.Event()
+
+    def end(self, ended: Ended) -> None:
+        self._is_gone.set()
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    async def gone(self) -> None:
+        """Wait until it has ended, however often the caller is cancelled."""
+        while not self._is_gone.is_set():
+            with suppress(asyncio.CancelledError):
+                await self._is_gone.wait()
+
+    def take(self, message: Request | Drop | Ended) -> None:
+        match message:
+            case Ended():
+                self.end(message)
+            case Drop():
+                if call := self._running.get(message.request):
+                    call.cancel()
+            case Request() if self._is_over:
+                self._send(_over(message))
+            case Request():
+                call = self._running[message.request] = self._calls.create_task(self._answer(message))
+                # Not at the end of the task: one that is cancelled at once never begins.
+                call.add_done_callback(partial(self._end_call, message))
+
+    def end_calls(self) -> None:
+        self._is_over = True
+        for call in self._running.values():
+            call.cancel()
+
+    async def _answer(self, request: Request) -> Answered:
+        try:
+            asked = ModelRequest(
+                input_ids=request.input_ids, sampling=request.sampling, rid=request.rid, session_id=request.session_id
+            )
+            return Answered(request.request, await self._engine.agenerate(asked))
+        except Exception as error:  # noqa: BLE001 (the workflow gets it, and may handle it)
+            return Answered(request.request, None, portable(error), "".join(traceback.format_exception(error)))
+
+    def _end_call(self, request: Request, call: asyncio.Task[Answered]) -> None:
+        del self._running[request.request]
+        self._send(_over(request) if call.cancelled() else call.result())
+
+
+def _over(request: Request) -> Answered:
+    return Answered(request.request, None, EngineClosedError("the episode has ended"))
+
+
+class _Worker:
+    """One worker: its process, and those that replace it after it died."""
+
+    def __init__(self, number: int, log_file: Path) -> None:
+        self.failure: Exception | None = None
+        """What entering or leaving the workflow raised there."""
+        self.is_ready = False
+        self._name = f"episode worker {number}"
+        self._process = WorkerProcess(log_file, self._take)
+        self._episodes: dict[int, _Episode] = {}
+        self._numbers = itertools.count()
+        self._closing = asyncio.Event()
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self._episodes)
+
+    def begin(self) -> None:
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the worker is ready, or will never be."""
+
+    async def keep(self, setup: bytes) -> None:
+        """Run the process, and start it again when it dies. Raises WorkerError if that happens too often in a row."""
+        restarts, has_started = 0, False
+        try:
+            while not self._closing.is_set():
+                began = time.monotonic()
+                how, num_lost = await self._live(setup)
+                has_started = has_started or self.started.done()
+                if self._closing.is_set():
+                    return
+                how = f"{how}; the end of {self._process.log}:\n{self._process.last_lines()}"
+                if not has_started:
+                    self.started.set_exception(self.failure or WorkerError(f"{self._name} did not start: it {how}"))
+                    return
+                restarts = 1 if time.monotonic() - began > _STEADY_S else restarts + 1
+                if restarts > _MAX_RESTARTS:
+                    raise WorkerError(f"{self._name} died {restarts} times in a row; the last time it {how}")
+                backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (restarts - 1))
+                log.warning(
+                    "%s died with %d episodes; restart %d of %d follows in %g s: it %s",
+                    self._name, num_lost, restarts, _MAX_RESTARTS, backoff_s, how,
+                )  # fmt: skip
+                self.begin()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(backoff_s):
+                        await self._closing.wait()
+        finally:
+            if not self.started.done():
+                self.started.set_result(None)
+
+    async def _live(self, setup: bytes) -> tuple[str, int]:
+        """From the start of a process to its end; returns how it ended, and how many episodes it lost."""
+        self.failure = None
+        how = "was killed"
+        try:
+            how = await self._process.run(setup)
+            if self.failure is not None:
+                how = f"could not go on ({type(self.failure).__name__}: {self.failure}), and {how}"
+        finally:
+            self.is_ready, lost = False, [*self._episodes.values()]
+            for episode in lost:
+                episode.end(Ended(-1, error=WorkerError(f"{self._name} {how}; see {self._process.log}")))
+        return how, len(lost)
+
+    def close(self) -> None:
+        """Leave the workflow, and end the process; one that is not ready is killed."""
+        self._closing.set()
+        if self.is_ready:
+            self._process.send(Close())
+        else:
+            self._process.kill()
+
+    async def play(self, engine: Sampler, example: bytes) -> Sequence[Trajectory] | None:
+        """Run an episode. Cancelled, it waits until the episode has ended in the worker."""
+        number, send = next(self._numbers), self._process.send
+        calls = asyncio.TaskGroup()
+        episode = self._episodes[number] = _Episode(engine, calls, send)
+        try:
+            async with calls:
+                send(Play(number, example))
+                try:
+                    ended = await episode.ended
+                except asyncio.CancelledError:
+                    send(Stop(number))  # before its requests end, which would look like errors there
+                    raise
+                finally:
+                    episode.end_calls()
+        except asyncio.CancelledError:
+            await episode.gone()
+            raise
+        finally:
+            del self._episodes[number]
+        return self._result(ended)
+
+    def _result(self, ended: Ended) -> Sequence[Trajectory] | None:
+        if ended.is_interrupt:
+            raise KeyboardInterrupt
+        if ended.error is not None:
+            raise ended.error from self._cause(ended.traceback)
+        return ended.trajectories or None
+
+    def _cause(self, traceback: str) -> Exception | None:
+        return OtherTracebackError(f"in {self._name}:\n{traceback}") if traceback else None
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Request() | Drop() | Ended():
+                if episode := self._episodes.get(message.episode):
+                    episode.take(message)
+            case Said(said):
+                logging.getLogger(said.logger).log(said.level, "%s: %s", self._name, said.text)
+            case Ready():
+                self.is_ready = True
+                if not self.started.done():
+                    self.started.set_result(None)
+            case Closed(error, traceback):
+                self.failure = error
+                if error is not None:
+                    error.__cause__ = self._cause(traceback)
+            case _:
+                raise TypeError(f"{self._name} sent {message!r:.100}")
+
+
+def _pickled_workflow(workflow: RolloutWorkflow) -> bytes:
+    """Raises ConfigError if it does not pickle."""
+    try:
+        return pickle.dumps(workflow, protocol=5)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(workflow).__name__} cannot be sent to worker processes ({type(error).__name__}: {error}). Open "
+            "connections, locks and processes in its __aenter__, which runs in each worker, define its functions at "
+            "the top of a module, and make no lambdas; or set rollout.num_workers=0"
+        ) from error
+
+
+def _main_module() -> dict[str, Any]:
+    """How a fresh process makes this one's module __main__, for what the workflow uses of it."""
+    data = multiprocessing.spawn.get_preparation_data("episode worker")
+    return {name: value for name, value in data.items() if name != "authkey"}
+
+
+def _check_not_in_worker() -> None:
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a process that imports this script, such as an episode worker, would start a run of its own; put the code "
+            'that starts the run under `if __name__ == "__main__":`'
+        )

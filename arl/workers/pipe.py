@@ -1,0 +1,186 @@
+"""Messages between the controller's process and a worker: the records, and the socket that carries them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from arl.api.types import ModelResponse, SamplingParams, Trajectory
+from arl.remote_calls import Message
+
+_SIZE = struct.Struct("<Q")
+
+
+class WorkerSetup(NamedTuple):
+    """The first message to a worker, in the form of arl.object_process."""
+
+    main: Mapping[str, Any]
+    """How to import the script's own module, as multiprocessing knows it."""
+    workflow: bytes
+    """Pickled."""
+
+
+class Play(NamedTuple):
+    """Run an episode."""
+
+    episode: int
+    example: bytes
+    """Pickled."""
+
+
+class Stop(NamedTuple):
+    episode: int
+
+
+class Answered(NamedTuple):
+    """The end of a request: a response, or an error and its traceback."""
+
+    request: int
+    response: ModelResponse | None
+    error: Exception | None = None
+    traceback: str = ""
+
+
+class Close(NamedTuple):
+    """Leave the workflow, and end."""
+
+
+class Ready(NamedTuple):
+    """The workflow is entered."""
+
+
+class Request(NamedTuple):
+    """An episode calls `agenerate`."""
+
+    episode: int
+    request: int
+    input_ids: Any
+    """int32[T] where the workflow gave token ids that fit; else what it gave."""
+    sampling: SamplingParams
+    rid: str
+    session_id: str | None
+
+
+class Drop(NamedTuple):
+    """Nobody waits for this request any more."""
+
+    episode: int
+    request: int
+
+
+class Ended(NamedTuple):
+    """The end of an episode: with trajectories, an error and its traceback, or neither, which means rejected."""
+
+    episode: int
+    trajectories: tuple[Trajectory, ...] = ()
+    """Their columns travel as arrays, and are not checked again."""
+    error: Exception | None = None
+    traceback: str = ""
+    is_interrupt: bool = False
+    """The workflow raised KeyboardInterrupt, which ends the run."""
+
+
+class Said(NamedTuple):
+    """arl logged this in the worker."""
+
+    message: Message
+
+
+class Closed(NamedTuple):
+    """The last message of a worker: the workflow was left, or could not be entered or left."""
+
+    error: Exception | None = None
+    traceback: str = ""
+
+
+def as_array(input_ids: Any) -> Any:
+    """int32[T] if these are token ids that fit, which travel fast; else what was given, for the engine to refuse."""
+    if isinstance(input_ids, tuple | list) and {*map(type, input_ids)} == {int}:
+        try:
+            return np.array(input_ids, dtype=np.int32)
+        except OverflowError:
+            pass
+    return input_ids
+
+
+def frame(message: object) -> bytes:
+    body = pickle.dumps(message, protocol=5)
+    return _SIZE.pack(len(body)) + body
+
+
+class Pipe(asyncio.Protocol):
+    """One end of the socket. Messages sent in one turn of the event loop leave in one write."""
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        """take: called with each message, in order."""
+        self.ended = asyncio.get_running_loop().create_future()
+        """Set when the other end was closed, or this one."""
+        self.fault = ""
+        """What was wrong with a message that could not be read."""
+        self._take = take
+        self._received = bytearray()
+        self._outgoing: list[bytes] = []
+
+    def send(self, message: object) -> None:
+        """Raises what pickling raises. Does nothing once the pipe has ended."""
+        framed = frame(message)
+        if self.ended.done():
+            return
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(framed)
+
+    def write(self, parts: bytes) -> None:
+        """At once, as it is."""
+        self._transport.write(parts)
+
+    def close(self) -> None:
+        """Once everything is sent."""
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        begin, size = 0, len(self._received)
+        with memoryview(self._received) as view:
+            while size - begin >= _SIZE.size:
+                (length,) = _SIZE.unpack_from(view, begin)
+                end = begin + _SIZE.size + length
+                if end > size:
+                    break
+                if not self._read(view[begin + _SIZE.size : end]):
+                    return
+                begin = end
+        del self._received[:begin]
+
+    def _read(self, body: memoryview) -> bool:
+        try:
+            with body:
+                message = pickle.loads(body)
+        except Exception as error:  # noqa: BLE001 (unpickling runs what users wrote)
+            self.fault = f"sent a message that cannot be read ({type(error).__name__}: {error})"
+            self._transport.abort()
+            return False
+        self._take(message)
+        return True
+
+    def _flush(self) -> None:
+        if self._outgoing:
+            self._transport.write(b"".join(self._outgoing))
+            self._outgoing = []

@@ -1,0 +1,226 @@
+"""The process of an episode worker: it runs episodes of one workflow, and asks the controller's process for answers.
+
+| who waits | for | woken by |
+|---|---|---|
+| the process | an episode, a cancellation, the end | the controller |
+| an episode | an answer | the controller |
+| `arl-beat` | a byte, which it returns as a sign of life | the controller; it answers while the event loop is blocked |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import itertools
+import logging
+import math
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from arl.api.errors import ArlError, first_error
+from arl.api.types import ModelRequest, ModelResponse
+from arl.api.workflow import RolloutWorkflow
+from arl.object_process import receive_message
+from arl.remote_calls import Message, OtherTracebackError, portable
+from arl.rollout.controller import patient_collector
+from arl.rollout.episode import EpisodeRunner
+from arl.rollout.watches import LagMonitor
+from arl.web.watch import Watch
+from arl.workers.pipe import (
+    Answered,
+    Close,
+    Closed,
+    Drop,
+    Ended,
+    Pipe,
+    Play,
+    Ready,
+    Request,
+    Said,
+    Stop,
+    WorkerSetup,
+    as_array,
+    frame,
+)
+
+
+class _Engine:
+    """The Sampler of one episode: the controller's process answers."""
+
+    def __init__(self, worker: _Host, episode: int) -> None:
+        self._worker = worker
+        self._episode = episode
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await self._worker.ask(self._episode, request)
+
+
+class _Host:
+    """Everything here belongs to the event loop."""
+
+    def __init__(self, workflow: RolloutWorkflow) -> None:
+        self._workflow = workflow
+        self._runner = EpisodeRunner(workflow=workflow, timeout_s=math.inf)
+        self._episodes: dict[int, asyncio.Task[Ended]] = {}
+        self._answers: dict[int, asyncio.Future[ModelResponse]] = {}
+        self._numbers = itertools.count()
+        self._tasks = asyncio.TaskGroup()
+        self._is_over = asyncio.Event()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Run episodes until the controller closes the worker, or is gone."""
+        loop = asyncio.get_running_loop()
+        _, self._pipe = await loop.create_connection(lambda: Pipe(self._take), sock=sock)
+        self._pipe.ended.add_done_callback(lambda _: self._is_over.set())
+        logs = _Logs(loop, self._pipe)
+        logging.getLogger("arl").addHandler(logs)
+        closed = Closed()
+        try:
+            async with self._workflow, self._tasks, patient_collector():
+                self._pipe.send(Ready())
+                lag = self._tasks.create_task(LagMonitor(type(self._workflow).__name__).run())
+                await self._is_over.wait()
+                for task in (lag, *self._episodes.values()):
+                    task.cancel()
+        except BaseException as error:  # noqa: BLE001 (the controller raises it)
+            closed = _closed_by(error)
+        logging.getLogger("arl").removeHandler(logs)
+        self._pipe.send(closed)
+        self._pipe.close()
+        await self._pipe.ended
+
+    async def ask(self, episode: int, request: ModelRequest) -> ModelResponse:
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        asked = Request(episode, number, as_array(request.input_ids), request.sampling, request.rid, request.session_id)
+        self._pipe.send(asked)
+        self._answers[number] = answer
+        try:
+            return await answer
+        finally:
+            if self._answers.pop(number, None) is not None:  # it was not answered
+                self._pipe.send(Drop(episode, number))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Answered():
+                self._take_answer(message)
+            case Play():
+                task = self._episodes[message.episode] = self._tasks.create_task(self._play(message))
+                # Not at the end of the task: one that is cancelled at once never begins.
+                task.add_done_callback(partial(self._end, message.episode))
+            case Stop():
+                if task := self._episodes.get(message.episode):
+                    task.cancel()
+            case Close():
+                self._is_over.set()
+            case _:
+                raise TypeError(f"a worker was sent {message!r:.100}")
+
+    def _take_answer(self, message: Answered) -> None:
+        answer = self._answers.pop(message.request, None)
+        if answer is None or answer.done():
+            return
+        if message.response is not None:
+            answer.set_result(message.response)
+        elif message.error is not None:
+            message.error.__cause__ = OtherTracebackError(f"in the controller's process:\n{message.traceback}")
+            answer.set_exception(message.error)
+
+    def _end(self, episode: int, task: asyncio.Task[Ended]) -> None:
+        """Say how it ended; the controller, which asked for a cancellation, does not look at that."""
+        del self._episodes[episode]
+        ended = Ended(episode) if task.cancelled() else task.result()
+        try:
+            self._pipe.send(ended)
+        except Exception as error:  # noqa: BLE001 (names and numbers in trajectories may be of users' own types)
+            self._pipe.send(_failed(episode, error))
+
+    async def _play(self, play: Play) -> Ended:
+        try:
+            example = pickle.loads(play.example)
+        except Exception as error:  # noqa: BLE001 (unpickling runs what users wrote)
+            return _failed(play.episode, error)
+        try:
+            returned = await self._runner.attempt(_Engine(self, play.episode), example)
+        except ArlError:
+            return Ended(play.episode, is_interrupt=True)
+        return _failed(play.episode, returned) if isinstance(returned, Exception) else Ended(play.episode, returned)
+
+
+def _failed(episode: int, error: Exception) -> Ended:
+    return Ended(episode, error=portable(error), traceback="".join(traceback.format_exception(error)))
+
+
+def _closed_by(error: BaseException) -> Closed:
+    if isinstance(error, BaseExceptionGroup):
+        error = first_error(error)
+    return Closed(portable(error), "".join(traceback.format_exception(error)))
+
+
+class _Logs(logging.Handler):
+    """Sends arl's warnings to the controller's process, from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pipe: Pipe) -> None:
+        super().__init__(logging.WARNING)
+        self._loop = loop
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = Message(logger=record.name, level=record.levelno, text=self.format(record))
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._pipe.send, Said(message))
+
+
+def _beat(sock: socket.socket) -> None:
+    with suppress(OSError):
+        while data := sock.recv(64):
+            sock.sendall(data)
+
+
+def _workflow(sock: socket.socket) -> RolloutWorkflow:
+    """The workflow, as the controller sent it."""
+    setup: WorkerSetup = receive_message(sock)
+    process: Any = multiprocessing.process.current_process()
+    process._inheriting = True  # a script without `if __name__ == "__main__"` would start a run here: arl refuses it
+    try:
+        multiprocessing.spawn.prepare(dict(setup.main))
+        return pickle.loads(setup.workflow)
+    finally:
+        del process._inheriting
+
+
+def _run(sock: socket.socket) -> None:
+    try:
+        workflow = _workflow(sock)
+    except BaseException as error:  # noqa: BLE001 (the controller raises it; also after sys.exit in a script)
+        with suppress(OSError):
+            sock.sendall(frame(_closed_by(error)))
+        return
+    asyncio.run(_Host(workflow).serve(sock))
+
+
+def main() -> None:
+    descriptor, beats, parent_pid = map(int, sys.argv[1:4])
+    faulthandler.enable()
+    with Watch(parent_pid), socket.socket(fileno=descriptor) as sock, socket.socket(fileno=beats) as beating:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # the controller decides when it ends
+        for ours in (sock, beating):
+            ours.set_inheritable(False)
+        threading.Thread(target=_beat, args=(beating,), name="arl-beat", daemon=True).start()
+        _run(sock)
+        os._exit(0)  # threads may hang in calls that nobody waits for
+
+
+if __name__ == "__main__":
+    main()

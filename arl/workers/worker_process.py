@@ -1,0 +1,149 @@
+"""The process of a worker, as the controller's process starts it, watches it and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from arl.object_process import end_of_log
+from arl.workers.pipe import Pipe
+
+_BEAT_S = 5.0
+_SILENT_S = 15.0
+"""A process that twice does not answer for this long is killed."""
+_ENDING_S = 1.0
+
+
+class WorkerProcess:
+    """A process, in a session of its own, that ends with this one, however this one ends. `run` starts another."""
+
+    def __init__(self, log: Path, take: Callable[[Any], None]) -> None:
+        """log: gets what it writes to stdout and stderr. take: called with each of its messages."""
+        self.log = log
+        self._take = take
+        self._log_start = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._pipe: Pipe | None = None
+        self._fault = ""
+        """What happened to it, if it did not end by itself."""
+        self._is_over = False
+        """`kill` was called: no process starts any more."""
+
+    def send(self, message: object) -> None:
+        """Does nothing without a process."""
+        if self._pipe is not None:
+            self._pipe.send(message)
+
+    def kill(self) -> None:
+        """For ever."""
+        self._is_over = True
+        self._kill()
+
+    def last_lines(self) -> str:
+        return end_of_log(self.log, self._log_start)
+
+    async def run(self, first: bytes) -> str:
+        """Run the process from its start, with this as its first message, to its end; returns how it ended."""
+        ours, theirs = socket.socketpair()
+        beats, their_beats = socket.socketpair()
+        beats.setblocking(False)
+        self._fault = ""
+        with ours, beats:
+            try:
+                with theirs, their_beats:
+                    self._process = process = await self._spawn(theirs, their_beats)
+            except OSError as error:  # the machine has no memory, or no process, left
+                return f"could not be started ({error})"
+            try:
+                _, pipe = await asyncio.get_running_loop().create_connection(lambda: Pipe(self._take), sock=ours)
+                self._pipe = pipe
+                pipe.write(first)
+                if self._is_over:
+                    self._kill()
+                await self._until_it_ends(process, pipe, beats)
+            finally:
+                self._kill()
+                await _reaped(process)
+                if self._pipe is not None:
+                    self._pipe.abort()
+        return self._fault or pipe.fault or _how(process.returncode)
+
+    async def _until_it_ends(self, process: asyncio.subprocess.Process, pipe: Pipe, beats: socket.socket) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._watch(beats))
+            ends = {tasks.create_task(_end_of_process(process)), tasks.create_task(_end_of_pipe(pipe))}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=_ENDING_S)  # the other follows, unless something holds it up
+            for task in (beating, *ends):
+                task.cancel()
+
+    async def _spawn(self, theirs: socket.socket, beats: socket.socket) -> asyncio.subprocess.Process:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        descriptors = [theirs.fileno(), beats.fileno()]
+        with self.log.open("ab", buffering=0) as stream:
+            with suppress(OSError):  # it can do without a log on a full disk
+                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
+            self._log_start = stream.tell()
+            return await asyncio.create_subprocess_exec(
+                # The log tells people who look at the machine's processes what this one is.
+                *(sys.executable, "-m", "arl.workers.worker", *map(str, (*descriptors, os.getpid(), self.log))),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
+            )
+
+    async def _watch(self, beats: socket.socket) -> None:
+        """Kill a process that gives no sign of life. Its event loop may be blocked: a thread answers."""
+        loop, silences, limit_s = asyncio.get_running_loop(), 0, None
+        while silences < 2:  # after the first, this process may itself have been stopped
+            try:
+                async with asyncio.timeout(limit_s):
+                    await loop.sock_sendall(beats, b".")
+                    await loop.sock_recv(beats, 64)
+                silences, limit_s = 0, _SILENT_S  # the first answer comes when Python has started
+                await asyncio.sleep(_BEAT_S)
+            except TimeoutError:
+                silences += 1
+            except OSError:
+                return  # it has ended
+        self._fault = f"gave no sign of life for {2 * _SILENT_S:g} s and was killed"
+        self._kill()
+
+    def _kill(self) -> None:
+        """End it and its children, which may outlive it. Only once: later its id may belong to another process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _end_of_process(process: asyncio.subprocess.Process) -> None:
+    await process.wait()
+
+
+async def _end_of_pipe(pipe: Pipe) -> None:
+    await pipe.ended
+
+
+async def _reaped(process: asyncio.subprocess.Process) -> None:
+    """Wait for a process that was killed, even if the caller is cancelled."""
+    while process.returncode is None:
+        with suppress(asyncio.CancelledError):
+            await process.wait()
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,189 @@
+"""Episodes in worker processes: what comes back is what comes back without workers, and what ends does not hang."""
+
+import asyncio
+import logging
+import multiprocessing.process
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from errands import Errands
+from players import Moody, TwoTurns, controlled, train
+
+from arl.api.errors import ArlError, ConfigError, DatasetError, EpisodeTimeoutError, PromptTooLongError, WorkerError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Group, ModelRequest
+from arl.api.workflow import RolloutWorkflow
+from arl.remote_calls import OtherTracebackError
+from arl.rollout.episode import Episode, EpisodeRunner
+from arl.workers import episode_workers, worker_process
+from arl.workers.episode_workers import EpisodeWorkers
+
+
+class Waits:
+    """A script that never answers a request for (9,), and knows how many of these run."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.begun = asyncio.Event()
+
+    async def __call__(self, request: ModelRequest) -> list[int]:
+        if len(request.input_ids) > 5:
+            raise PromptTooLongError("too long")
+        if request.input_ids[0] == 9:
+            self.num_running += 1
+            self.begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_running -= 1
+        return [5, 6, 7]
+
+
+async def run(
+    workflow: RolloutWorkflow, *errands: str, retries: int = 0, timeout_s: float = 60, script: Any = None, **data: Any
+) -> list[Any]:
+    engine = ScriptedEngine(script or Waits())
+    runner = EpisodeRunner(workflow=workflow, timeout_s=timeout_s, retries=retries)
+    examples = [{"errand": errand, "number": number, **data} for number, errand in enumerate(errands)]
+    return await asyncio.gather(*(runner.run(engine, example, name=example["errand"]) for example in examples))
+
+
+def told(episode: Episode) -> Any:
+    return episode.trajectories or (type(episode.error), str(episode.error))
+
+
+def marks(directory: Path, kind: str) -> int:
+    return len([*directory.glob(f"{kind}-*")])
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_BEAT_S", 0.05)
+    monkeypatch.setattr(worker_process, "_SILENT_S", 0.5)
+    monkeypatch.setattr(episode_workers, "_FIRST_BACKOFF_S", 0.01)
+
+
+@pytest.mark.parametrize("workflow", [TwoTurns(), Moody()])
+async def test_the_same_groups_are_trained_with_workers_and_without(workflow: RolloutWorkflow, tmp_path: Path) -> None:
+    async def batches(workflow: RolloutWorkflow) -> tuple[list[list[Group]], set[Any]]:
+        settings: dict[str, Any] = {"group_size": 4, "min_group_size": 1, "max_staleness": 0, "seed_requests": True}
+        script = ScriptedEngine(lambda request: [(7 * sum(request.input_ids) + (request.sampling.seed or 0)) % 101] * 3)
+        controller, buffer, engine = controlled(workflow, 20, script, has_baseline=True, episode_retries=0, **settings)
+        trained = await train(controller, buffer, engine, range(4))
+        of_trained = {t.token_ids.item(0) for batch in trained for group in batch for t in group.trajectories}
+        asked = {(*r.input_ids, r.sampling) for r in engine.requests if r.input_ids[0] in of_trained}
+        return trained, asked
+
+    alone = await batches(workflow)
+    async with EpisodeWorkers(workflow, 2, tmp_path) as away:
+        assert await batches(away) == alone
+
+
+async def test_an_episode_ends_in_a_worker_as_it_ends_without(tmp_path: Path, caplog: Any) -> None:
+    errands = ("plain", "reject", "give_nonsense", "stumble", "exit", "cancel_itself", "ask_too_much",
+               "ask_two_and_drop_one")  # fmt: skip
+    here, script = Errands(tmp_path), Waits()
+    async with EpisodeWorkers(here, 1, tmp_path) as away:
+        there = await run(away, *errands, "raise_unsendable", "warn", script=script)
+        assert script.num_running == 0
+        with pytest.raises(ArlError, match="raised KeyboardInterrupt: the run ends"):
+            await run(away, "interrupt")
+        (unsendable,) = await run(away, "plain", lock=asyncio.Lock, function=lambda: None)
+    assert [told(episode) for episode in there[: len(errands)]] == [told(e) for e in await run(here, *errands)]
+    failed = there[errands.index("stumble")].error
+    assert isinstance(failed.__cause__, OtherTracebackError)
+    assert "errands.py" in str(failed.__cause__)
+    odd, _ = (episode.error for episode in there[len(errands) :])
+    assert str(odd) == "UnsendableError: this cannot travel"
+    assert isinstance(unsendable.error, DatasetError)
+    assert "num_workers=0" in str(unsendable.error)
+    (said,) = [record for record in caplog.records if record.name == "arl.tests.errands"]
+    assert (said.levelno, "episode worker 0: a word from" in said.getMessage()) == (logging.WARNING, True)
+    assert not said.getMessage().endswith(str(os.getpid()))
+
+
+async def test_a_cancelled_episode_ends_in_its_worker_with_its_requests_before_it_ends_here(tmp_path: Path) -> None:
+    script = Waits()
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run(away, "wait", script=script))
+        await script.begun.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert (tmp_path / "cleaned up").exists()
+        assert script.num_running == 0
+        for turns in range(4):  # of the event loop: its task there may not have begun
+            soon = tasks.create_task(run(away, "wait", "plain"))
+            for _ in range(turns + 1):
+                await asyncio.sleep(0)
+            soon.cancel()
+            await asyncio.wait([soon])
+        (late,) = await run(away, "wait", timeout_s=0.1, retries=1)
+        assert (type(late.error), late.attempts) == (EpisodeTimeoutError, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "how"), [("SIGKILL", "was ended by SIGKILL"), ("SIGSTOP", "gave no sign of life for 1 s and was killed")]
+)
+async def test_the_episodes_of_a_worker_that_is_killed_or_stopped_run_again_and_so_does_it(
+    number: str, how: str, impatient: None, tmp_path: Path, caplog: Any
+) -> None:
+    script = Waits()
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+        (episode,) = await run(away, "die", retries=1, signal=number, script=script)
+        assert (episode.is_finished, episode.attempts) == (True, 2)
+        assert script.num_running == 0
+    assert f"failed with WorkerError: episode worker 0 {how}" in caplog.text
+    assert "episode worker 0 died with 1 episodes; restart 1 of 5" in caplog.text
+    assert (marks(tmp_path, "entered"), marks(tmp_path, "left")) == (2, 1)
+
+
+async def test_a_worker_whose_event_loop_is_blocked_gives_signs_of_life(impatient: None, tmp_path: Path) -> None:
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+        (episode,) = await run(away, "block", s=1.3)
+        assert episode.is_rejected
+
+
+async def test_a_worker_that_dies_too_often_ends_the_run(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
+
+    async def play() -> None:
+        async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+            await run(away, "die", signal="SIGKILL")
+            await asyncio.Event().wait()
+
+    with pytest.raises(WorkerError, match=r"died 1 times in a row; the last time it was ended by SIGKILL"):
+        await play()
+
+
+async def test_what_entering_and_leaving_the_workflow_raises_in_a_worker_is_raised_here(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no door") as raised:
+        async with EpisodeWorkers(Errands(tmp_path, entering=ConfigError("no door")), 2, tmp_path):
+            pass
+    assert "in episode worker" in str(raised.value.__cause__)
+    with pytest.raises(ValueError, match="no way out"):
+        async with EpisodeWorkers(Errands(tmp_path, leaving=ValueError("no way out")), 1, tmp_path):
+            pass
+
+
+def test_a_workflow_that_cannot_travel_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Local(TwoTurns):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Local cannot be sent to worker processes.*rollout.num_workers=0"):
+        EpisodeWorkers(Local(), 1, tmp_path)
+    Local.__module__, Local.__qualname__ = "__main__", "Local"
+    monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(ConfigError, match="Local uses what a notebook or an interactive session defines"):
+        EpisodeWorkers(Local(), 1, tmp_path)
+    monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ConfigError, match="__name__ == "):
+        EpisodeWorkers(TwoTurns(), 1, tmp_path)
