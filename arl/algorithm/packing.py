@@ -34,6 +34,8 @@ def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[lis
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
+    if order.num_tokens <= budget and len(order.indices):
+        return [sorted(order.indices.tolist())]
     parts = _Parts.of(order, units)
     return sorted(sorted(piece.indices()) for piece in _bins(parts, max(budget, parts.largest)))
 

@@ -7,9 +7,9 @@ arrays      one for each field of the tokens: all trajectories end to end
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice, pairwise
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from arl.api.types import COLUMNS, Group, Trajectory, TurnSpan
 
 Array = npt.NDArray[Any]
+_RecordT = TypeVar("_RecordT")
 
 _GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards")
 _EMPTY = {
@@ -54,8 +55,9 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     for name in COLUMNS:
         lengths = fields["num_token_rewards" if name == "token_rewards" else "length"]
         fields[name] = _views(name, arrays[name], lengths)
-    fields["turns"] = [tuple(map(_turn, turns)) for turns in fields["turns"]]
-    trajectories = map(_trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
+    turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
+    fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
+    trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
     of_groups = zip(*(known["groups"][name] for name in _GROUP_FIELDS), strict=True)
     return [
         Group(
@@ -94,14 +96,11 @@ def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None
     return [array[start:end] if start < end else None for start, end in pairwise(ends)]
 
 
-def _turn(values: Sequence[Any]) -> TurnSpan:
-    start, stop, reward, state = values
-    return TurnSpan(start=start, stop=stop, reward=reward, state=state)
-
-
-def _trajectory(values: Sequence[Any]) -> Trajectory:
-    """A trajectory with these fields, which are not checked again."""
-    trajectory = object.__new__(Trajectory)
-    for name, value in zip(Trajectory.__slots__, values, strict=True):
-        object.__setattr__(trajectory, name, value)
-    return trajectory
+def _unchecked(kind: type[_RecordT], rows: Iterable[Sequence[Any]]) -> Iterator[_RecordT]:
+    """A record for each row, the values of its slots. They were checked when the record was first built."""
+    puts = [getattr(kind, name).__set__ for name in kind.__slots__]  # pyright: ignore[reportAttributeAccessIssue]
+    for values in rows:
+        record = object.__new__(kind)
+        for put, value in zip(puts, values, strict=True):
+            put(record, value)
+        yield record

@@ -159,18 +159,24 @@ class MinibatchTally:
     nonfinite_grads: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    _sums: dict[tuple[str, str], list[torch.Tensor]] = field(default_factory=dict)
+    _sums: dict[tuple[tuple[str, str], ...], list[torch.Tensor]] = field(default_factory=dict)
+    """Kinds and names -> for each microbatch float64[their number]."""
     _maxima: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, batch: Microbatch, loss: torch.Tensor, losses: TokenLosses) -> None:
         """loss: the microbatch's share of the minibatch's loss, detached. Does not wait for the device."""
-        self._add("loss", {"": loss})
-        self._add("mean", losses.means)
-        self._add("weighted", {name: v * batch.tokens.loss_weights for name, v in losses.weighted.items()})
-        self._add("above", {name: above for name, (above, _) in losses.quotients.items()})
-        self._add("below", {name: below for name, (_, below) in losses.quotients.items()})
-        self._add("size", losses.sample_sizes)
-        self._add("square", {name: weights.double().square() for name, weights in losses.sample_sizes.items()})
+        values = {
+            **{("mean", name): value for name, value in losses.means.items()},
+            **{("weighted", name): value * batch.tokens.loss_weights for name, value in losses.weighted.items()},
+            **{("above", name): above for name, (above, _) in losses.quotients.items()},
+            **{("below", name): below for name, (_, below) in losses.quotients.items()},
+            **{("size", name): weights for name, weights in losses.sample_sizes.items()},
+            **{("square", name): weights.double().square() for name, weights in losses.sample_sizes.items()},
+        }
+        sums = loss.double()[None]
+        if values:
+            sums = torch.cat([sums, torch.stack(list(values.values())).double().sum(1)])
+        self._sums.setdefault((("loss", ""), *values), []).append(sums)
         for name, values in losses.maxima.items():
             peak = values.max() if len(values) else torch.tensor(-math.inf, device=values.device)
             self._maxima.setdefault(name, []).append(peak.double())
@@ -180,22 +186,22 @@ class MinibatchTally:
             self.forwarded_tokens += batch.num_forwarded_tokens
         self.microbatches += 1
 
-    def _add(self, kind: str, values: Mapping[str, torch.Tensor]) -> None:
-        for name, value in values.items():
-            self._sums.setdefault((kind, name), []).append(value.double().sum())
-
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """A collective. The ranks have the same names, as they ran the same loss."""
         if not self.microbatches:
             return
-        sums = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])
+        named: dict[tuple[str, str], torch.Tensor] = {}
+        for names, parts in self._sums.items():
+            for name, value in zip(names, torch.stack(parts).sum(0), strict=True):
+                named[name] = named[name] + value if name in named else value
+        sums = torch.stack(list(named.values()))
         counts = [self.trained_tokens, self.tokens, self.forwarded_tokens, self.microbatches]
         totals = torch.cat([sums, torch.tensor(counts, dtype=sums.dtype, device=device)])
         reduce_over(totals, group)
         *values, trained, tokens, forwarded, microbatches = totals.tolist()
         self.trained_tokens, self.microbatches = int(trained), int(microbatches)
         self.tokens, self.forwarded_tokens = int(tokens), int(forwarded)
-        self._read(dict(zip(self._sums, values, strict=True)))
+        self._read(dict(zip(named, values, strict=True)))
         if self._maxima and self.trained_tokens:
             peaks = torch.stack([torch.stack(parts).max() for parts in self._maxima.values()])
             reduce_over(peaks, group, dist.ReduceOp.MAX)

@@ -89,6 +89,7 @@ class FSDPTrainEngine:
                     Critic(loaded.model) if head == "value" else Policy(loaded.model, config.logprob_chunk_size)
                 )
                 shard(self._policy, mesh, config)
+            self._trained = trained_parameters(self._policy)
             self._reference = Reference(self._policy)
             self._optimizer = build_optimizer(self._policy, config.optimizer)
             self._adapters = adapters
@@ -221,7 +222,7 @@ class FSDPTrainEngine:
             return
         config = self._config.optimizer
         tally.lr = learning_rate(config, self._num_updates)
-        tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._device)
+        tally.grad_norm = clip_gradients(self._trained.values(), config.max_grad_norm, self._device)
         step = (
             f"optimizer step {self._num_updates} (version {self._version}, lr {tally.lr:g}, gradient norm "
             f"{tally.grad_norm:g})"
@@ -240,16 +241,15 @@ class FSDPTrainEngine:
 
     def _check_weights(self, when: str) -> None:
         """Raise TrainingError with the first trained parameter that is not finite on some rank; a collective."""
-        named = trained_parameters(self._policy)
-        flags = torch.zeros(len(named))
-        shards = {i: shard for i, p in enumerate(named.values()) if (shard := local_shard(p.detach())).numel()}
+        flags = torch.zeros(len(self._trained))
+        shards = {i: shard for i, p in enumerate(self._trained.values()) if (shard := local_shard(p.detach())).numel()}
         if shards:
             norms = torch._foreach_norm(list(shards.values()), math.inf)  # pyright: ignore[reportPrivateImportUsage]
             flags[list(shards)] = torch.stack(norms).isfinite().logical_not().float().cpu()
         flags = flags.to(self._device)
         reduce_over(flags, op=dist.ReduceOp.MAX)
         if flags.any():
-            name = list(named)[int(flags.argmax())].removeprefix("model.")
+            name = list(self._trained)[int(flags.argmax())].removeprefix("model.")
             raise TrainingError(
                 f"{when}, {name} is not finite, so training cannot go on; continue from an earlier "
                 "checkpoint with a lower train.optimizer.lr"

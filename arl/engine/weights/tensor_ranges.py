@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
 
 from arl.api.engine import TensorSpec
 
 
+@cache
 def byte_size(spec: TensorSpec) -> int:
     bits = re.search(r"\d+", spec.dtype)  # bool has none
     return math.prod(spec.shape) * max(int(bits[0]) // 8 if bits else 1, 1)
