@@ -117,10 +117,12 @@ ON_SERVERS = (*signals("server", end_server, signal.SIGKILL, signal.SIGTERM), Fa
 OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))
 RANK = Fault("rank: SIGKILL", lambda run: kill_one(run, "ray::RankActor"))
 WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "forkserver", "keeper"))
-FAULTS = (*ON_TRAINER, *ON_SERVERS, OWN_SERVER, RANK, WORKER)
+EPISODE_WORKER = Fault("episode worker: SIGKILL", lambda run: kill_one(run, "arl.workers.worker"))
+FAULTS = (*ON_TRAINER, *ON_SERVERS, OWN_SERVER, RANK, WORKER, EPISODE_WORKER)
 
 
 def faults_of(run: Run) -> Sequence[Fault]:
     """Those that can happen to it; some of them several times, so that they are as frequent as others."""
     at_place = {"apart": ON_SERVERS, "own": [OWN_SERVER] * 3, "ranks": [RANK] * 4}[run.place]
-    return [*ON_TRAINER, *at_place, *([WORKER] * 2 if run.has_workers else [])]
+    on_workers = [WORKER] * 2 * run.has_workers + [EPISODE_WORKER] * run.num_episode_workers
+    return [*ON_TRAINER, *at_place, *on_workers]

@@ -83,6 +83,7 @@ class Run:
         )
         self._pause_mode = self.rng.choice(["in_place", "retract", "abort"])
         self._update_order = self.rng.choice(["all", "rolling"]) if self.place == "apart" else "all"
+        self.num_episode_workers = 2 if self.place != "ranks" and self.rng.random() < 0.4 else 0
         self.trainer: Forked | None = None
         self.servers: list[Forked] = []
         self.proxies: list[Forked] = []
@@ -101,7 +102,8 @@ class Run:
     def served(self) -> Iterator[None]:
         """Servers and proxies run inside the block, where the place has some."""
         how = f"weights by {self._transport}, {self._pause_mode}, {self._update_order}"
-        self.say(f"{self.place}, {how}, weather {self.weather}, with workers: {self.has_workers}")
+        workers = f"with workers: {self.has_workers}, of episodes: {self.num_episode_workers}"
+        self.say(f"{self.place}, {how}, weather {self.weather}, {workers}")
         num_servers = self.rng.choice([1, 2, 3]) if self.place == "apart" else 0
         with reserved_ports(2 * num_servers) as ports:
             try:
@@ -127,7 +129,7 @@ class Run:
             if self._until_the_end() == 0:
                 break
         promised(newest_checkpoint(self._run_dir)[0] == steps, f"the run did not get to its {steps} steps")
-        had_killed = "worker: SIGKILL" in self.times
+        had_killed = not self.times.keys().isdisjoint(("worker: SIGKILL", "episode worker: SIGKILL"))
         check_files(self._run_dir, self.temporary, self.trainer_pids, had_fork_server_killed=had_killed)
         lost = self.outcomes["d"]
         promised(self.has_proxies or not lost, f"{lost} examples were dropped, and every request was answered")
@@ -167,7 +169,8 @@ class Run:
             engine = {"kind": "sglang", "addresses": self._addresses, "update_order": self._update_order}
         engine |= {"pause_mode": "in_place" if has_adapters else self._pause_mode, **TIMEOUTS}
         train = {"num_ranks": 2 if self.place == "ranks" else 1, "lora": {"rank": 4} if has_adapters else None}
-        return {"engine": engine, "train": train, "weights": {"transport": self._transport}}
+        rollout = {"num_workers": self.num_episode_workers}
+        return {"engine": engine, "rollout": rollout, "train": train, "weights": {"transport": self._transport}}
 
     def wait(self, seconds: float) -> None:
         """Do meanwhile what is due. Returns earlier when the trainer has ended by itself, which it may by an error."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import multiprocessing.process
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,29 @@ import pytest
 from errands import Errands
 from players import Moody, TwoTurns, controlled, train
 
-from arl.api.errors import ArlError, ConfigError, DatasetError, EpisodeTimeoutError, PromptTooLongError, WorkerError
+from arl import MCPTools, OpenAIProxy
+from arl.api.errors import (
+    ArlError,
+    ConfigError,
+    DatasetError,
+    EpisodeTimeoutError,
+    PromptTooLongError,
+    ServerError,
+    ToolError,
+    WorkerError,
+)
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Group, ModelRequest
 from arl.api.workflow import RolloutWorkflow
+from arl.engine.tiny import tiny_tokenizer
 from arl.remote_calls import OtherTracebackError
+from arl.rewards import NumericMatch
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.workers import episode_workers, worker_process
 from arl.workers.episode_workers import EpisodeWorkers
+from arl.workflow.teachers import DistillationWorkflow, TeacherClient
+from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tools import Tool
 
 
 class Waits:
@@ -187,3 +203,29 @@ def test_a_workflow_that_cannot_travel_is_refused_before_a_process_starts(
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ConfigError, match="__name__ == "):
         EpisodeWorkers(TwoTurns(), 1, tmp_path)
+
+
+def doubled(x: int) -> str:
+    """Doubles a number.
+
+    Args:
+        x: the number
+    """
+    return str(2 * x)
+
+
+async def test_the_parts_of_ready_made_workflows_travel() -> None:
+    """What they remember, and what belongs to an event loop, stays behind."""
+    tokenizer = tiny_tokenizer(["a b"])
+    teacher = TeacherClient("http://127.0.0.1:1", tokenizer=tokenizer, retries=0)
+    agent = ToolAgentWorkflow(tokenizer, NumericMatch(), tools=[doubled])
+    proxy, server = OpenAIProxy(tokenizer), MCPTools.stdio(sys.executable, ["-c", "raise SystemExit"])
+    parts = (DistillationWorkflow(agent, teacher), Tool.from_function(doubled), teacher, proxy, server)
+    _, tool, asked, _, absent = pickle.loads(pickle.dumps(parts))
+    assert await tool.acall({"x": "21"}) == "42"
+    with pytest.raises(ToolError, match="argument x"):
+        await tool.acall({"x": "many"})
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:1"):
+        await asked.logprobs((1, 2))
+    with pytest.raises(ServerError):
+        await absent.__aenter__()
