@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-to-run
 STAMP := $(VENV)/.installed
 TEST_WORKERS ?= 2
 SGLANG_VENV ?= .venv-sglang
@@ -14,13 +15,18 @@ PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
 .PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short soak bubblewrap lint format clean
 
-$(STAMP): pyproject.toml constraints/cpu.txt
-	@echo 'Installing arl, torch for the CPU and the tools of its tests into $(VENV): about 3 minutes, once.'
+$(RUN_STAMP): pyproject.toml constraints/cpu.txt
+	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_SHOWS) -e '.[cpu]' -c constraints/cpu.txt
+	@touch $(RUN_STAMP)
+
+$(STAMP): $(RUN_STAMP)
+	@echo 'Installing the tools of its tests: about a minute, once.'
 	@$(BIN)/pip install $(PIP_SHOWS) -e '.[cpu,dev]' -c constraints/cpu.txt
 	@touch $(STAMP)
 
-quickstart: $(STAMP)
+quickstart: $(RUN_STAMP)
 	@echo 'Training a tool-using math agent on this machine: about 4 minutes on two cores.'
 	$(BIN)/python examples/agents/math_agent.py
 
