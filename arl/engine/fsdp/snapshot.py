@@ -194,7 +194,11 @@ class ShardGatherer:
         if copied is not None:
             copied.record()
         futures: list[Future[torch.Tensor]] = [Future() for _ in chunks]
-        self._thread.submit(self._gather, chunks, parts, copied, futures, self._group, self._failed)
+        work = (chunks, parts, copied, futures, self._group, self._failed)
+        if self._num_ranks == 1 and copied is None:
+            self._gather(*work)  # everything is there
+        else:
+            self._thread.submit(self._gather, *work)
         return futures
 
     def close(self) -> None:
