@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-KeyT, ValueT = TypeVar("KeyT"), TypeVar("ValueT")
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 
 _UNTRUE: set[str] = set()
 """Templates for which a check has failed."""

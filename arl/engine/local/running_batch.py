@@ -214,10 +214,10 @@ class RunningBatch:
             while self._waiting and len(self._rows) < self._max_rows:
                 row = self._waiting.popleft()
                 prefix, common = self._prefixes.find(row) or (None, 0)
-                is_alike = isinstance(prefix, Row) and row.num_reusable == common - 1 and prefix.tokens == row.tokens
+                is_alike = False
+                if isinstance(prefix, Row) and row.num_reusable == common - 1 and prefix.tokens == row.tokens:
+                    alike[row], is_alike = prefix, True
                 common = min(common, row.num_reusable)  # beyond it, logits are needed
-                if is_alike:
-                    alike[row] = prefix
                 if is_alike or (prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1)):
                     deferred.append(row)
                 else:
