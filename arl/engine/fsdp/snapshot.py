@@ -1,7 +1,7 @@
 """Weights are copied between two steps, and gathered, written and sent during the steps that follow.
 
     training's thread     each rank copies its shards to the CPU, in the dtype that servers hold
-    arl-gather            rank 0 assembles whole tensors from all ranks' shards, chunk by chunk
+    arl-gather            rank 0 of several, or on a GPU, assembles whole tensors from all shards, chunk by chunk
     publishing threads    rank 0 writes them, or sends each range as soon as its chunks are there
 
 Later steps do not change the copy. Its collectives have their own process group.
