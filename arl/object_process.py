@@ -291,7 +291,6 @@ class _Calls:
         self._thread = threading.get_ident()
         (build,) = args
         self._object = build()
-        gc.collect()
         gc.freeze()  # what was imported and built stays: no collection need look at it again
         gc.enable()
         return None

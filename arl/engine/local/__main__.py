@@ -102,9 +102,12 @@ async def run(args: argparse.Namespace, sock: socket.socket, watch: Watch) -> in
 
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     inflight = Inflight(loop)
-    scheduler = load_scheduler(args, inflight)
-    gc.collect()
-    gc.freeze()  # what was imported and built stays: no collection need look at it again
+    gc.disable()  # it would look through all that is imported, several times: a quarter of the start
+    try:
+        scheduler = load_scheduler(args, inflight)
+        gc.freeze()  # what was imported and built stays
+    finally:
+        gc.enable()
     stop = watch.stop_event()
 
     def die() -> None:
