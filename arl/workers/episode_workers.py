@@ -234,7 +234,8 @@ class _Worker:
                     "%s died with %d episodes; restart %d of %d follows in %g s: it %s",
                     self._name, num_lost, restarts, _MAX_RESTARTS, backoff_s, how,
                 )  # fmt: skip
-                self.begin()
+                if self.started.done():  # else episodes wait for it
+                    self.begin()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(backoff_s):
                         await self._closing.wait()
@@ -301,6 +302,8 @@ class _Worker:
             case Request() | Drop() | Ended():
                 if episode := self._episodes.get(message.episode):
                     episode.take(message)
+                elif isinstance(message, Request):  # of a task that has outlived its episode
+                    self._process.send(_over(message))
             case Said(said):
                 logging.getLogger(said.logger).log(said.level, "%s: %s", self._name, said.text)
             case Ready():

@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from arl.api.errors import ArlError, first_error
+from arl.api.errors import ArlError, WorkerError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.object_process import receive_message
@@ -137,9 +137,12 @@ class _Host:
             answer.set_exception(message.error)
 
     def _end(self, episode: int, task: asyncio.Task[Ended]) -> None:
-        """Say how it ended; the controller, which asked for a cancellation, does not look at that."""
+        """Say how it ended. The controller does not look at that if it asked for the cancellation."""
         del self._episodes[episode]
-        ended = Ended(episode) if task.cancelled() else task.result()
+        if task.cancelled():
+            ended = Ended(episode, error=WorkerError("the episode was cancelled in its worker, and not by the run"))
+        else:
+            ended = task.result()
         try:
             self._pipe.send(ended)
         except Exception as error:  # noqa: BLE001 (names and numbers in trajectories may be of users' own types)
@@ -164,6 +167,8 @@ def _failed(episode: int, error: Exception) -> Ended:
 def _closed_by(error: BaseException) -> Closed:
     if isinstance(error, BaseExceptionGroup):
         error = first_error(error)
+    if isinstance(error, asyncio.CancelledError):
+        error = WorkerError("something in it ended its event loop, such as sys.exit outside an episode")
     return Closed(portable(error), "".join(traceback.format_exception(error)))
 
 

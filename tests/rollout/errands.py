@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from one_turn import OneTurn
 
 from arl.api.engine import Sampler
-from arl.api.errors import PromptTooLongError
+from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError
 from arl.api.types import Example, ModelRequest, Trajectory
 
 log = logging.getLogger("arl.tests.errands")
@@ -40,6 +41,9 @@ class Errands(OneTurn):
     async def __aenter__(self) -> "Errands":
         if self._entering is not None:
             raise self._entering
+        if (self._marks / "locked once").exists():
+            (self._marks / "locked once").unlink()
+            raise ConfigError("locked once")
         (self._marks / f"entered-{os.getpid()}").touch()
         return self
 
@@ -107,6 +111,27 @@ class Errands(OneTurn):
                 await engine.agenerate(ModelRequest(input_ids=(1,)))
                 os.kill(os.getpid(), getattr(signal, data["signal"]))
         return await super().arun_episode(engine, data)
+
+    async def end_the_loop(self, engine: Sampler, data: Example) -> None:
+        """As a task that nobody waits for does when it calls sys.exit."""
+        asyncio.get_running_loop().call_soon(sys.exit, 3)
+        await asyncio.Event().wait()
+
+    async def leave_a_task(self, engine: Sampler, data: Example) -> None:
+        """It asks when the episode has ended; `join_it` waits for it."""
+        self._is_joined = asyncio.Event()
+        self._left = asyncio.create_task(self._ask_late(engine))
+
+    async def _ask_late(self, engine: Sampler) -> None:
+        await self._is_joined.wait()
+        await engine.agenerate(ModelRequest(input_ids=(1,)))
+
+    async def join_it(self, engine: Sampler, data: Example) -> None:
+        self._is_joined.set()
+        try:
+            await self._left
+        except EngineClosedError:
+            return
 
     async def block(self, engine: Sampler, data: Example) -> None:
         time.sleep(data["s"])  # noqa: ASYNC251

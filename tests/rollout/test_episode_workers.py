@@ -156,6 +156,32 @@ async def test_the_episodes_of_a_worker_that_is_killed_or_stopped_run_again_and_
     assert (marks(tmp_path, "entered"), marks(tmp_path, "left")) == (2, 1)
 
 
+async def test_an_episode_gets_the_worker_that_starts_only_at_the_second_try(impatient: None, tmp_path: Path) -> None:
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+        (tmp_path / "locked once").touch()
+        (episode,) = await run(away, "die", retries=1, signal="SIGKILL", timeout_s=20)
+        assert (episode.is_finished, episode.attempts) == (True, 2)
+
+
+async def test_episodes_that_end_because_their_worker_does_are_not_taken_for_rejected(
+    impatient: None, tmp_path: Path, caplog: Any
+) -> None:
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+        episodes = await run(away, "wait", "end_the_loop")
+        assert [type(episode.error) for episode in episodes] == [WorkerError, WorkerError]
+        (after,) = await run(away, "plain", retries=1)
+        assert after.is_finished
+    assert "could not go on (WorkerError: something in it ended its event loop" in caplog.text
+
+
+async def test_a_request_that_outlives_its_episode_is_answered_with_an_error(tmp_path: Path) -> None:
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+        (left,) = await run(away, "leave_a_task")
+        (joined,) = await run(away, "join_it", timeout_s=20)
+        assert left.is_rejected
+        assert joined.is_rejected
+
+
 async def test_a_worker_whose_event_loop_is_blocked_gives_signs_of_life(impatient: None, tmp_path: Path) -> None:
     async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
         (episode,) = await run(away, "block", s=1.3)
