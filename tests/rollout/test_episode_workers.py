@@ -223,7 +223,7 @@ def test_a_workflow_that_cannot_travel_is_refused_before_a_process_starts(
     Local.__module__, Local.__qualname__ = "__main__", "Local"
     monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(ConfigError, match="Local uses what a notebook or an interactive session defines"):
         EpisodeWorkers(Local(), 1, tmp_path)
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
