@@ -2,7 +2,7 @@
 
 | who waits | for | woken by |
 |---|---|---|
-| an episode | a worker that is ready | a worker's start; its time limit |
+| an episode | a worker that is ready | a worker's start; its time limit; the end of the block, if none will start |
 | | its end in the worker, also after it was cancelled there | the worker; the worker's end |
 | a request of an episode | the engine's answer | the engine; the episode's end |
 | `keep`, for each worker | the end of the process | worker_process.py |
@@ -19,10 +19,10 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, DatasetError, EngineClosedError, WorkerError, first_error
@@ -59,15 +59,18 @@ class EpisodeWorkers(RolloutWorkflow):
         self._check_main(setup, workflow)
         self._setup = b"".join(pickled(setup))
         self._workers = [_Worker(number, logs / f"worker-{number}.log") for number in range(num_workers)]
-        self._tasks = asyncio.TaskGroup()
+        self._groups = AsyncExitStack()
+        self._alarms = asyncio.TaskGroup()
+        """Cancels the block, and leaves the workers that still run to `__aexit__`."""
         self._keepers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Returns when all workers have entered the workflow. Raises what it raised in one of them."""
-        await self._tasks.__aenter__()
+        await self._groups.enter_async_context(self._alarms)
+        tasks = await self._groups.enter_async_context(asyncio.TaskGroup())
         for worker in self._workers:
             worker.begin()
-        self._keepers = [self._tasks.create_task(worker.keep(self._setup)) for worker in self._workers]
+        self._keepers = [tasks.create_task(worker.keep(self._setup, self._raise)) for worker in self._workers]
         try:
             await asyncio.gather(*(worker.started for worker in self._workers))
         except BaseException as error:
@@ -76,7 +79,7 @@ class EpisodeWorkers(RolloutWorkflow):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Raises what leaving the workflow raised in a worker, unless the block had an error of its own."""
+        """Raises what leaving the workflow raised in a worker. Logs it if the block had an error of its own."""
         error = exc[1] if isinstance(exc[1], BaseException) else None
         try:
             for worker in self._workers:
@@ -86,9 +89,12 @@ class EpisodeWorkers(RolloutWorkflow):
             for keeper in self._keepers:
                 keeper.cancel()  # it kills the worker
             await self._end_tasks(error)
-        failures = [worker.failure for worker in self._workers if worker.failure is not None]
-        if failures and error is None:
-            raise failures[0]
+        first = error
+        for worker in self._workers:
+            first = first or worker.failure
+            worker.complain(first)
+        if first is not error and first is not None:
+            raise first
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory] | None:
         try:
@@ -105,15 +111,18 @@ class EpisodeWorkers(RolloutWorkflow):
         """The worker with the fewest episodes. Waits for one that is ready; the caller limits the wait."""
         while not (ready := [worker for worker in self._workers if worker.is_ready]):
             waits = [worker.started for worker in self._workers if not worker.started.done()]
-            if not waits:
-                raise WorkerError("the worker processes were closed")
+            if not waits:  # the block was cancelled, and soon so will this be: its example runs again after a resume
+                await asyncio.Event().wait()
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         return min(ready, key=lambda worker: worker.num_episodes)
 
+    def _raise(self, error: Exception) -> None:
+        self._alarms.create_task(_raised(error))
+
     async def _end_tasks(self, block_error: BaseException | None) -> None:
-        """Leave the group. Raises a task's error, which cancelled the block, unless the block had one of its own."""
+        """Leave the groups. Raises a task's error, which cancelled the block, unless the block had one of its own."""
         try:
-            await self._tasks.__aexit__(None, None, None)
+            await self._groups.aclose()
         except BaseExceptionGroup as errors:
             failure = first_error(errors)
             if block_error is None or isinstance(block_error, asyncio.CancelledError):
@@ -198,6 +207,7 @@ class _Worker:
         self.failure: Exception | None = None
         """What entering or leaving the workflow raised there."""
         self.is_ready = False
+        self._has_left = True
         self._name = f"episode worker {number}"
         self._process = WorkerProcess(log_file, self._take)
         self._episodes: dict[int, _Episode] = {}
@@ -212,8 +222,8 @@ class _Worker:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the worker is ready, or will never be."""
 
-    async def keep(self, setup: bytes) -> None:
-        """Run the process, and start it again when it dies. Raises WorkerError if that happens too often in a row."""
+    async def keep(self, setup: bytes, fail: Callable[[Exception], None]) -> None:
+        """Run the process, and start it again when it dies. If that happens too often in a row, `fail` and end."""
         restarts, has_started = 0, False
         try:
             while not self._closing.is_set():
@@ -226,9 +236,11 @@ class _Worker:
                 if not has_started:
                     self.started.set_exception(self.failure or WorkerError(f"{self._name} did not start: it {how}"))
                     return
+                self.failure, self._has_left = None, True  # `how` tells it
                 restarts = 1 if time.monotonic() - began > _STEADY_S else restarts + 1
                 if restarts > _MAX_RESTARTS:
-                    raise WorkerError(f"{self._name} died {restarts} times in a row; the last time it {how}")
+                    fail(WorkerError(f"{self._name} died {restarts} times in a row; the last time it {how}"))
+                    return
                 backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (restarts - 1))
                 log.warning(
                     "%s died with %d episodes; restart %d of %d follows in %g s: it %s",
@@ -264,6 +276,16 @@ class _Worker:
             self._process.send(Close())
         else:
             self._process.kill()
+
+    def complain(self, raised: BaseException | None) -> None:
+        """Log what went wrong when it was closed, unless that is `raised`."""
+        if self.failure is not None and self.failure is not raised:
+            log.warning("%s failed, too: %r", self._name, self.failure, exc_info=self.failure)
+        elif not self._has_left:
+            log.warning(
+                "%s ended before it had left the workflow, whose __aexit__ may not have closed everything; see %s",
+                self._name, self._process.log,
+            )  # fmt: skip
 
     async def play(self, engine: Sampler, example: bytes) -> Sequence[Trajectory] | None:
         """Run an episode. Cancelled, it waits until the episode has ended in the worker."""
@@ -307,15 +329,19 @@ class _Worker:
             case Said(said):
                 logging.getLogger(said.logger).log(said.level, "%s: %s", self._name, said.text)
             case Ready():
-                self.is_ready = True
+                self.is_ready, self._has_left = True, False
                 if not self.started.done():
                     self.started.set_result(None)
             case Closed(error, traceback):
-                self.failure = error
+                self.failure, self._has_left = error, True
                 if error is not None:
                     error.__cause__ = self._cause(traceback)
             case _:
                 raise TypeError(f"{self._name} sent {message!r:.100}")
+
+
+async def _raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def _pickled_workflow(workflow: RolloutWorkflow) -> bytes:

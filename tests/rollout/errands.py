@@ -49,6 +49,8 @@ class Errands(OneTurn):
 
     async def __aexit__(self, *exc: object) -> None:
         (self._marks / f"left-{os.getpid()}").touch()
+        if (self._marks / "stay").exists():
+            await asyncio.Event().wait()
         if self._leaving is not None:
             raise self._leaving
 

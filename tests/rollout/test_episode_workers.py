@@ -194,15 +194,36 @@ async def test_a_worker_that_dies_too_often_ends_the_run(
     monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
 
     async def play() -> None:
-        async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
+        async with EpisodeWorkers(Errands(tmp_path), 2, tmp_path) as away:
             await run(away, "die", signal="SIGKILL")
             await asyncio.Event().wait()
 
     with pytest.raises(WorkerError, match=r"died 1 times in a row; the last time it was ended by SIGKILL"):
         await play()
+    assert (marks(tmp_path, "entered"), marks(tmp_path, "left")) == (2, 1)  # the other one is not killed
 
 
-async def test_what_entering_and_leaving_the_workflow_raises_in_a_worker_is_raised_here(tmp_path: Path) -> None:
+async def test_an_episode_that_no_worker_can_take_any_more_does_not_fail_while_the_run_saves(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as a failure for good, and its example would not run again after a resume."""
+    monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
+
+    async def play() -> None:
+        async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away, asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(run(away, "die", signal="SIGKILL", retries=1))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                assert not (await asyncio.wait([playing], timeout=0.1))[0]
+
+    with pytest.raises(WorkerError, match="died 1 times in a row"):
+        await play()
+
+
+async def test_what_entering_and_leaving_the_workflow_raises_in_a_worker_is_raised_here(
+    tmp_path: Path, caplog: Any
+) -> None:
     with pytest.raises(ConfigError, match="no door") as raised:
         async with EpisodeWorkers(Errands(tmp_path, entering=ConfigError("no door")), 2, tmp_path):
             pass
@@ -210,6 +231,19 @@ async def test_what_entering_and_leaving_the_workflow_raises_in_a_worker_is_rais
     with pytest.raises(ValueError, match="no way out"):
         async with EpisodeWorkers(Errands(tmp_path, leaving=ValueError("no way out")), 1, tmp_path):
             pass
+    with pytest.raises(KeyError):
+        async with EpisodeWorkers(Errands(tmp_path, leaving=ValueError("no exit")), 1, tmp_path):
+            raise KeyError
+    assert "episode worker 0 failed, too: ValueError('no exit')" in caplog.text
+
+
+async def test_a_worker_that_does_not_leave_the_workflow_is_killed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(episode_workers, "_CLOSING_S", 0.1)
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path):
+        (tmp_path / "stay").touch()
+    assert "episode worker 0 ended before it had left the workflow" in caplog.text
 
 
 def test_a_workflow_that_cannot_travel_is_refused_before_a_process_starts(
