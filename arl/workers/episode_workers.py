@@ -30,7 +30,20 @@ from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.object_process import pickled
 from arl.remote_calls import OtherTracebackError, portable
-from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Play, Ready, Request, Said, Stop, WorkerSetup
+from arl.workers.pipe import (
+    Answered,
+    Close,
+    Closed,
+    Drop,
+    Ended,
+    Failure,
+    Play,
+    Ready,
+    Request,
+    Said,
+    Stop,
+    WorkerSetup,
+)
 from arl.workers.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -144,7 +157,7 @@ class _Episode:
     """An episode that runs in a worker. calls: a group for the tasks of its requests."""
 
     def __init__(self, engine: Sampler, calls: asyncio.TaskGroup, send: Callable[[object], None]) -> None:
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Ended | WorkerError] = asyncio.get_running_loop().create_future()
         self._engine = engine
         self._calls = calls
         self._send = send
@@ -152,7 +165,8 @@ class _Episode:
         self._is_over = False
         self._is_gone = asyncio.Event()
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: Ended | WorkerError) -> None:
+        """ended: how it ended in the worker, or that the worker has ended."""
         self._is_gone.set()
         if not self.ended.done():
             self.ended.set_result(ended)
@@ -266,7 +280,7 @@ class _Worker:
         finally:
             self.is_ready, lost = False, [*self._episodes.values()]
             for episode in lost:
-                episode.end(Ended(-1, error=WorkerError(f"{self._name} {how}; see {self._process.log}")))
+                episode.end(WorkerError(f"{self._name} {how}; see {self._process.log}"))
         return how, len(lost)
 
     def close(self) -> None:
@@ -309,15 +323,19 @@ class _Worker:
             del self._episodes[number]
         return self._result(ended)
 
-    def _result(self, ended: Ended) -> Sequence[Trajectory] | None:
+    def _result(self, ended: Ended | WorkerError) -> Sequence[Trajectory] | None:
+        if isinstance(ended, WorkerError):
+            raise ended
         if ended.is_interrupt:
             raise KeyboardInterrupt
-        if ended.error is not None:
-            raise ended.error from self._cause(ended.traceback)
+        if ended.failure is not None:
+            raise self._error_of(ended.failure)
         return ended.trajectories or None
 
-    def _cause(self, traceback: str) -> Exception | None:
-        return OtherTracebackError(f"in {self._name}:\n{traceback}") if traceback else None
+    def _error_of(self, failure: Failure) -> Exception:
+        error = failure.error()
+        error.__cause__ = OtherTracebackError(f"in {self._name}:\n{failure.traceback}")
+        return error
 
     def _take(self, message: Any) -> None:
         match message:
@@ -332,10 +350,8 @@ class _Worker:
                 self.is_ready, self._has_left = True, False
                 if not self.started.done():
                     self.started.set_result(None)
-            case Closed(error, traceback):
-                self.failure, self._has_left = error, True
-                if error is not None:
-                    error.__cause__ = self._cause(traceback)
+            case Closed(failure):
+                self.failure, self._has_left = failure and self._error_of(failure), True
             case _:
                 raise TypeError(f"{self._name} sent {message!r:.100}")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import pickle
 import struct
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from arl.api.types import ModelResponse, SamplingParams, Trajectory
-from arl.remote_calls import Message
+from arl.remote_calls import Message, portable
 
 _SIZE = struct.Struct("<Q")
 
@@ -73,14 +75,31 @@ class Drop(NamedTuple):
     request: int
 
 
+class Failure(NamedTuple):
+    """An error of the workflow, pickled apart: only the worker may know its class."""
+
+    pickled: bytes
+    traceback: str
+    """Its last line stands for the error where that cannot be unpickled."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls(pickle.dumps(portable(error)), "".join(traceback.format_exception(error)))
+
+    def error(self) -> Exception:
+        with suppress(Exception):  # unpickling runs what users wrote
+            if isinstance(error := pickle.loads(self.pickled), Exception):
+                return error
+        return RuntimeError(self.traceback.rstrip().rpartition("\n")[2])
+
+
 class Ended(NamedTuple):
-    """The end of an episode: with trajectories, an error and its traceback, or neither, which means rejected."""
+    """The end of an episode: with trajectories, a failure, or neither, which means rejected."""
 
     episode: int
     trajectories: tuple[Trajectory, ...] = ()
     """Their columns travel as arrays, and are not checked again."""
-    error: Exception | None = None
-    traceback: str = ""
+    failure: Failure | None = None
     is_interrupt: bool = False
     """The workflow raised KeyboardInterrupt, which ends the run."""
 
@@ -94,8 +113,7 @@ class Said(NamedTuple):
 class Closed(NamedTuple):
     """The last message of a worker: the workflow was left, or could not be entered or left."""
 
-    error: Exception | None = None
-    traceback: str = ""
+    failure: Failure | None = None
 
 
 def as_array(input_ids: Any) -> Any:

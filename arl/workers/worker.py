@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from arl.api.errors import ArlError, WorkerError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.object_process import receive_message
-from arl.remote_calls import Message, OtherTracebackError, portable
+from arl.remote_calls import Message, OtherTracebackError
 from arl.rollout.controller import patient_collector
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
@@ -42,6 +41,7 @@ from arl.workers.pipe import (
     Closed,
     Drop,
     Ended,
+    Failure,
     Pipe,
     Play,
     Ready,
@@ -140,7 +140,7 @@ class _Host:
         """Say how it ended. The controller does not look at that if it asked for the cancellation."""
         del self._episodes[episode]
         if task.cancelled():
-            ended = Ended(episode, error=WorkerError("the episode was cancelled in its worker, and not by the run"))
+            ended = _failed(episode, WorkerError("the episode was cancelled in its worker, and not by the run"))
         else:
             ended = task.result()
         try:
@@ -161,7 +161,7 @@ class _Host:
 
 
 def _failed(episode: int, error: Exception) -> Ended:
-    return Ended(episode, error=portable(error), traceback="".join(traceback.format_exception(error)))
+    return Ended(episode, failure=Failure.of(error))
 
 
 def _closed_by(error: BaseException) -> Closed:
@@ -169,7 +169,7 @@ def _closed_by(error: BaseException) -> Closed:
         error = first_error(error)
     if isinstance(error, asyncio.CancelledError):
         error = WorkerError("something in it ended its event loop, such as sys.exit outside an episode")
-    return Closed(portable(error), "".join(traceback.format_exception(error)))
+    return Closed(Failure.of(error))
 
 
 class _Logs(logging.Handler):

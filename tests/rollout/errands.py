@@ -29,6 +29,18 @@ class UnsendableError(Exception):
         super().__init__(f"{what} {why}")
 
 
+def _error(home: int) -> Exception:
+    """Raises in every other process."""
+    return {home: HomelyError("at home")}[os.getpid()]
+
+
+class HomelyError(Exception):
+    """Unpickled only in the process that raised it, as are errors of a module that only a worker can import."""
+
+    def __reduce__(self) -> Any:
+        return _error, (os.getpid(),)
+
+
 class Errands(OneTurn):
     """entering, leaving: raised there. marks: a directory for files that tell what happened."""
 
@@ -71,6 +83,9 @@ class Errands(OneTurn):
 
     async def raise_unsendable(self, engine: Sampler, data: Example) -> None:
         raise UnsendableError("this", "cannot travel")
+
+    async def raise_homely(self, engine: Sampler, data: Example) -> None:
+        raise HomelyError("at home")
 
     async def exit(self, engine: Sampler, data: Example) -> None:
         raise SystemExit(3)

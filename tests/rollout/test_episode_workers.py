@@ -103,7 +103,7 @@ async def test_an_episode_ends_in_a_worker_as_it_ends_without(tmp_path: Path, ca
                "ask_two_and_drop_one")  # fmt: skip
     here, script = Errands(tmp_path), Waits()
     async with EpisodeWorkers(here, 1, tmp_path) as away:
-        there = await run(away, *errands, "raise_unsendable", "warn", script=script)
+        there = await run(away, *errands, "raise_unsendable", "raise_homely", "warn", script=script)
         assert script.num_running == 0
         with pytest.raises(ArlError, match="raised KeyboardInterrupt: the run ends"):
             await run(away, "interrupt")
@@ -112,8 +112,9 @@ async def test_an_episode_ends_in_a_worker_as_it_ends_without(tmp_path: Path, ca
     failed = there[errands.index("stumble")].error
     assert isinstance(failed.__cause__, OtherTracebackError)
     assert "errands.py" in str(failed.__cause__)
-    odd, _ = (episode.error for episode in there[len(errands) :])
+    odd, homely, _ = (episode.error for episode in there[len(errands) :])
     assert str(odd) == "UnsendableError: this cannot travel"
+    assert str(homely) == "errands.HomelyError: at home"
     assert isinstance(unsendable.error, DatasetError)
     assert "num_workers=0" in str(unsendable.error)
     (said,) = [record for record in caplog.records if record.name == "arl.tests.errands"]
