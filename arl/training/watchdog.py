@@ -60,7 +60,10 @@ WAITS = {
     "RemoteSGLangEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
     "ServerClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
     "EpisodeWorkers._choose": Wait("a worker process", "its start, rollout.episode_timeout_s"),
-    "_Worker.play": Wait("an episode in a worker process", "its end, rollout.episode_timeout_s"),
+    "_Worker.play": Wait(
+        "an episode in a worker process (logs/worker-K.log tells where its event loop is blocked, if it is)",
+        "its end, rollout.episode_timeout_s",
+    ),
     "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
     "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
     "Upkeep._probe": Wait("a fenced server", "its health, the clock"),

@@ -53,6 +53,9 @@ from arl.workers.pipe import (
     frame,
 )
 
+_BLOCKED_S = 60.0
+_STDERR = 2
+
 
 class _Engine:
     """The Sampler of one episode: the controller's process answers."""
@@ -89,8 +92,9 @@ class _Host:
             async with self._workflow, self._tasks, patient_collector():
                 self._pipe.send(Ready())
                 lag = self._tasks.create_task(LagMonitor(type(self._workflow).__name__).run())
+                blocks = self._tasks.create_task(_watch_for_blocks())
                 await self._is_over.wait()
-                for task in (lag, *self._episodes.values()):
+                for task in (lag, blocks, *self._episodes.values()):
                     task.cancel()
         except BaseException as error:  # noqa: BLE001 (the controller raises it)
             closed = _closed_by(error)
@@ -184,6 +188,16 @@ class _Logs(logging.Handler):
         message = Message(logger=record.name, level=record.levelno, text=self.format(record))
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._pipe.send, Said(message))
+
+
+async def _watch_for_blocks() -> None:
+    """Write to the worker's log where its event loop is blocked, even if it stays so for ever."""
+    try:
+        while True:
+            faulthandler.dump_traceback_later(_BLOCKED_S, file=_STDERR)
+            await asyncio.sleep(_BLOCKED_S / 4)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _beat(sock: socket.socket) -> None:

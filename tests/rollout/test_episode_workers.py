@@ -6,6 +6,7 @@ import multiprocessing.process
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from arl.engine.tiny import tiny_tokenizer
 from arl.remote_calls import OtherTracebackError
 from arl.rewards import NumericMatch
 from arl.rollout.episode import Episode, EpisodeRunner
-from arl.workers import episode_workers, worker_process
+from arl.workers import episode_workers, worker, worker_process
 from arl.workers.episode_workers import EpisodeWorkers
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 from arl.workflow.tool_agent import ToolAgentWorkflow
@@ -187,6 +188,19 @@ async def test_a_worker_whose_event_loop_is_blocked_gives_signs_of_life(impatien
     async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away:
         (episode,) = await run(away, "block", s=1.3)
         assert episode.is_rejected
+
+
+async def test_a_workers_log_shows_where_its_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(worker, "_BLOCKED_S", 0.02)
+    watching = asyncio.create_task(worker._watch_for_blocks())
+    await asyncio.sleep(0)
+    said, until = "", time.monotonic() + 10
+    while "in test_a_workers_log_shows" not in said and time.monotonic() < until:
+        time.sleep(0.01)  # noqa: ASYNC251
+        said += capfd.readouterr().err
+    assert "in test_a_workers_log_shows" in said
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def test_a_worker_that_dies_too_often_ends_the_run(
