@@ -92,7 +92,7 @@ class _Host:
             async with self._workflow, self._tasks, patient_collector():
                 self._pipe.send(Ready())
                 lag = self._tasks.create_task(LagMonitor(type(self._workflow).__name__).run())
-                blocks = self._tasks.create_task(_watch_for_blocks())
+                blocks = self._tasks.create_task(_watch_for_blocks(_STDERR))
                 await self._is_over.wait()
                 for task in (lag, blocks, *self._episodes.values()):
                     task.cancel()
@@ -190,11 +190,11 @@ class _Logs(logging.Handler):
             self._loop.call_soon_threadsafe(self._pipe.send, Said(message))
 
 
-async def _watch_for_blocks() -> None:
-    """Write to the worker's log where its event loop is blocked, even if it stays so for ever."""
+async def _watch_for_blocks(log: int) -> None:
+    """Write to this descriptor where the event loop is blocked, even if it stays so for ever."""
     try:
         while True:
-            faulthandler.dump_traceback_later(_BLOCKED_S, file=_STDERR)
+            faulthandler.dump_traceback_later(_BLOCKED_S, file=log)
             await asyncio.sleep(_BLOCKED_S / 4)
     finally:
         faulthandler.cancel_dump_traceback_later()

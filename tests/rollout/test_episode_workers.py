@@ -190,17 +190,20 @@ async def test_a_worker_whose_event_loop_is_blocked_gives_signs_of_life(impatien
         assert episode.is_rejected
 
 
-async def test_a_workers_log_shows_where_its_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+async def test_a_workers_log_shows_where_its_event_loop_is_blocked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = "in test_a_workers_log_shows"
     monkeypatch.setattr(worker, "_BLOCKED_S", 0.02)
-    watching = asyncio.create_task(worker._watch_for_blocks())
-    await asyncio.sleep(0)
-    said, until = "", time.monotonic() + 10
-    while "in test_a_workers_log_shows" not in said and time.monotonic() < until:
-        time.sleep(0.01)  # noqa: ASYNC251
-        said += capfd.readouterr().err
-    assert "in test_a_workers_log_shows" in said
-    watching.cancel()
-    await asyncio.wait([watching])
+    with (tmp_path / "log").open("wb") as log:
+        watching = asyncio.create_task(worker._watch_for_blocks(log.fileno()))
+        await asyncio.sleep(0)
+        until = time.monotonic() + 10
+        while place not in (said := (tmp_path / "log").read_text()) and time.monotonic() < until:
+            time.sleep(0.01)  # noqa: ASYNC251
+        watching.cancel()
+        await asyncio.wait([watching])
+    assert place in said
 
 
 async def test_a_worker_that_dies_too_often_ends_the_run(
