@@ -61,8 +61,8 @@ class EpisodeWorkers(RolloutWorkflow):
     """Enters the workflow in `num_workers` processes, and runs its episodes there, within `async with`.
 
     An episode goes to the worker that runs the fewest. When a worker dies, its episodes raise WorkerError, and it
-    starts again; after _MAX_RESTARTS in a row the block is cancelled and raises WorkerError. Once an episode was
-    cancelled, its engine answers nothing more.
+    starts again; after _MAX_RESTARTS in a row the block is cancelled and raises WorkerError. Once an episode has
+    ended, or was cancelled, its requests raise EngineClosedError.
     """
 
     def __init__(self, workflow: RolloutWorkflow, num_workers: int, logs: Path) -> None:
