@@ -351,7 +351,8 @@ class _Worker:
                 if not self.started.done():
                     self.started.set_result(None)
             case Closed(failure):
-                self.failure, self._has_left = failure and self._error_of(failure), True
+                self.failure = None if failure is None else self._error_of(failure)
+                self._has_left = True
             case _:
                 raise TypeError(f"{self._name} sent {message!r:.100}")
 
