@@ -36,9 +36,14 @@ def end_trainer(run: Run, number: signal.Signals) -> None:
         run.end(number)
 
 
+def go_on(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended, and somebody has noted it
+        os.kill(pid, signal.SIGCONT)
+
+
 def hold(run: Run, pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    run.later(run.rng.uniform(0.1, 3), lambda: os.kill(pid, signal.SIGCONT))
+    run.later(run.rng.uniform(0.1, 3), lambda: go_on(pid))
 
 
 def hold_trainer(run: Run) -> None:
@@ -66,11 +71,10 @@ def end_server(run: Run, number: signal.Signals) -> None:
     index = run.rng.randrange(len(run.servers))
     server = run.servers[index]
     os.kill(server.pid, number)
-    os.kill(server.pid, signal.SIGCONT)
+    go_on(server.pid)
 
     def start() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(server.pid, signal.SIGCONT)  # it may be held again
+        go_on(server.pid)  # it may be held again
         if server.code.result(60) is not None and run.servers[index] is server:
             run.start_server(index)
 
