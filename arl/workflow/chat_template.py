@@ -93,7 +93,7 @@ class ChatTemplate:
     def render_texts(self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True) -> str:
         """As `render`, of messages and tools `as_texts`. Episodes of a group begin alike, so texts are remembered."""
         source = self._source(specs)
-        if self._is_own or _changes(source):
+        if self._is_own or _changes(source) or not is_plain(self._options):
             return self._text(shown, specs, add_generation_prompt)
         try:
             packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else

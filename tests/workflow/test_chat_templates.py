@@ -274,3 +274,10 @@ def test_a_tokenizer_whose_template_is_replaced_renders_the_new_one() -> None:
     template.render(said)
     tokenizer.chat_template = "new {{ messages[0].content }}"
     assert template.render(said) == "new x"
+
+
+def test_an_option_that_is_called_is_called_each_time() -> None:
+    tokenizer, numbers = tokenizer_of("chatml"), iter(range(9))
+    tokenizer.chat_template = "{{ number() }}"
+    template = ChatTemplate(tokenizer, {"number": lambda: next(numbers)})
+    assert [template.render([{"role": "user", "content": "x"}]) for _ in range(3)] == ["0", "1", "2"]
