@@ -4,10 +4,11 @@
     python benchmarks/control_plane.py --episodes 10000 --turn-s 2 --trainer process
     python benchmarks/control_plane.py --episodes 512 --turn-s 0.05 --work-ms 2 --workers 2
 
-Runs the real controller, buffer, ledger and trajectories; only the engine is scripted: each turn sleeps for a while and
-answers with `--tokens` tokens. Prints the event loop's lag, which every request and every episode would feel.
+Runs the real controller, buffer, ledger and trajectories; only the engine is played: each call sleeps for a while and
+answers with `--tokens` tokens. Prints the event loop's lag, which every request and every episode would feel, and how
+many calls were answered, after the time that two episodes take.
 --workers runs the workflow in processes (rollout.num_workers), and --work-ms lets it compute after each answer, as
-templates, tools and rewards do. The last column is the CPU time of this process for a turn.
+templates, tools and rewards do. The last column is the CPU time of this process for a call.
 With --trainer, a tiny model trains on 128 short sequences again and again meanwhile, in a process of its own or on a
 thread of this one. Episodes are idle with a --turn-s longer than the run.
 """
@@ -20,7 +21,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.api.config import Config, RolloutConfig
-from arl.api.engine import DiskWeights, Sampler
-from arl.api.scripted import ScriptedEngine
+from arl.api.engine import Sampler
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -92,19 +92,24 @@ class Conversation(RolloutWorkflow):
         )
 
 
-def scripted_engine(load: Load) -> ScriptedEngine:
-    async def script(request: ModelRequest) -> ModelResponse:
-        version = engine.version
-        await asyncio.sleep(random.expovariate(1 / load.turn_s))
+class PlayedEngine:
+    """Answers each call after a while, with the version of its beginning."""
+
+    def __init__(self, load: Load) -> None:
+        self.version = self.num_calls = 0
+        self._rate = 1 / load.turn_s
+        self._tokens = load.tokens
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        version, tokens = self.version, self._tokens
+        await asyncio.sleep(random.expovariate(self._rate))
+        self.num_calls += 1
         return ModelResponse(
-            output_ids=(5,) * load.tokens,
-            output_logprobs=(-0.5,) * load.tokens,
-            output_versions=(version,) * load.tokens,
+            output_ids=(5,) * tokens,
+            output_logprobs=(-0.5,) * tokens,
+            output_versions=(version,) * tokens,
             stop_reason="length",
         )
-
-    engine = ScriptedEngine(script)
-    return engine
 
 
 def training_groups() -> list[Group]:
@@ -161,8 +166,10 @@ async def training(kind: str) -> AsyncGenerator[list[float]]:
 
 @dataclass
 class Figures:
-    """trained: episodes taken. cpu_s: of this process. lags: sorted. steps: the seconds of training steps."""
+    """calls: answered. trained: episodes taken. cpu_s: of this process. lags: sorted. steps: the seconds of training
+    steps."""
 
+    calls: int
     trained: int
     seconds: float
     cpu_s: float
@@ -171,9 +178,9 @@ class Figures:
 
 
 async def run_episodes(load: Load) -> Figures:
-    """Take batches for `load.seconds`."""
-    engine = scripted_engine(load)
-    staleness = 2 * -(-load.episodes // (GROUP_SIZE * BATCH_SIZE))  # room enough: the cap on episodes is what binds
+    """Take batches for `load.seconds`, once as much time has passed as two episodes take."""
+    engine = PlayedEngine(load)
+    staleness = 4 * -(-load.episodes // (GROUP_SIZE * BATCH_SIZE))  # room enough: the cap on episodes is what binds
     config = RolloutConfig(
         batch_size=BATCH_SIZE,
         group_size=GROUP_SIZE,
@@ -189,28 +196,32 @@ async def run_episodes(load: Load) -> Figures:
     controller = RolloutController(engine, runner, dataset, config, buffer)
     controller.ledger.prepare()
     lag = LagMonitor("the benchmark", period_s=0.005, keep=1_000_000)
-    began, trained, version = time.monotonic(), 0, 0
+    trained = 0
+
+    async def take_batches() -> None:
+        nonlocal trained
+        while True:
+            batch = await buffer.take_batch(engine.version)
+            controller.trained(batch)
+            trained += sum(group.num_episodes for group in batch)
+            engine.version += 1
+            await buffer.published(engine.version)
+
     async with workflow, training(load.trainer) as took, asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(lag.run())]
         if load.episodes:
             background.append(tasks.create_task(controller.run()))
-        await asyncio.sleep(1)  # until all have begun
+        background.append(tasks.create_task(take_batches()))
+        await asyncio.sleep(min(load.seconds, 1 + 2 * load.turns * load.turn_s))
         lag.recent_s.clear()
         took.clear()
-        began, cpu_began = time.monotonic(), time.process_time()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(load.seconds):
-                while True:
-                    batch = await buffer.take_batch(version)
-                    controller.trained(batch)
-                    version += 1
-                    trained += sum(group.num_episodes for group in batch)
-                    await engine.update_weights(DiskWeights(version=version, directory=Path("/nowhere")))
-                    await buffer.published(version)
+        began, cpu_began, calls_began, trained_began = time.monotonic(), time.process_time(), engine.num_calls, trained
+        await asyncio.sleep(load.seconds)
         seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+        calls, trained = engine.num_calls - calls_began, trained - trained_began
         for task in background:
             task.cancel()
-    return Figures(trained, seconds, cpu_s, sorted(lag.recent_s), took)
+    return Figures(calls, trained, seconds, cpu_s, sorted(lag.recent_s), took)
 
 
 def main() -> None:
@@ -230,20 +241,20 @@ def main() -> None:
     table = Table(title=f"{load.episodes} concurrent episodes of {load.turns} turns, {load.tokens} tokens each")
     for column in (
         "episodes/s",
-        "turns/s",
+        "calls/s",
         "lag p50 (ms)",
         "lag p99 (ms)",
         "lag max (ms)",
         "training step (ms)",
-        "CPU/turn (µs)",
+        "CPU/call (µs)",
     ):
         table.add_column(column, justify="right")
     table.add_row(
         f"{trained / seconds:,.0f}",
-        f"{load.turns * trained / seconds:,.0f}",
+        f"{found.calls / seconds:,.0f}",
         *(f"{1000 * lag:.1f}" for lag in (lags[len(lags) // 2], lags[int(len(lags) * 0.99)], lags[-1])),
         f"{1000 * median(found.steps):.1f}" if found.steps else "",
-        f"{1e6 * found.cpu_s / max(1, load.turns * trained):,.0f}",
+        f"{1e6 * found.cpu_s / max(1, found.calls):,.0f}",
     )
     Console().print(table)
 

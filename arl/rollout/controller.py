@@ -18,10 +18,8 @@ All are tasks of one TaskGroup that lives as long as `run`; the episodes of a gr
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -32,15 +30,13 @@ from arl.api.errors import first_error
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
 from arl.rollout.watches import FailureBudget, LagMonitor, RolloutTotals, StarvationWatch
 
 log = logging.getLogger(__name__)
-
-_COLLECTED_EVERY = (10_000, 5, 100)
-"""For gc.set_threshold: allocations until new objects are collected, and collections until older ones are, too."""
 
 
 class Dataset(Protocol):
@@ -93,8 +89,9 @@ class RolloutController:
             raise RuntimeError("run was called again; make another controller, and give it this one's state_dict")
         self._was_run = True
         try:
-            async with patient_collector(), asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lag.run())
+                tasks.create_task(collect_garbage())
                 if self._config.drop_stragglers_after_s is not None:
                     tasks.create_task(self._cut_stragglers(self._config.drop_stragglers_after_s))
                 while True:
@@ -194,25 +191,6 @@ class RolloutController:
                 self._totals.straggler_groups += 1
                 run.cut()
                 await self._buffer.release(slot)
-
-
-@asynccontextmanager
-async def patient_collector() -> AsyncGenerator[None]:
-    """Python's garbage collector begins less often within the block, unless the process has set it so itself.
-
-    Thousands of episodes have millions of objects, and a collection that looks at all of them blocks the event loop for
-    up to a second. Most objects of an episode outlive 700 allocations, Python's default, but not the number set here.
-    What was there before, such as all that was imported (0.2 s for each full collection), is not looked at.
-    """
-    before = gc.get_threshold()
-    gc.freeze()
-    if 0 < before[0] < _COLLECTED_EVERY[0]:
-        gc.set_threshold(*_COLLECTED_EVERY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 async def run_examples(

@@ -31,7 +31,7 @@ from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.object_process import receive_message
 from arl.remote_calls import Message, OtherTracebackError
-from arl.rollout.controller import patient_collector
+from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
 from arl.web.watch import Watch
@@ -89,12 +89,13 @@ class _Host:
         logging.getLogger("arl").addHandler(logs)
         closed = Closed()
         try:
-            async with self._workflow, self._tasks, patient_collector():
+            async with self._workflow, self._tasks:
                 self._pipe.send(Ready())
                 lag = self._tasks.create_task(LagMonitor(type(self._workflow).__name__).run())
                 blocks = self._tasks.create_task(_watch_for_blocks(_STDERR))
+                garbage = self._tasks.create_task(collect_garbage())
                 await self._is_over.wait()
-                for task in (lag, blocks, *self._episodes.values()):
+                for task in (lag, blocks, garbage, *self._episodes.values()):
                     task.cancel()
         except BaseException as error:  # noqa: BLE001 (the controller raises it)
             closed = _closed_by(error)
