@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -18,7 +19,7 @@ import pytest
 
 from arl.api.errors import EngineClosedError, TrainingError
 from arl.object_process import ObjectProcess
-from arl.remote_calls import OtherTracebackError
+from arl.remote_calls import Message, Messages, OtherTracebackError, outcome_of
 
 
 @pytest.fixture
@@ -102,6 +103,22 @@ def test_what_arl_logs_there_is_logged_here(start: Any, caplog: pytest.LogCaptur
     while len(caplog.messages) < 2:
         time.sleep(0.001)
     assert caplog.messages == ["of arl", "of nobody who waits"]
+
+
+class TakenMeanwhile(deque[Message]):
+    """Another call takes the last message between a look at the number of messages and the taking of one."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+def test_calls_that_end_at_once_share_the_messages_and_none_fails_for_the_lack_of_one() -> None:
+    messages = Messages()
+    logging.getLogger("arl").removeHandler(messages)
+    messages._messages = TakenMeanwhile([Message(logger="arl", level=30, text="one")])
+    first, second = (outcome_of(messages, int) for _ in range(2))
+    assert [message.text for message in first.messages] == ["one"]
+    assert (first.error, second.error, second.messages) == (None, None, ())
 
 
 def test_a_process_that_ends_by_itself_is_named_with_the_end_of_its_log(start: Any) -> None:
