@@ -9,6 +9,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -103,7 +104,10 @@ class ChatTemplate:
             return self._text(shown, specs, add_generation_prompt)
         key = source, packed, add_generation_prompt
         if (text := self._texts.get(key)) is None:
-            text = self._texts.added(key, self._text(shown, specs, add_generation_prompt))
+            text = self._text(shown, specs, add_generation_prompt)
+            with suppress(ValueError):  # numpy's arrays are neither equal nor unequal
+                if marshal.loads(packed) == (shown, specs):  # what numpy has is packed as bytes, without its type
+                    self._texts.added(key, text)
         return text
 
     def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:

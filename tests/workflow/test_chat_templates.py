@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pytest
 from chat_templates import tokenizer_of
 from hypothesis import given, settings
@@ -252,7 +253,8 @@ def test_equal_messages_are_rendered_once_and_messages_of_other_types_apart() ->
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.n }}{% endfor %}"
     template = ChatTemplate(tokenizer)
-    numbers: list[Any] = [1, True, 1.0, "1", -0.0, 0.0]
+    numbers: list[Any] = [1, True, 1.0, "1", -0.0, 0.0, np.int64(0), np.float64(0), np.bool_(True), np.int8(1)]
+    numbers += [np.zeros(2, np.int32), np.zeros(2, np.float32)]
     for _ in range(2):
         texts = [template.render([{"role": "user", "content": "x", "n": n}]) for n in numbers]
         assert texts == [f"x{n}" for n in numbers]
