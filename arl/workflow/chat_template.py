@@ -9,7 +9,6 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -41,6 +40,13 @@ _CUT = "\ufdd0"
 """Marks a control token's text as mere text, from within it. Unicode reserves this character for internal use."""
 _WORD = re.compile(r"\w+")
 _NO_SPACE = re.compile(r"\S+")
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether it is made of JSON's types, and of none that is derived from one."""
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_exact, [*value, *value.values()] if type(value) is dict else value))
+    return type(value) in (str, int, float, bool, type(None))
 
 
 class _Newest(OrderedDict[KeyT, ValueT]):
@@ -105,9 +111,8 @@ class ChatTemplate:
         key = source, packed, add_generation_prompt
         if (text := self._texts.get(key)) is None:
             text = self._text(shown, specs, add_generation_prompt)
-            with suppress(ValueError):  # numpy's arrays are neither equal nor unequal
-                if marshal.loads(packed) == (shown, specs):  # what numpy has is packed as bytes, without its type
-                    self._texts.added(key, text)
+            if _is_exact((shown, specs)):  # numpy's numbers are packed as bytes, without their types
+                self._texts.added(key, text)
         return text
 
     def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:

@@ -1,7 +1,6 @@
 """RolloutController: what becomes of groups, and when a run must stop."""
 
 import asyncio
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -261,22 +260,3 @@ def test_evaluation_keeps_the_order_of_examples_reports_failures_and_runs_so_man
         assert asyncio.get_running_loop().time() == 17  # 10 + 7 in one place, 9 + 8 in the other
 
     run_in_virtual_time(main())
-
-
-@pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (10_000, 5, 100)), ((50_000, 5, 5), (50_000, 5, 5))])
-def test_garbage_is_collected_less_often_while_episodes_run(
-    before: tuple[int, int, int], within: tuple[int, int, int]
-) -> None:
-    found: set[tuple[tuple[int, int, int], bool]] = set()
-
-    def act(_: int) -> object:
-        found.add((gc.get_threshold(), gc.get_freeze_count() > 10_000))
-        return GOOD
-
-    own = gc.get_threshold()
-    gc.set_threshold(*before)
-    try:
-        ran(act)
-        assert (found, gc.get_threshold(), gc.get_freeze_count()) == ({(within, True)}, before, 0)
-    finally:
-        gc.set_threshold(*own)
