@@ -209,13 +209,13 @@ class PartialResponse:
 
 
 def _token_array(request: ModelRequest) -> np.ndarray:
-    """The prompt as int32: a copy, unless it is such an array already. Raises TrajectoryError for other numbers."""
+    """The prompt as int32: a copy, unless it is a read-only int32 array. Raises TrajectoryError for other numbers."""
     ids: Any = request.input_ids
     try:
         if not isinstance(ids, np.ndarray):
             return np.frombuffer(array("i", ids), dtype=np.int32)
         if ids.ndim == 1 and ids.dtype == np.int32:
-            return np.ascontiguousarray(ids)
+            return ids.copy() if ids.flags.writeable else np.ascontiguousarray(ids)
         return np.frombuffer(array("i", ids.tolist()), dtype=np.int32)
     except (TypeError, OverflowError):
         places = ((t, i) for t, i in enumerate(ids) if not hasattr(i, "__index__") or not 0 <= i < 1 << 31)

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from protocol_server import Server, ask, assert_seamless, letter, outcome, over, token_at
 from scripted_weights import weights
@@ -163,6 +164,19 @@ async def test_a_response_over_two_updates_continues_each_time_with_what_is_left
     assert [len(sent["input_ids"]) for sent in server.requests] == [3, 7, 10]
     assert [sent["sampling_params"]["max_new_tokens"] for sent in server.requests] == [10, 6, 3]
     assert len({sent["rid"] for sent in server.requests}) == 3
+
+
+async def test_a_prompt_stays_what_it_was_though_its_caller_writes_to_the_array(server: Server):
+    server.is_automatic = False
+    prompt: Any = np.array([9, 8, 7], dtype=np.int32)
+    async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ModelRequest(input_ids=prompt)))
+        prompt[:] = 1
+        await engine.update_weights(weights(1))
+        await server.until(lambda: len(server.requests) == 2)
+        server.advance(256)
+        await call
+    assert [sent["input_ids"] for sent in server.requests] == [[9, 8, 7], [9, 8, 7]]
 
 
 async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(server: Server):
