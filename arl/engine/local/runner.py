@@ -278,7 +278,6 @@ def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
 
 def _agree(fused: torch.Tensor, own: torch.Tensor) -> bool:
     """Whether two ways through the model differ by rounding alone."""
-    if own.dtype == torch.float32:
-        return torch.allclose(fused, own, rtol=1e-4, atol=1e-5)
-    roundings = 8 * torch.finfo(own.dtype).eps * own.abs().max().item()
+    many = 128 if own.dtype == torch.float32 else 8
+    roundings = many * torch.finfo(own.dtype).eps * own.abs().max().item()
     return torch.allclose(fused.float(), own.float(), rtol=0.0, atol=roundings)
