@@ -23,7 +23,7 @@ class Reference:
 
     def logprobs(self, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         """float32[len(output)] of log-softmax(logits / temperature)."""
-        return _chosen(self.logits(prompt, output) / temperature, output)
+        return chosen(self.logits(prompt, output) / temperature, output)
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], num_tokens: int, *, eos: int | None = None) -> list[int]:
@@ -71,8 +71,8 @@ def logprobs_across(
     for reference, count in parts:
         logits.append(reference.fill(cache, tokens[fed : end + count - 1])[-count:])
         fed, end = end + count - 1, end + count
-    return _chosen(torch.cat(logits), output)
+    return chosen(torch.cat(logits), output)
 
 
-def _chosen(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+def chosen(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -5,22 +5,24 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen import SIZES, Reference, build_model, make_batch_of, make_job, prompt_of, random_model, run_all, save
+from tiny_qwen import (
+    SIZES,
+    Reference,
+    build_model,
+    make_batch_of,
+    make_job,
+    prompt_of,
+    random_model,
+    run_all,
+    save,
+    with_random_vectors,
+)
 from torch import nn
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from arl.engine.local.fused_decoder import _Norm
 from arl.engine.local.runner import ModelRunner
-
-
-def with_random_vectors(model: Any, seed: int) -> Any:
-    """Norms and biases, which begin as ones and zeros, become random numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 @pytest.mark.parametrize(

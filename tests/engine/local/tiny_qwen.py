@@ -38,9 +38,18 @@ def build_model(seed: int) -> Any:
     return tiny_model(TOKENIZER, SHAPE, seed).eval()
 
 
-def random_model(config: Any) -> Any:
-    torch.manual_seed(0)
+def random_model(config: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def with_random_vectors(model: Any, seed: int) -> Any:
+    """Norms and biases, which begin as ones and zeros, become random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 def save(model: Any, directory: Path) -> str:
