@@ -1,11 +1,12 @@
 """Samples per second of whole runs: many short episodes, long answers, slow rewards, slow tools, async and sync.
 
-    python benchmarks/samples.py [--workloads short long] [--max-staleness 4 0] [--seeds 0 1 2]
+    python benchmarks/samples.py [--workloads short long] [--max-staleness 4 0] [--seeds 0 1 2] [--target 0.4]
 
 Each run is a real one of `launch`, with the embedded server, on a Qwen3 of 75 thousand parameters made on the spot. A
 question is a digit, and the reward is the share of the answer's tokens that are digits of the same parity. Runs of
 one workload train equally many batches of the same examples, so their rewards compare. The CPU time of each process
-is the operating system's, and says more than the wall clock where other programs run. The first steps do not count.
+is the operating system's, and says more than the wall clock where other programs run. The first steps do not count in
+rates. "s to" is the time until the mean reward of ten steps reaches the target, without that of loading.
 
 "at most" is what max_staleness allows if nothing but the waits of rewards and tools took time: a batch can be trained
 only if the groups left behind are still fresh enough after it, so the slowest of (max_staleness + 1) batches' episodes
@@ -45,12 +46,12 @@ from arl.workflow.agent import MultiTurnWorkflow, SingleTurnWorkflow
 SHAPE = TinyShape(hidden_size=64, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16)
 """75,000 parameters with the 288 tokens of the tokenizer."""
 SIGMA, UNCOUNTED_STEPS, LAST_STEPS = 1.0, 10, 10
-"""sigma of lognormal waits; steps before rates are measured; steps at the end whose reward is reported."""
+"""sigma of lognormal waits; steps before rates are measured; steps of a mean reward, as that of the last ones."""
 QUESTIONS = [f"Question {i}" for i in range(10)]
 DIGITS = (re.compile("[02468]"), re.compile("[13579]"))
 COLUMNS = (
-    "samples/s", "at most", "tokens/s", "reward mean / last", "staleness", "loop µs", "beside it", "trainer", "server",
-    "lag p50 / p99, ms",
+    "samples/s", "at most", "tokens/s", "s to {target:g}", "reward mean / last", "staleness", "loop µs", "beside it",
+    "trainer", "server", "lag p50 / p99, ms",
 )  # fmt: skip
 
 
@@ -81,6 +82,8 @@ class Result:
 
     samples: float
     tokens: float
+    target_s: float
+    """Infinite where it did not get there."""
     mean_reward: float
     """Of the whole run: how fast it learned."""
     reward: float
@@ -199,6 +202,7 @@ async def measure(workload: Workload, max_staleness: int, seed: int, args: argpa
     return Result(
         samples=samples / wall_s,
         tokens=tokens / wall_s,
+        target_s=seconds_to(args.target, steps),
         mean_reward=fmean(step.reward for step in steps),
         reward=fmean(step.reward for step in steps[-LAST_STEPS:]),
         staleness=fmean(step.mean_staleness for step in steps[UNCOUNTED_STEPS:]),
@@ -209,6 +213,13 @@ async def measure(workload: Workload, max_staleness: int, seed: int, args: argpa
         lag_p50_ms=1e3 * lags[len(lags) // 2],
         lag_p99_ms=1e3 * lags[int(len(lags) * 0.99)],
     )
+
+
+def seconds_to(target: float, steps: Sequence[StepStats]) -> float:
+    for i in range(LAST_STEPS, len(steps) + 1):
+        if fmean(step.reward for step in steps[i - LAST_STEPS : i]) >= target:
+            return steps[i - 1].metrics["time_s"]
+    return math.inf
 
 
 def bound(workload: Workload, max_staleness: int, steps: int = 400, seed: int = 0) -> float:
@@ -247,6 +258,7 @@ def add_row(table: Table, name: str, r: Result, most: float) -> None:
         f"{r.samples:,.0f}",
         f"{most:,.0f}",
         f"{r.tokens:,.0f}",
+        f"{r.target_s:.1f}",
         f"{r.mean_reward:.3f} / {r.reward:.3f}",
         f"{r.staleness:.2f}",
         *(f"{microseconds:,.0f}" for microseconds in times),
@@ -262,11 +274,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="batches of each run; unset: the workload's own number")
     parser.add_argument("--threads", type=int, default=1, help="of the server, and of the trainer")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--target", type=float, default=0.4, help="mean reward of ten steps")
     args = parser.parse_args()
     table = Table(box=None, header_style="bold", title="medians over seeds; µs of CPU per sample")
     table.add_column("workload")
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column.format(target=args.target), justify="right")
     for name in args.workloads:
         for max_staleness in args.max_staleness:
             results: list[Result] = []
