@@ -130,7 +130,7 @@ class Experiment(Generic[ConfigT]):
         """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
         await offload(make_run_dir, config.run_dir)
         await offload(_hide_progress_bars)
-        preparing = offload(self._prepared, config)
+        preparing = offload(self.prepare, config)
         try:
             prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
@@ -140,12 +140,6 @@ class Experiment(Generic[ConfigT]):
             raise
         setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup
-
-    def _prepared(self, config: ConfigT) -> Setup | Awaitable[Setup]:
-        try:
-            return self.prepare(config)
-        except StopIteration as error:  # a future does not take it: its awaiter would wait for ever
-            raise RuntimeError(f"prepare raised {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

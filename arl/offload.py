@@ -24,6 +24,7 @@ def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Fut
     """
     call: Future[ResultT] = Future()
     context = contextvars.copy_context()
+    name = getattr(function, "__name__", "call")
 
     def work() -> None:
         if not call.set_running_or_notify_cancel():
@@ -31,11 +32,11 @@ def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Fut
         try:
             call.set_result(context.run(function, *args))
         except StopIteration as error:  # an asyncio future refuses it, and its awaiter would wait for ever
-            call.set_exception(RuntimeError(f"{function} raised {error!r}"))
+            call.set_exception(RuntimeError(f"{name} raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             call.set_exception(error)
 
-    Thread(target=work, name=f"arl-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    Thread(target=work, name=f"arl-{name}", daemon=True).start()
     return asyncio.wrap_future(call)
 
 

@@ -98,9 +98,11 @@ def test_settings_are_the_flags_over_the_files_over_the_tiny_models_over_the_def
 
 
 async def test_a_preparation_that_finds_nothing_more_is_an_error(tmp_path: Path) -> None:
-    empty = iter(())
+    def prepare(config: Config) -> Setup:
+        return next(iter(()))
+
     with pytest.raises(RuntimeError, match="prepare raised StopIteration"):
-        await Experiment(config=Config, prepare=lambda _: next(empty)).train(small(tmp_path))
+        await Experiment(config=Config, prepare=prepare).train(small(tmp_path))
 
 
 # Training --------------------------------------------------------------------------------------------------------

@@ -195,12 +195,6 @@ def must_be(described: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "it must be {described}", {"described": described})
 
 
-def unsupported(reason: str, field: str | None = None) -> PydanticCustomError:
-    """The error of a validator for a known value that cannot be honoured: "FIELD REASON"."""
-    named = {} if field is None else {"field": field}
-    return PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, **named})
-
-
 def shown(value: Any) -> str:
     """A value as messages quote it: short JSON."""
     text = ""

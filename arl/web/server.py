@@ -177,15 +177,14 @@ def is_same(given: str, expected: str) -> bool:
     return hmac.compare_digest(*(key.encode(errors="surrogateescape") for key in (given, expected)))
 
 
-def require_key(api_key: str, *, open_paths: frozenset[str] = PROBES, shape: ErrorShape | None = None) -> Any:
+def require_key(api_key: str, *, open_paths: frozenset[str] = PROBES) -> Any:
     """A middleware that refuses calls without the bearer token `api_key`. open_paths: paths that need no key."""
     expected = f"Bearer {api_key}"
-    refusal = RequestError("Unauthorized", HTTPStatus.UNAUTHORIZED)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in open_paths and not is_same(request.headers.get("Authorization", ""), expected):
-            return json_response(shape(refusal) if shape else {"error": refusal.message}, refusal.status)
+            return json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
         return await handler(request)
 
     return check
