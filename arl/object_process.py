@@ -26,7 +26,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +34,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from arl.api.errors import EngineClosedError, TrainingError
+from arl.child_process import ChildLog, how_it_ended
 from arl.remote_calls import CallOutcome, Messages, OtherTracebackError, outcome_of, place_of
 from arl.web.watch import Watch
 
@@ -44,8 +44,6 @@ _CLOSING_S = 300.0
 """How long closing may take, to finish checkpoints."""
 _ENDING_S = 5.0
 _ANSWER_S = 1.0
-_LOG_END = 4096
-_LOG_LINES = 10
 
 
 class ObjectProcess:
@@ -61,7 +59,7 @@ class ObjectProcess:
         raises.
         """
         self._what = what
-        self._log = log
+        self._log = ChildLog(log)
         self._numbers = itertools.count()
         # A finalizer's `tell` may interrupt the thread that is using them.
         self._outbox, self._state = SimpleQueue[list[memoryview]](), threading.RLock()
@@ -130,14 +128,10 @@ class ObjectProcess:
         self._socket.close()
 
     def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab", buffering=0) as stream:
-            with contextlib.suppress(OSError):  # it can do without a log on a full disk
-                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
-            self._log_start = stream.tell()
+        with self._log.opened() as stream:
             return subprocess.Popen(
                 # The log tells people who look at the machine's processes what this one is.
-                [sys.executable, "-m", "arl.object_process", str(theirs.fileno()), str(os.getpid()), str(self._log)],
+                [sys.executable, "-m", "arl.object_process", *map(str, (theirs.fileno(), os.getpid(), self._log.path))],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -202,21 +196,8 @@ class ObjectProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
         code = self._process.returncode
-        if code is None:
-            how = "closed its socket"
-        else:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        text = end_of_log(self._log, self._log_start)
-        return f"{self._what} {reason}{how}; continue from a checkpoint. The end of {self._log}:\n{text}"
-
-
-def end_of_log(log: Path, start: int) -> str:
-    """The last lines since the byte `start`."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - _LOG_END))
-        lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-    return "\n".join(lines or ["(it is empty)"])
+        how = "closed its socket" if code is None else how_it_ended(code)
+        return f"{self._what} {reason}{how}; continue from a checkpoint; {self._log.end()}"
 
 
 # Messages

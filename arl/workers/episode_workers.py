@@ -246,7 +246,7 @@ class _Worker:
                 has_started = has_started or self.started.done()
                 if self._closing.is_set():
                     return
-                how = f"{how}; the end of {self._process.log}:\n{self._process.last_lines()}"
+                how = f"{how}; {self._process.log.end()}"
                 if not has_started:
                     self.started.set_exception(self.failure or WorkerError(f"{self._name} did not start: it {how}"))
                     return
@@ -280,7 +280,7 @@ class _Worker:
         finally:
             self.is_ready, lost = False, [*self._episodes.values()]
             for episode in lost:
-                episode.end(WorkerError(f"{self._name} {how}; see {self._process.log}"))
+                episode.end(WorkerError(f"{self._name} {how}; see {self._process.log.path}"))
         return how, len(lost)
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class _Worker:
         elif not self._has_left:
             log.warning(
                 "%s ended before it had left the workflow, whose __aexit__ may not have closed everything; see %s",
-                self._name, self._process.log,
+                self._name, self._process.log.path,
             )  # fmt: skip
 
     async def play(self, engine: Sampler, example: bytes) -> Sequence[Trajectory] | None:

@@ -7,13 +7,12 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from arl.object_process import end_of_log
+from arl.child_process import ChildLog, how_it_ended
 from arl.workers.pipe import Pipe
 
 _BEAT_S = 5.0
@@ -27,9 +26,8 @@ class WorkerProcess:
 
     def __init__(self, log: Path, take: Callable[[Any], None]) -> None:
         """log: gets what it writes to stdout and stderr. take: called with each of its messages."""
-        self.log = log
+        self.log = ChildLog(log)
         self._take = take
-        self._log_start = 0
         self._process: asyncio.subprocess.Process | None = None
         self._pipe: Pipe | None = None
         self._fault = ""
@@ -46,9 +44,6 @@ class WorkerProcess:
         """For ever."""
         self._is_over = True
         self._kill()
-
-    def last_lines(self) -> str:
-        return end_of_log(self.log, self._log_start)
 
     async def run(self, first: bytes) -> str:
         """Run the process from its start, with this as its first message, to its end; returns how it ended."""
@@ -74,7 +69,8 @@ class WorkerProcess:
                 await _reaped(process)
                 if self._pipe is not None:
                     self._pipe.abort()
-        return self._fault or pipe.fault or _how(process.returncode)
+        assert process.returncode is not None, "it was reaped"
+        return self._fault or pipe.fault or how_it_ended(process.returncode)
 
     async def _until_it_ends(self, process: asyncio.subprocess.Process, pipe: Pipe, beats: socket.socket) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -86,15 +82,11 @@ class WorkerProcess:
                 task.cancel()
 
     async def _spawn(self, theirs: socket.socket, beats: socket.socket) -> asyncio.subprocess.Process:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         descriptors = [theirs.fileno(), beats.fileno()]
-        with self.log.open("ab", buffering=0) as stream:
-            with suppress(OSError):  # it can do without a log on a full disk
-                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
-            self._log_start = stream.tell()
+        with self.log.opened() as stream:
             return await asyncio.create_subprocess_exec(
                 # The log tells people who look at the machine's processes what this one is.
-                *(sys.executable, "-m", "arl.workers.worker", *map(str, (*descriptors, os.getpid(), self.log))),
+                *(sys.executable, "-m", "arl.workers.worker", *map(str, (*descriptors, os.getpid(), self.log.path))),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -141,9 +133,3 @@ async def _reaped(process: asyncio.subprocess.Process) -> None:
     while process.returncode is None:
         with suppress(asyncio.CancelledError):
             await process.wait()
-
-
-def _how(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"

@@ -23,6 +23,7 @@ import aiohttp
 from arl.api.config import Config
 from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
+from arl.child_process import ChildLog, how_it_ended
 from arl.offload import offload
 from arl.web.process import allow_many_connections
 
@@ -33,8 +34,6 @@ _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 600.0
 """A server that has served for this long may again die max_restarts times."""
-_LOG_LINES = 20
-_LOG_END = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +148,7 @@ class _Server:
         self._is_killed = False
         self._fault = ""
         """What happened to it, if it did not end by itself."""
-        self._log_start = 0
+        self._log = ChildLog(program.log)
 
     async def start(self) -> None:
         """Returns when it is ready. Raises ServerError, with the end of its log, and leaves nothing running."""
@@ -203,13 +202,8 @@ class _Server:
 
     def last_words(self) -> str:
         """How it ended, with the end of its log since it was last started."""
-        lines: list[str] = []
-        with suppress(OSError), self.program.log.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END))
-            lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
         code = self.process.returncode if self.process else None
-        how = "still ran" if code is None else f"ended with exit code {code}"
-        return f"it {self._fault or how}; the end of {self.program.log}:\n" + "\n".join(lines or ["(it is empty)"])
+        return f"it {self._fault or ('still ran' if code is None else how_it_ended(code))}; {self._log.end()}"
 
     def terminate(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -231,12 +225,7 @@ class _Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        log = self.program.log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab", buffering=0) as stream:
-            with suppress(OSError):  # a server can do without a log on a full disk
-                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
-            self._log_start = stream.tell()
+        with self._log.opened() as stream:
             self.process = await asyncio.create_subprocess_exec(
                 *self.program.argv,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -143,7 +143,7 @@ async def test_a_server_that_dies_is_started_again_at_its_address_when_what_it_h
         async with asyncio.timeout(20):
             while not await answers(addresses[0]):
                 pass
-    assert all(words in warning for words in ("restart 1 of 3 follows", "exit code -9", "life 1"))
+    assert all(words in warning for words in ("restart 1 of 3 follows", "ended by SIGKILL", "life 1"))
     assert not any(map(is_running, pids(notes)))
 
 
@@ -208,7 +208,7 @@ async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_kil
     async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as servers:
         addresses = servers.addresses
         os.kill(pids(notes)[0], signal.SIGKILL)
-        assert "is not started again: it ended with exit code -9" in await warnings.get()
+        assert "is not started again: it was ended by SIGKILL" in await warnings.get()
         assert sorted([await answers(address) for address in addresses]) == [False, True]
     assert len(pids(notes)) == 2
     assert sorted(killed) == sorted(pids(notes))  # once each: later its id may belong to another process

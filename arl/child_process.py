@@ -1,0 +1,48 @@
+"""What the processes that arl starts have in common: where their output goes, and words about how they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_END_BYTES, _END_LINES = 1 << 16, 20
+
+
+class ChildLog:
+    """A file that gets the output of a process, and of those that replace it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """The stream for a process that is about to start."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as stream:
+            with suppress(OSError):  # a process can do without a log on a full disk
+                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
+            self._start = stream.tell()
+            yield stream
+
+    def end(self) -> str:
+        """The last lines of the newest process."""
+        lines: list[str] = []
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - _END_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-_END_LINES:]
+        return f"the end of {self.path}:\n" + "\n".join(lines or ["(it is empty)"])
+
+
+def how_it_ended(exit_code: int) -> str:
+    """exit_code: as subprocess gives it, negative for a signal."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    with suppress(ValueError):  # real-time signals have no names
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"was ended by signal {-exit_code}"
