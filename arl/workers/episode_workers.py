@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import multiprocessing.process
-import multiprocessing.spawn
 import pickle
 import time
 import traceback
@@ -25,25 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, DatasetError, EngineClosedError, WorkerError, first_error
+from arl.api.errors import DatasetError, EngineClosedError, WorkerError, first_error
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.object_process import pickled
 from arl.remote_calls import OtherTracebackError, portable
-from arl.workers.pipe import (
-    Answered,
-    Close,
-    Closed,
-    Drop,
-    Ended,
-    Failure,
-    Play,
-    Ready,
-    Request,
-    Said,
-    Stop,
-    WorkerSetup,
-)
+from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Failure, Play, Ready, Request, Said, Stop
+from arl.workers.sent_workflow import sent_workflow
 from arl.workers.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -67,10 +52,7 @@ class EpisodeWorkers(RolloutWorkflow):
 
     def __init__(self, workflow: RolloutWorkflow, num_workers: int, logs: Path) -> None:
         """logs: worker K writes its output to logs/worker-K.log. Raises ConfigError if the workflow cannot travel."""
-        _check_not_in_worker()
-        setup = WorkerSetup(_main_module(), _pickled_workflow(workflow))
-        self._check_main(setup, workflow)
-        self._setup = b"".join(pickled(setup))
+        self._sent = sent_workflow(workflow)
         self._workers = [_Worker(number, logs / f"worker-{number}.log") for number in range(num_workers)]
         self._groups = AsyncExitStack()
         self._alarms = asyncio.TaskGroup()
@@ -83,7 +65,7 @@ class EpisodeWorkers(RolloutWorkflow):
         tasks = await self._groups.enter_async_context(asyncio.TaskGroup())
         for worker in self._workers:
             worker.begin()
-        self._keepers = [tasks.create_task(worker.keep(self._setup, self._raise)) for worker in self._workers]
+        self._keepers = [tasks.create_task(worker.keep(self._sent, self._raise)) for worker in self._workers]
         try:
             await asyncio.gather(*(worker.started for worker in self._workers))
         except BaseException as error:
@@ -141,16 +123,6 @@ class EpisodeWorkers(RolloutWorkflow):
             if block_error is None or isinstance(block_error, asyncio.CancelledError):
                 raise failure from None
             block_error.add_note(f"at the same time: {failure!r}")
-
-    @staticmethod
-    def _check_main(setup: WorkerSetup, workflow: RolloutWorkflow) -> None:
-        path = setup.main.get("init_main_from_path")
-        is_script = "init_main_from_name" in setup.main or (path is not None and Path(path).is_file())
-        if b"__main__" in setup.workflow and not is_script:
-            raise ConfigError(
-                f"{type(workflow).__name__} uses what a notebook or an interactive session defines, and worker "
-                "processes cannot import that; define it in a module, or set rollout.num_workers=0"
-            )
 
 
 class _Episode:
@@ -236,13 +208,13 @@ class _Worker:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the worker is ready, or will never be."""
 
-    async def keep(self, setup: bytes, fail: Callable[[Exception], None]) -> None:
+    async def keep(self, workflow: bytes, fail: Callable[[Exception], None]) -> None:
         """Run the process, and start it again when it dies. If that happens too often in a row, `fail` and end."""
         restarts, has_started = 0, False
         try:
             while not self._closing.is_set():
                 began = time.monotonic()
-                how, num_lost = await self._live(setup)
+                how, num_lost = await self._live(workflow)
                 has_started = has_started or self.started.done()
                 if self._closing.is_set():
                     return
@@ -269,12 +241,12 @@ class _Worker:
             if not self.started.done():
                 self.started.set_result(None)
 
-    async def _live(self, setup: bytes) -> tuple[str, int]:
+    async def _live(self, workflow: bytes) -> tuple[str, int]:
         """From the start of a process to its end; returns how it ended, and how many episodes it lost."""
         self.failure = None
         how = "was killed"
         try:
-            how = await self._process.run(setup)
+            how = await self._process.run(workflow)
             if self.failure is not None:
                 how = f"could not go on ({type(self.failure).__name__}: {self.failure}), and {how}"
         finally:
@@ -359,29 +331,3 @@ class _Worker:
 
 async def _raised(error: Exception) -> NoReturn:
     raise error
-
-
-def _pickled_workflow(workflow: RolloutWorkflow) -> bytes:
-    """Raises ConfigError if it does not pickle."""
-    try:
-        return pickle.dumps(workflow, protocol=5)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(workflow).__name__} cannot be sent to worker processes ({type(error).__name__}: {error}). Open "
-            "connections, locks and processes in its __aenter__, which runs in each worker, define its functions at "
-            "the top of a module, and make no lambdas; or set rollout.num_workers=0"
-        ) from error
-
-
-def _main_module() -> dict[str, Any]:
-    """How a fresh process makes this one's module __main__, for what the workflow uses of it."""
-    data = multiprocessing.spawn.get_preparation_data("episode worker")
-    return {name: value for name, value in data.items() if name != "authkey"}
-
-
-def _check_not_in_worker() -> None:
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        raise ConfigError(
-            "a process that imports this script, such as an episode worker, would start a run of its own; put the code "
-            'that starts the run under `if __name__ == "__main__":`'
-        )

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import struct
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,15 +16,6 @@ from arl.api.types import ModelResponse, SamplingParams, Trajectory
 from arl.remote_calls import Message, portable
 
 _SIZE = struct.Struct("<Q")
-
-
-class WorkerSetup(NamedTuple):
-    """The first message to a worker, in the form of arl.object_process."""
-
-    main: Mapping[str, Any]
-    """How to import the script's own module, as multiprocessing knows it."""
-    workflow: bytes
-    """Pickled."""
 
 
 class Play(NamedTuple):

@@ -14,8 +14,6 @@ import faulthandler
 import itertools
 import logging
 import math
-import multiprocessing.process
-import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -29,7 +27,6 @@ from typing import Any
 from arl.api.errors import ArlError, WorkerError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
-from arl.object_process import receive_message
 from arl.remote_calls import Message, OtherTracebackError
 from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import EpisodeRunner
@@ -48,10 +45,10 @@ from arl.workers.pipe import (
     Request,
     Said,
     Stop,
-    WorkerSetup,
     as_array,
     frame,
 )
+from arl.workers.sent_workflow import received_workflow
 
 _BLOCKED_S = 60.0
 _STDERR = 2
@@ -207,21 +204,9 @@ def _beat(sock: socket.socket) -> None:
             sock.sendall(data)
 
 
-def _workflow(sock: socket.socket) -> RolloutWorkflow:
-    """The workflow, as the controller sent it."""
-    setup: WorkerSetup = receive_message(sock)
-    process: Any = multiprocessing.process.current_process()
-    process._inheriting = True  # a script without `if __name__ == "__main__"` would start a run here: arl refuses it
-    try:
-        multiprocessing.spawn.prepare(dict(setup.main))
-        return pickle.loads(setup.workflow)
-    finally:
-        del process._inheriting
-
-
 def _run(sock: socket.socket) -> None:
     try:
-        workflow = _workflow(sock)
+        workflow = received_workflow(sock)
     except BaseException as error:  # noqa: BLE001 (the controller raises it; also after sys.exit in a script)
         with suppress(OSError):
             sock.sendall(frame(_closed_by(error)))
