@@ -39,9 +39,11 @@ def small(run_dir: Path, **settings: Any) -> Config:
     return Config.model_validate({"model": "none", "run_dir": run_dir, **laid_over(few, settings)})
 
 
-def _carried(host: Callable[[], Any]) -> Callable[[], Any]:
-    """As it reaches another process."""
-    return pickle.loads(pickle.dumps(host))
+def _learner_here(host: Callable[[], Any], log: Path, num_threads: int) -> Any:
+    """What a RemoteLearner has in another process."""
+    learner = pickle.loads(pickle.dumps(host))()._learner
+    learner.whereabouts = lambda: "the trainer is in this process"
+    return learner
 
 
 async def _no_addresses(*args: object) -> tuple[list[str], None, None]:
@@ -65,5 +67,5 @@ def use_scripted_training(
     monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any] = lambda *_, **__: ScriptedTrainEngine()
 ) -> None:
     """Let `launch` train in this process, with what `load` gives in the place of a train engine."""
-    monkeypatch.setattr(arl.assembly, "RemoteLearner", lambda host, log, num_threads: _carried(host)()._learner)
+    monkeypatch.setattr(arl.assembly, "RemoteLearner", _learner_here)
     monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
+from collections.abc import Awaitable
 from typing import cast
 
 
@@ -132,6 +134,20 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     for other in others:
         first.add_note(f"at the same time: {other!r}")
     return first
+
+
+async def left(leaving: Awaitable[object], block_error: BaseException | None) -> None:
+    """Leave the TaskGroups of a block. Raises a task's error, which cancelled the block, unless it had one of its own.
+
+    leaving: exits the groups without the block's error, which they would wrap into an ExceptionGroup.
+    """
+    try:
+        await leaving
+    except BaseExceptionGroup as errors:
+        failure = first_error(errors)
+        if block_error is None or isinstance(block_error, CancelledError):
+            raise failure from None
+        block_error.add_note(f"at the same time: {failure!r}")
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

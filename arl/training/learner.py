@@ -63,10 +63,6 @@ class Learner:
     def version(self) -> int:
         return self.engine.version
 
-    def whereabouts(self) -> str:
-        """Empty: it computes on a thread of this process, whose stack tells."""
-        return ""
-
     def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
         """Compute logprobs, advantages and minibatches under the current weights. Changes no weights.
 

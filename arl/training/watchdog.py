@@ -97,7 +97,7 @@ class Watchdog:
         config: StallConfig,
         progress: Callable[[], object],
         end: Callable[[StalledError], object],
-        elsewhere: Callable[[], str] = lambda: "",
+        elsewhere: Callable[[], str],
     ) -> None:
         self._config = config
         self._progress = progress
@@ -158,11 +158,9 @@ class Watchdog:
             self._end(StalledError(f"{self._report(still_s)}\nThe run ends, as stall.end_after_s is {limit_s:g}"))
 
     def _report(self, still_s: float) -> str:
-        place = self._elsewhere()
-        lines = [*waits(asyncio.all_tasks()), *_threads(), *([f"  {place}"] if place else [])]
-        return f"nothing has moved for {still_s:.0f} s: no batch, no answer, no weights. What waits:\n" + "\n".join(
-            lines
-        )
+        lines = (*waits(asyncio.all_tasks()), *_threads(), f"  {self._elsewhere()}")
+        begin = f"nothing has moved for {still_s:.0f} s: no batch, no answer, no weights. What waits:"
+        return "\n".join((begin, *lines))
 
 
 def waits(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:

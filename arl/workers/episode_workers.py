@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from arl.api.engine import Sampler
-from arl.api.errors import DatasetError, EngineClosedError, WorkerError, first_error
+from arl.api.errors import DatasetError, EngineClosedError, WorkerError, left
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import OtherTracebackError, portable
@@ -83,7 +83,7 @@ class EpisodeWorkers(RolloutWorkflow):
         finally:
             for keeper in self._keepers:
                 keeper.cancel()  # it kills the worker
-            await self._end_tasks(error)
+            await left(self._groups.aclose(), error)
         first = error
         for worker in self._workers:
             first = first or worker.failure
@@ -113,16 +113,6 @@ class EpisodeWorkers(RolloutWorkflow):
 
     def _raise(self, error: Exception) -> None:
         self._alarms.create_task(_raised(error))
-
-    async def _end_tasks(self, block_error: BaseException | None) -> None:
-        """Leave the groups. Raises a task's error, which cancelled the block, unless the block had one of its own."""
-        try:
-            await self._groups.aclose()
-        except BaseExceptionGroup as errors:
-            failure = first_error(errors)
-            if block_error is None or isinstance(block_error, asyncio.CancelledError):
-                raise failure from None
-            block_error.add_note(f"at the same time: {failure!r}")
 
 
 class _Episode:

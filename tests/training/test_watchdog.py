@@ -88,7 +88,7 @@ async def test_a_stall_that_is_found_while_the_run_ends_already_changes_nothing(
 @pytest.mark.parametrize(("progress", "times"), [(None, 0), (1, 1)])
 async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: object, times: int) -> None:
     ended: list[StalledError] = []
-    watchdog = Watchdog(StallConfig(end_after_s=1e-9), lambda: progress, ended.append)
+    watchdog = Watchdog(StallConfig(end_after_s=1e-9), lambda: progress, ended.append, str)
     for second in range(3):
         watchdog._now = float(second)
         watchdog._beat()
@@ -98,7 +98,7 @@ async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: obje
 
 async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest.LogCaptureFixture) -> None:
     config = StallConfig(warn_after_s=0.1)
-    with Watchdog(config, lambda: None, lambda error: None).watching(), caplog.at_level(logging.ERROR):
+    with Watchdog(config, lambda: None, lambda error: None, str).watching(), caplog.at_level(logging.ERROR):
         time.sleep(0.25)  # noqa: ASYNC251 - it is what blocks
     assert "the event loop has been blocked for" in caplog.text
     assert "time.sleep(0.25)" in caplog.text
@@ -110,7 +110,7 @@ import asyncio, time
 from arl.api.config import StallConfig
 from arl.training.watchdog import Watchdog
 async def main():
-    with Watchdog(StallConfig(warn_after_s=0.1, end_after_s=0.1), lambda: 1, lambda error: None).watching():
+    with Watchdog(StallConfig(warn_after_s=0.1, end_after_s=0.1), lambda: 1, lambda error: None, str).watching():
         time.sleep(60)
 asyncio.run(main())
 """
@@ -126,7 +126,7 @@ from arl.api.config import StallConfig
 from arl.training.watchdog import Watchdog
 async def main():
     counter, ended = itertools.count(), []
-    with Watchdog(StallConfig(warn_after_s=1, end_after_s=1), lambda: next(counter), ended.append).watching():
+    with Watchdog(StallConfig(warn_after_s=1, end_after_s=1), lambda: next(counter), ended.append, str).watching():
         print(os.getpid(), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         await asyncio.sleep(0.5)

@@ -38,7 +38,7 @@ from arl.api.errors import (
     ServerError,
     ServerFailedError,
     TrajectoryError,
-    first_error,
+    left,
 )
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
@@ -117,7 +117,7 @@ class RemoteSGLangEngine:
         try:
             await self.aclose()
         finally:
-            await self._end_tasks(error)
+            await left(self._tasks.__aexit__(None, None, None), error)
 
     @property
     def version(self) -> int:
@@ -220,17 +220,6 @@ class RemoteSGLangEngine:
 
     def _client_of(self, connections: Connections, address: str) -> ServerClient:
         return ServerClient(connections, address, self._api_key, self._tasks.create_task)
-
-    async def _end_tasks(self, block_error: BaseException | None) -> None:
-        """Leave the group. Raises a task's error, which cancelled the block, unless the block had one of its own."""
-        try:
-            # Without the block's own error, which the group would wrap into an ExceptionGroup.
-            await self._tasks.__aexit__(None, None, None)
-        except BaseExceptionGroup as errors:
-            failure = first_error(errors)
-            if block_error is None or isinstance(block_error, asyncio.CancelledError):
-                raise failure from None
-            block_error.add_note(f"at the same time: {failure!r}")
 
     async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
         """A serving server, if possible not `avoid`. Waits in line for one until the deadline."""
