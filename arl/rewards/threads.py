@@ -233,9 +233,12 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of the coroutines, in order. The first error cancels the others; it is raised without its group."""
+    contained = [*map(_contained, coroutines)]
+    if len(contained) == 1:  # as most are: no task need be made
+        return [await contained[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_contained(coroutine)) for coroutine in coroutines]
+            tasks = [*map(group.create_task, contained)]
     except BaseExceptionGroup as errors:
         raise first_error(errors)  # noqa: B904 - it has its own cause
     return [task.result() for task in tasks]

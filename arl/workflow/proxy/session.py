@@ -14,8 +14,9 @@ from http import HTTPStatus
 from typing import Any
 
 from arl.api.engine import Sampler
-from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError, first_error
+from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.rewards.threads import together
 from arl.web.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
@@ -67,7 +68,7 @@ class Speaker:
                 ModelRequest(input_ids=input_ids, sampling=one, session_id=self._session_id)
                 for one in _apart(sampling, call.n)
             ]
-            responses = await _all(self._engine, requests)
+            responses = await together(self._engine.agenerate(request) for request in requests)
         except PromptTooLongError:
             self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.dialogue.turns), None)
             raise
@@ -79,17 +80,6 @@ def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
     if sampling.seed is None:
         return [sampling] * n
     return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
-
-
-async def _all(engine: Sampler, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    if len(requests) == 1:
-        return [await engine.agenerate(requests[0])]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(engine.agenerate(request)) for request in requests]
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-    return [task.result() for task in tasks]
 
 
 class Repeats:
