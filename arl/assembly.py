@@ -47,7 +47,8 @@ from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display
 from arl.training.metrics import Evaluator, RunTotals
 from arl.training.remote_learner import RemoteLearner
-from arl.training.run_files import RunLock, RunLog, make_run_dir
+from arl.training.run_dir import RunLock, make_run_dir
+from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
 from arl.workers.episode_workers import EpisodeWorkers
 from arl.workflow.agent import AgentWorkflow

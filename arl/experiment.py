@@ -23,7 +23,8 @@ from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.training.metrics import Evaluation
-from arl.training.run_files import RunLock, make_run_dir, plot_run, read_jsonl, write_atomically
+from arl.training.run_dir import RunLock, make_run_dir
+from arl.training.run_files import plot_run, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer

@@ -23,7 +23,7 @@ from arl.api.types import Example, Group, ModelRequest, Trajectory
 from arl.assembly import launch, serve
 from arl.cli import load_config
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.training.run_files import RunLock
+from arl.training.run_dir import RunLock
 
 EXAMPLES = [{"number": number} for number in range(8)]
 

@@ -1,30 +1,25 @@
-"""The files of a run: RunLock keeps other runs out, RunLog writes JSONL, and plot_run draws it."""
+"""The files of a run: RunLog writes JSONL, and plot_run draws it."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, fields
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
-from weakref import WeakSet
 
 from rich.console import Console
 
 from arl.api.config import LogConfig
-from arl.api.errors import ConfigError, RunFileError
 from arl.api.types import COLUMNS, Group, StepStats, Trajectory
 from arl.offload import force_to_disk
 from arl.training.display import Display
 from arl.training.metrics import Evaluation
+from arl.training.run_dir import usable
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +39,7 @@ class RunLog:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """display: None shows nothing. decode: token ids -> text; None: trajectories are written without text."""
-        with _usable(run_dir):
+        with usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
         self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
@@ -63,7 +58,7 @@ class RunLog:
     def sync(self) -> None:
         """Force the files to the disk, on any thread, before a checkpoint refers to their rows."""
         for path in (*self._paths.values(), self._paths["metrics"].parent):
-            with _usable(path), suppress(FileNotFoundError):
+            with usable(path), suppress(FileNotFoundError):
                 force_to_disk(path)
 
     def resume(self, version: int, positions: Mapping[str, int]) -> None:
@@ -74,7 +69,7 @@ class RunLog:
         """
         self._version = version
         for name, path in self._paths.items():
-            with _usable(path):
+            with usable(path):
                 if path.exists():
                     _cut(path, version, 0 if version == 0 and name != "evaluations" else positions.get(name))
                     self._ends[name] = path.stat().st_size
@@ -129,7 +124,7 @@ class RunLog:
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
         """Write rows at the end, in place of any that an error left there; returns where they end."""
-        with _usable(self._paths[name]), self._paths[name].open("ab") as file:
+        with usable(self._paths[name]), self._paths[name].open("ab") as file:
             file.truncate(min(self._begun.setdefault(name, file.tell()), file.tell()))
             file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
             return file.tell()
@@ -145,110 +140,6 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
         "rewards": dict(trajectory.rewards),
         "metrics": dict(trajectory.metrics),
     }
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """Create the directory if needed. Raises ConfigError if it is not writable."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
-        raise ConfigError(
-            f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
-            "be made or written to"
-        ) from error
-
-
-class RunLock:
-    """Keeps a second run out of run_dir: a lock on run_dir/run.lock, whose text names the process that holds it.
-
-    The kernel releases the lock when the process ends, however it ends: processes that it started or forked do not keep
-    it. On NFS the server keeps it while the machine of the process answers. On a file system without locks arl logs a
-    warning, and the run goes on.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "run.lock"
-        self._file: IO[bytes] | None = None
-        _LOCKS.add(self)
-
-    def take(self) -> None:
-        """Create run_dir if needed, and lock it. Raises ConfigError (run_dir), RunFileError if a run holds the lock."""
-        make_run_dir(self._path.parent)
-        with _usable(self._path):
-            file = self._file = self._path.open("a+b", buffering=0)  # NFS locks only files that are open for writing
-            file.seek(0)
-            holder = _holder(file.read())
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            self.close()
-            raise RunFileError(
-                f"another run trains in {self._path.parent}: {holder or 'an unknown process'}. Two runs would delete "
-                "each other's checkpoints: wait for its end, stop it, or set another run_dir"
-            ) from None
-        except OSError as error:
-            log.warning(
-                "%s cannot be locked: %s. Nothing keeps a second run out of this directory%s",
-                self._path,
-                error.strerror or error,
-                f"; {holder} did not say that it has ended: if it has not, stop one of the two" if holder else "",
-            )
-        else:
-            if holder and f" on {socket.gethostname()}," not in holder:
-                log.warning("%s did not end properly in %s; if it still runs, stop it", holder, self._path.parent)
-        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        with _usable(self._path):
-            file.truncate(0)
-            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
-
-    def release(self) -> None:
-        """Record that the run has ended, and release the lock. Does nothing if it was not taken."""
-        if self._file:
-            with suppress(OSError):
-                self._file.truncate(0)
-        self.close()
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
-
-
-_LOCKS: WeakSet[RunLock] = WeakSet()
-
-
-def _forget_locks() -> None:
-    """In a forked process: close the inherited files, or it would keep the locks after the run is dead."""
-    for lock in list(_LOCKS):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _holder(record: bytes) -> str:
-    """Who wrote this record; empty if there is none."""
-    try:
-        known = json.loads(record)
-        is_this_one = (known["host"], known["pid"]) == (socket.gethostname(), os.getpid())
-        said = f"process {known['pid']} on {known['host']}, since {known['since']}"
-    except (ValueError, TypeError, KeyError):
-        return ""
-    return said + (", which is this one" if is_this_one else "")
-
-
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunFileError(
-            f"{path} cannot be written or read: {error.strerror or error}; the same command continues from the last "
-            "checkpoint once it can be"
-        ) from error
 
 
 def _cut(path: Path, version: int, position: int | None) -> None:

@@ -22,13 +22,13 @@ import arl.assembly
 from arl.api.errors import RunFileError
 from arl.api.scripted import ScriptedEngine
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.training.run_files import RunLock
+from arl.training.run_dir import RunLock
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from arl.training.run_files import RunLock
+from arl.training.run_dir import RunLock
 
 lock = RunLock(Path(sys.argv[1]))
 lock.take()

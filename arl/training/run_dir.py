@@ -1,0 +1,125 @@
+"""The directory of a run: it can be written to, and no other run trains in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+from weakref import WeakSet
+
+from arl.api.errors import ConfigError, RunFileError
+
+log = logging.getLogger(__name__)
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Create the directory if needed. Raises ConfigError if it is not writable."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise ConfigError(
+            f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
+            "be made or written to"
+        ) from error
+
+
+class RunLock:
+    """Keeps a second run out of run_dir: a lock on run_dir/run.lock, whose text names the process that holds it.
+
+    The kernel releases the lock when the process ends, however it ends: processes that it started or forked do not keep
+    it. On NFS the server keeps it while the machine of the process answers. On a file system without locks arl logs a
+    warning, and the run goes on.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "run.lock"
+        self._file: IO[bytes] | None = None
+        _LOCKS.add(self)
+
+    def take(self) -> None:
+        """Create run_dir if needed, and lock it. Raises ConfigError (run_dir), RunFileError if a run holds the lock."""
+        make_run_dir(self._path.parent)
+        with usable(self._path):
+            file = self._file = self._path.open("a+b", buffering=0)  # NFS locks only files that are open for writing
+            file.seek(0)
+            holder = _holder(file.read())
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            self.close()
+            raise RunFileError(
+                f"another run trains in {self._path.parent}: {holder or 'an unknown process'}. Two runs would delete "
+                "each other's checkpoints: wait for its end, stop it, or set another run_dir"
+            ) from None
+        except OSError as error:
+            log.warning(
+                "%s cannot be locked: %s. Nothing keeps a second run out of this directory%s",
+                self._path,
+                error.strerror or error,
+                f"; {holder} did not say that it has ended: if it has not, stop one of the two" if holder else "",
+            )
+        else:
+            if holder and f" on {socket.gethostname()}," not in holder:
+                log.warning("%s did not end properly in %s; if it still runs, stop it", holder, self._path.parent)
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        with usable(self._path):
+            file.truncate(0)
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
+
+    def release(self) -> None:
+        """Record that the run has ended, and release the lock. Does nothing if it was not taken."""
+        if self._file:
+            with suppress(OSError):
+                self._file.truncate(0)
+        self.close()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+_LOCKS: WeakSet[RunLock] = WeakSet()
+
+
+def _forget_locks() -> None:
+    """In a forked process: close the inherited files, or it would keep the locks after the run is dead."""
+    for lock in list(_LOCKS):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _holder(record: bytes) -> str:
+    """Who wrote this record; empty if there is none."""
+    try:
+        known = json.loads(record)
+        is_this_one = (known["host"], known["pid"]) == (socket.gethostname(), os.getpid())
+        said = f"process {known['pid']} on {known['host']}, since {known['since']}"
+    except (ValueError, TypeError, KeyError):
+        return ""
+    return said + (", which is this one" if is_this_one else "")
+
+
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Raises RunFileError for an error of the system within the block. path: what it reads or writes."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFileError(
+            f"{path} cannot be written or read: {error.strerror or error}; the same command continues from the last "
+            "checkpoint once it can be"
+        ) from error
