@@ -19,7 +19,7 @@
 
 `step` and then `stop` run in the task that iterates the trainer; with max_staleness 0, `step` waits for its delivery,
 too. The others are tasks of the run's TaskGroup. Blocking work (training, snapshots, checkpoints, file writes) crosses
-to threads in `TrainThread` and `offload`, here and in delivery.py. The watchdog watches from a separate thread.
+to threads in `TrainThread` and `offload`, here, in delivery.py and saver.py. The watchdog has a thread of its own.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from arl.training.delivery import Delivery
 from arl.training.metrics import Evaluation, Evaluator, RunTotals, publish_metrics
 from arl.training.remote_learner import RemoteLearner
 from arl.training.run_files import RunLog
+from arl.training.saver import Saver, written
 from arl.training.step import Step, log_step
 from arl.training.watchdog import Watchdog
 
@@ -86,8 +87,9 @@ class Trainer:
         """How many callers wait for arl. The run itself is one, except while its block runs."""
         self._training = asyncio.Lock()
         """Held while a batch is trained, or state is copied: never both at once."""
-        self._saving: asyncio.Future[None] | None = None
-        self._saved_at = time.monotonic()
+        self._saver = Saver(
+            config=self.config.checkpoint, checkpoints=self.checkpoints, learner=self.learner, thread=self.thread
+        )
         self._is_evaluation_due = False
         self._batch: Sequence[Group] = ()
         """Groups taken but not yet trained. A step that is cancelled before its training leaves them to the next."""
@@ -205,15 +207,8 @@ class Trainer:
             self._is_evaluation_due = True
             if self._evaluation is None or self._evaluation.done():
                 self._evaluation = self._tasks.create_task(self._evaluate_while_due())
-        if self._is_checkpoint_due() and (saving := await self._begin_saving()):
-            self._tasks.create_task(_written(saving))
-
-    def _is_checkpoint_due(self) -> bool:
-        due = self.config.checkpoint
-        if due.every and self.version % due.every == 0:
-            return True
-        is_writing = self._saving is not None and not self._saving.done()
-        return due.every_s is not None and time.monotonic() - self._saved_at >= due.every_s and not is_writing
+        if self._saver.is_due(self.version) and (saving := await self._begin_saving()):
+            self._tasks.create_task(written(saving))
 
     async def _evaluate_while_due(self) -> None:
         """Run one evaluation at a time. Evaluations that come due during a long one become one."""
@@ -244,7 +239,7 @@ class Trainer:
             async with self._training:
                 saving = await self._begin_saving()
             if saving:
-                await _written(saving)
+                await written(saving)
 
     async def export(self, directory: Path) -> None:
         """Write the model, adapters merged, as a Hugging Face directory. Raises TransportError.
@@ -260,28 +255,11 @@ class Trainer:
                 snapshot.release()
 
     async def _begin_saving(self) -> asyncio.Future[None] | None:
-        """Begin to write a checkpoint after the previous one is written; None if there is nothing to write.
-
-        When this returns, the state has been copied. The caller holds `_training`, and awaits `_written` on the result.
-        """
-        if self._saving:
-            await asyncio.wait([self._saving])
-            if error := self._saving.exception():  # raised where it was awaited, unless the run was ending
-                log.error("the previous checkpoint failed: %s", error)
+        """See Saver.begin. The caller holds `_training`, and awaits `written` on the result."""
+        await self._saver.finished()
         await self._end_open_step()
         has_failed = self._open_step is not None
-        if has_failed or self.version in (0, self.checkpoints.newest_version()):
-            return None
-        self._saved_at = time.monotonic()
-        begun = self.thread.submit(self.checkpoints.begin, self.version, self.learner.save, self._state())
-        try:
-            saving = await self.thread.finish(begun)
-        except asyncio.CancelledError:
-            if begun.exception() is None:  # finish writing it, or the next one would collide with it
-                self._saving = offload(begun.result().wait)
-            raise
-        self._saving = offload(saving.wait)
-        return self._saving
+        return None if has_failed else await self._saver.begin(self.version, self._state)
 
     def _state(self) -> RunState:
         totals = replace(self.totals, wall_s=self._wall_s())
@@ -384,16 +362,6 @@ class Trainer:
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
-
-
-async def _written(saving: asyncio.Future[None]) -> None:
-    """Wait until the saving is on the disk. A cancelled wait goes on until then, so that no error is lost."""
-    try:
-        await asyncio.shield(saving)
-    except asyncio.CancelledError:
-        await asyncio.wait([saving])
-        saving.result()
-        raise
 
 
 async def _raise(error: Exception) -> NoReturn:

@@ -1,0 +1,72 @@
+"""Saver: writes checkpoints beside training, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from arl.api.config import CheckpointConfig
+from arl.offload import TrainThread, offload
+from arl.training.checkpoint import Checkpoints, RunState
+from arl.training.remote_learner import RemoteLearner
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class Saver:
+    """Saves the trainer's versions. Which ones: see CheckpointConfig."""
+
+    config: CheckpointConfig
+    checkpoints: Checkpoints
+    learner: RemoteLearner
+    thread: TrainThread
+
+    def __post_init__(self) -> None:
+        self._writing: asyncio.Future[None] | None = None
+        self._begun_at = time.monotonic()
+
+    def is_due(self, version: int) -> bool:
+        """Whether the version that was just trained is to be saved."""
+        if self.config.every and version % self.config.every == 0:
+            return True
+        every_s, is_writing = self.config.every_s, self._writing is not None and not self._writing.done()
+        return every_s is not None and time.monotonic() - self._begun_at >= every_s and not is_writing
+
+    async def finished(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self._writing:
+            await asyncio.wait([self._writing])
+            if error := self._writing.exception():  # raised where it was awaited, unless the run was ending
+                log.error("the previous checkpoint failed: %s", error)
+
+    async def begin(self, version: int, state: Callable[[], RunState]) -> asyncio.Future[None] | None:
+        """Begin to write a checkpoint, once none is being written; None if there is nothing to write.
+
+        When this returns, the state has been copied. The caller awaits `written` on the result.
+        """
+        if version in (0, self.checkpoints.newest_version()):
+            return None
+        self._begun_at = time.monotonic()
+        begun = self.thread.submit(self.checkpoints.begin, version, self.learner.save, state())
+        try:
+            saving = await self.thread.finish(begun)
+        except asyncio.CancelledError:
+            if begun.exception() is None:  # finish writing it, or the next one would collide with it
+                self._writing = offload(begun.result().wait)
+            raise
+        self._writing = offload(saving.wait)
+        return self._writing
+
+
+async def written(saving: asyncio.Future[None]) -> None:
+    """Wait until the saving is on the disk. A cancelled wait goes on until then, so that no error is lost."""
+    try:
+        await asyncio.shield(saving)
+    except asyncio.CancelledError:
+        await asyncio.wait([saving])
+        saving.result()
+        raise
