@@ -147,7 +147,7 @@ def test_data_is_never_read_as_code() -> None:
     assert set(pickles) == {("flat_groups", "allow_pickle")}
     assert callers("np.load") == {"flat_groups"}
     assert callers("torch.load", "yaml.load", "unsafe_load", "marshal.loads", "shelve.open", "joblib.load") == set()
-    pickled = {"pool", "remote_calls", "object_process", "pipe", "worker"}
+    pickled = {"pool", "remote_calls", "object_process", "pipe", "sent_workflow", "worker"}
     assert callers("pickle.loads", "pickle.load") == pickled, "by arl's own processes, which began one another"
     assert callers("eval", "exec") - {"model", "runner", "lora"} == {"scorers", "examiner"}, "checked; in the sandbox"
 

@@ -56,7 +56,7 @@ WAITS = {
     "Trainer.export": Wait("the step in training, or the model's files", "its end, the disk"),
     "Trainer._begin_saving": Wait("the previous checkpoint", "the disk"),
     "TrainThread.finish": Wait("the train engine", "the end of its call on the thread arl-train"),
-    "_written": Wait("a checkpoint", "the disk"),
+    "written": Wait("a checkpoint", "the disk"),
     "RemoteSGLangEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
     "ServerClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
     "EpisodeWorkers._choose": Wait("a worker process", "its start, rollout.episode_timeout_s"),

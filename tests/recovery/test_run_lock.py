@@ -32,12 +32,11 @@ from arl.training.run_dir import RunLock
 
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
-child = os.fork()
-if child:
-    print(child, flush=True)
+if not os.fork():
+    print(os.getpid(), flush=True)
 time.sleep(600)
 """
-"""Holds a directory, and forks a process that lives on."""
+"""Holds a directory, and forks a process that lives on and says so."""
 
 EXAMPLES = [{"number": n} for n in range(40)]
 

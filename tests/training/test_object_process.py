@@ -180,9 +180,9 @@ def test_a_process_that_takes_no_calls_holds_up_nobody_but_the_caller(
 
 
 def test_an_answer_that_cannot_be_taken_ends_the_process_and_all_calls(start: Any) -> None:
-    process = start(import_module, "tarfile")
-    with pytest.raises(TrainingError, match=r"gave an answer that could not be taken.*'str' object has no attribute"):
-        process.call("AbsolutePathError", Path("name"))  # an exception that pickles, and does not unpickle
+    process = start(import_module, "urllib.error")
+    with pytest.raises(TrainingError, match=r"gave an answer that could not be taken.*missing 1 required positional"):
+        process.call("ContentTooShortError", "cut", b"")  # an exception that pickles, and does not unpickle
     wait_until_gone(process.pid)
 
 
