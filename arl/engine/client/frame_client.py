@@ -17,6 +17,7 @@ import numpy as np
 from arl.engine.frames import (
     GONE,
     MAX_MESSAGE_BYTES,
+    MAX_NAME_BYTES,
     PATH,
     BrokenFrameError,
     Call,
@@ -80,9 +81,13 @@ class FrameClient:
                 sock.shutdown(socket.SHUT_RDWR)  # else it would wait until the server has read what was sent
         await self._session.close()
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens can be sent."""
-        return self.is_open and 8 * num_tokens < MAX_MESSAGE_BYTES
+    def fits(self, rid: str, num_tokens: int) -> bool:
+        """Whether a call of this name, with a prompt of so many tokens, can be sent. Over HTTP every call can."""
+        try:
+            is_name = len(rid.encode()) <= MAX_NAME_BYTES
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON can hold
+            return False
+        return self.is_open and is_name and 8 * num_tokens < MAX_MESSAGE_BYTES
 
     async def generate(self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes) -> Result:
         """The server's answer. Cancellation aborts the request. Raises ConnectionError when the connection ends."""

@@ -113,7 +113,7 @@ class ServerClient(JsonClient):
     async def generate(self, payload: dict[str, Any], session_id: str | None = None) -> Answer:
         """session_id: of the requests whose prompts continue one another."""
         frames = await self._frame_client() if self.takes_frames else None
-        if frames is not None and frames.fits(len(payload["input_ids"])):
+        if frames is not None and frames.fits(payload["rid"], len(payload["input_ids"])):
             answer = await self._ask_in_frames(frames, payload, session_id)
         else:
             answer = await self.call("POST", "/generate", payload)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
+from itertools import islice
 
 import aiohttp
 import numpy as np
@@ -44,6 +46,8 @@ _SHUTDOWN_S = 1.0
 """How long requests that were aborted at the server's end may take to be answered, and a client to say goodbye."""
 _MAX_UNSENT = 1 << 14
 """A client that reads so few results that more wait to be sent is gone."""
+_FRAMES_PER_TURN = 64
+"""Frames that are taken in one turn of the event loop: a message of small ones holds a million."""
 _MAX_CACHED_BYTES = 4096
 
 
@@ -154,12 +158,18 @@ class _FrameConnection:
             try:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     raise BrokenFrameError("it is not binary")
-                if len(self._outgoing) > _MAX_UNSENT:
-                    raise BrokenFrameError("its results are not read")
-                for frame in calls_of(message.data):
-                    self._cancel(frame) if isinstance(frame, Cancel) else self._begin(frame)
+                await self._take(calls_of(message.data))
             except BrokenFrameError as error:
                 return await self._close(aiohttp.WSCloseCode.PROTOCOL_ERROR, str(error))
+
+    async def _take(self, frames: Iterator[Call | Cancel]) -> None:
+        """Raises BrokenFrameError."""
+        while turn := list(islice(frames, _FRAMES_PER_TURN)):
+            if len(self._outgoing) > _MAX_UNSENT:
+                raise BrokenFrameError("its results are not read")
+            for frame in turn:
+                self._cancel(frame) if isinstance(frame, Cancel) else self._begin(frame)
+            await asyncio.sleep(0)
 
     def _begin(self, call: Call) -> None:
         try:

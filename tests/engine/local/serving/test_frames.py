@@ -132,6 +132,25 @@ async def test_settings_and_names_that_json_takes_are_taken(shared_url: str, cli
         assert connection_of(there).is_open
 
 
+@pytest.mark.parametrize("rid", ["r" * 70_000, "\ud800"])
+async def test_a_name_that_frames_cannot_hold_is_taken_or_refused_as_over_http(
+    shared_url: str, client: Client, rid: str
+) -> None:
+    async def outcome(engine: RemoteSGLangEngine) -> object:
+        try:
+            return await engine.agenerate(
+                ModelRequest(input_ids=[1, 2], sampling=SamplingParams(max_new_tokens=3, seed=1), rid=rid)
+            )
+        except ServerError as error:
+            return type(error), str(error)
+
+    async with engine_over(shared_url, takes_frames=False) as (engine, _):
+        wanted = await outcome(engine)
+    async with engine_over(shared_url) as (engine, there):
+        assert await outcome(engine) == wanted
+        assert connection_of(there)._waiting == {}
+
+
 async def test_requests_outlive_their_connection(shared_url: str, client: Client) -> None:
     async with engine_over(shared_url) as (engine, there), asyncio.TaskGroup() as group:
         sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
@@ -259,6 +278,46 @@ async def test_a_server_waits_for_no_client_that_does_not_say_goodbye(monkeypatc
     async with asyncio.timeout(10):
         await connection.finish()
         await connection.run()
+
+
+class OneMessage:
+    """A socket whose client sends one message, and reads nothing."""
+
+    def __init__(self, message: bytes) -> None:
+        self._messages = [aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, message, None)]
+        self.reason = b""
+
+    def __aiter__(self) -> "OneMessage":
+        return self
+
+    async def __anext__(self) -> aiohttp.WSMessage:
+        if not self._messages:
+            raise StopAsyncIteration
+        return self._messages.pop()
+
+    async def close(self, *, code: int, message: bytes) -> None:
+        self.reason = message
+
+
+async def test_a_message_of_many_calls_lets_others_run_and_its_results_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def num_turns() -> None:
+        while True:
+            turns.append(len(connection._outgoing))
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(frame_server, "_MAX_UNSENT", 1000)
+    call = Call(number=1, rid="r", settings=b"{}", base=7, ids=np.arange(3, dtype=np.int32)).encode()
+    socket, turns = OneMessage(call * 5000), list[int]()
+    server = frame_server.FrameServer(cast(Any, None), cast(Any, None), cast(Any, None), lambda error: {})
+    connection = frame_server._FrameConnection(server, cast(Any, socket))
+    other = asyncio.ensure_future(num_turns())
+    await connection._read()
+    other.cancel()
+    assert max(map(int.__sub__, turns[1:], turns[:-1])) < 100
+    assert len(connection._outgoing) < 1100
+    assert socket.reason == b"its results are not read"
 
 
 async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, client: Client) -> None:
