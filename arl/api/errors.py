@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncio import CancelledError
+from asyncio import CancelledError, TaskGroup
 from collections.abc import Awaitable
-from typing import cast
+from typing import NoReturn, cast
 
 
 class ArlError(Exception):
@@ -148,6 +148,19 @@ async def left(leaving: Awaitable[object], block_error: BaseException | None) ->
         if block_error is None or isinstance(block_error, CancelledError):
             raise failure from None
         block_error.add_note(f"at the same time: {failure!r}")
+
+
+def end_with(error: Exception, tasks: TaskGroup) -> None:
+    """Cancel the block of a TaskGroup, which then raises this error; do nothing if it ends already."""
+    ending = _raise(error)
+    try:
+        tasks.create_task(ending)
+    except RuntimeError:  # the group takes no more tasks
+        ending.close()
+
+
+async def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -31,11 +31,11 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
-from arl.api.errors import ArlError, ConfigError, first_error
+from arl.api.errors import ArlError, ConfigError, end_with, first_error
 from arl.api.types import Group, StepStats
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -309,12 +309,7 @@ class Trainer:
         return self.learner.version, self.version, published, self.rollout.pulse.beats, self._num_in_hand
 
     def _end(self, error: Exception) -> None:
-        """End the run with this error, unless it ends already."""
-        ending = _raise(error)
-        try:
-            self._tasks.create_task(ending)
-        except RuntimeError:  # the group takes no more tasks
-            ending.close()
+        end_with(error, self._tasks)
 
     @contextmanager
     def _in_hand(self, change: int = 1) -> Generator[None]:
@@ -362,7 +357,3 @@ class Trainer:
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
-
-
-async def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from arl.api.engine import Sampler
-from arl.api.errors import DatasetError, EngineClosedError, WorkerError, left
+from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_with, left
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import OtherTracebackError, portable
@@ -65,7 +65,7 @@ class EpisodeWorkers(RolloutWorkflow):
         tasks = await self._groups.enter_async_context(asyncio.TaskGroup())
         for worker in self._workers:
             worker.begin()
-        self._keepers = [tasks.create_task(worker.keep(self._sent, self._raise)) for worker in self._workers]
+        self._keepers = [tasks.create_task(worker.keep(self._sent, self._end)) for worker in self._workers]
         try:
             await asyncio.gather(*(worker.started for worker in self._workers))
         except BaseException as error:
@@ -111,8 +111,8 @@ class EpisodeWorkers(RolloutWorkflow):
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         return min(ready, key=lambda worker: worker.num_episodes)
 
-    def _raise(self, error: Exception) -> None:
-        self._alarms.create_task(_raised(error))
+    def _end(self, error: Exception) -> None:
+        end_with(error, self._alarms)
 
 
 class _Episode:
@@ -317,7 +317,3 @@ class _Worker:
                 self._has_left = True
             case _:
                 raise TypeError(f"{self._name} sent {message!r:.100}")
-
-
-async def _raised(error: Exception) -> NoReturn:
-    raise error

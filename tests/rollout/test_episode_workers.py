@@ -221,6 +221,25 @@ async def test_a_worker_that_dies_too_often_ends_the_run(
     assert (marks(tmp_path, "entered"), marks(tmp_path, "left")) == (2, 1)  # the other one is not killed
 
 
+async def test_a_second_worker_that_dies_too_often_while_the_run_saves_does_not_end_the_third(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
+
+    async def play() -> None:
+        async with EpisodeWorkers(Errands(tmp_path), 3, tmp_path) as away:
+            try:
+                await run(away, "die", signal="SIGKILL")
+                await asyncio.Event().wait()
+            finally:
+                (tmp_path / "died").unlink()
+                await run(away, "die", signal="SIGKILL")
+
+    with pytest.raises(WorkerError, match="died 1 times in a row"):
+        await play()
+    assert (marks(tmp_path, "entered"), marks(tmp_path, "left")) == (3, 1)
+
+
 async def test_an_episode_that_no_worker_can_take_any_more_does_not_fail_while_the_run_saves(
     impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
