@@ -3,7 +3,7 @@
 | who waits | for | woken by |
 |---|---|---|
 | an episode | a worker that is ready | a worker's start; its time limit; the end of the block, if none will start |
-| | its end in the worker, also after it was cancelled there | the worker; the worker's end |
+| | its end in the worker, also after it was cancelled there | the worker; the worker's end, also after _STOPPING_S |
 | a request of an episode | the engine's answer | the engine; the episode's end |
 | `keep`, for each worker | the end of the process | worker_process.py |
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import pickle
 import time
 import traceback
@@ -29,7 +30,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import OtherTracebackError, portable
 from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Failure, Play, Ready, Request, Said, Stop
 from arl.workers.sent_workflow import sent_workflow
-from arl.workers.worker_process import WorkerProcess
+from arl.workers.worker_process import WorkerProcess, outlast
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _STEADY_S = 600.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
 _CLOSING_S = 300.0
 """How long leaving the workflow may take."""
+_STOPPING_S = 300.0
+"""How long an episode that was cancelled may take to end. A worker with one that takes longer is killed."""
 
 
 class EpisodeWorkers(RolloutWorkflow):
@@ -133,11 +136,9 @@ class _Episode:
         if not self.ended.done():
             self.ended.set_result(ended)
 
-    async def gone(self) -> None:
-        """Wait until it has ended, however often the caller is cancelled."""
-        while not self._is_gone.is_set():
-            with suppress(asyncio.CancelledError):
-                await self._is_gone.wait()
+    async def gone(self, limit_s: float) -> bool:
+        """Wait until it has ended, however often the caller is cancelled. Returns whether it has, in this time."""
+        return await outlast(self._is_gone.wait, limit_s)
 
     def take(self, message: Request | Drop | Ended) -> None:
         match message:
@@ -279,7 +280,9 @@ class _Worker:
                 finally:
                     episode.end_calls()
         except asyncio.CancelledError:
-            await episode.gone()
+            if not await episode.gone(_STOPPING_S):
+                self._process.give_up(f"did not end a cancelled episode within {_STOPPING_S:g} s")
+                await episode.gone(math.inf)
             raise
         finally:
             del self._episodes[number]

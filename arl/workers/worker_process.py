@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ from arl.workers.pipe import Pipe
 _BEAT_S = 5.0
 _SILENT_S = 15.0
 """A process that twice does not answer for this long is killed."""
+_STARTING_S = 150.0
+"""The same until its first answer, which comes when Python has started."""
 _ENDING_S = 1.0
+_REAPING_S = 60.0
+"""A killed process that has not ended by then, as when its disk has failed, is left behind."""
 
 
 class WorkerProcess:
@@ -45,6 +49,14 @@ class WorkerProcess:
         self._is_over = True
         self._kill()
 
+    def give_up(self, why: str) -> None:
+        """Kill the process that runs, if any; `run` returns why: a phrase that goes on "and was killed"."""
+        if self._process is not None:
+            self._fault = f"{why} and was killed"
+            self._kill()
+            if self._pipe is not None:
+                self._pipe.abort()  # nothing of it is waited for any more
+
     async def run(self, first: bytes) -> str:
         """Run the process from its start, with this as its first message, to its end; returns how it ended."""
         ours, theirs = socket.socketpair()
@@ -66,10 +78,11 @@ class WorkerProcess:
                 await self._until_it_ends(process, pipe, beats)
             finally:
                 self._kill()
-                await _reaped(process)
+                await outlast(process.wait, _REAPING_S)
                 if self._pipe is not None:
                     self._pipe.abort()
-        assert process.returncode is not None, "it was reaped"
+        if process.returncode is None:
+            return f"{self._fault or 'was killed'}, but has not ended {_REAPING_S:g} s later (process {process.pid})"
         return self._fault or pipe.fault or how_it_ended(process.returncode)
 
     async def _until_it_ends(self, process: asyncio.subprocess.Process, pipe: Pipe, beats: socket.socket) -> None:
@@ -97,20 +110,19 @@ class WorkerProcess:
 
     async def _watch(self, beats: socket.socket) -> None:
         """Kill a process that gives no sign of life. Its event loop may be blocked: a thread answers."""
-        loop, silences, limit_s = asyncio.get_running_loop(), 0, None
+        loop, silences, limit_s = asyncio.get_running_loop(), 0, _STARTING_S
         while silences < 2:  # after the first, this process may itself have been stopped
             try:
                 async with asyncio.timeout(limit_s):
                     await loop.sock_sendall(beats, b".")
                     await loop.sock_recv(beats, 64)
-                silences, limit_s = 0, _SILENT_S  # the first answer comes when Python has started
+                silences, limit_s = 0, _SILENT_S
                 await asyncio.sleep(_BEAT_S)
             except TimeoutError:
                 silences += 1
             except OSError:
                 return  # it has ended
-        self._fault = f"gave no sign of life for {2 * _SILENT_S:g} s and was killed"
-        self._kill()
+        self.give_up(f"gave no sign of life for {2 * limit_s:g} s")
 
     def _kill(self) -> None:
         """End it and its children, which may outlive it. Only once: later its id may belong to another process."""
@@ -128,8 +140,13 @@ async def _end_of_pipe(pipe: Pipe) -> None:
     await pipe.ended
 
 
-async def _reaped(process: asyncio.subprocess.Process) -> None:
-    """Wait for a process that was killed, even if the caller is cancelled."""
-    while process.returncode is None:
-        with suppress(asyncio.CancelledError):
-            await process.wait()
+async def outlast(wait: Callable[[], Awaitable[object]], limit_s: float) -> bool:
+    """Wait for so long at most, however often the caller is cancelled. Returns whether the wait came to its end."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + limit_s
+    while loop.time() < until:
+        with suppress(asyncio.CancelledError, TimeoutError):
+            async with asyncio.timeout_at(until):
+                await wait()
+                return True
+    return False

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ class Errands(OneTurn):
             await engine.agenerate(ModelRequest(input_ids=(9,)))
         finally:
             (self._marks / "cleaned up").touch()
+
+    async def linger(self, engine: Sampler, data: Example) -> None:
+        """It ends only with its process."""
+        with suppress(asyncio.CancelledError):
+            await engine.agenerate(ModelRequest(input_ids=(9,)))
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
 
     async def die(self, engine: Sampler, data: Example) -> Trajectory:
         """The first time, after a request has begun."""

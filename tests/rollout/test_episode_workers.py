@@ -5,6 +5,8 @@ import logging
 import multiprocessing.process
 import os
 import pickle
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -34,6 +36,7 @@ from arl.rewards import NumericMatch
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.workers import episode_workers, worker, worker_process
 from arl.workers.episode_workers import EpisodeWorkers
+from arl.workers.worker_process import WorkerProcess
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tools import Tool
@@ -156,6 +159,56 @@ async def test_the_episodes_of_a_worker_that_is_killed_or_stopped_run_again_and_
     assert f"failed with WorkerError: episode worker 0 {how}" in caplog.text
     assert "episode worker 0 died with 1 episodes; restart 1 of 5" in caplog.text
     assert (marks(tmp_path, "entered"), marks(tmp_path, "left")) == (2, 1)
+
+
+async def test_a_worker_whose_cancelled_episode_does_not_end_is_killed_and_named(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(episode_workers, "_STOPPING_S", 0.1)
+    script = Waits()
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run(away, "linger", script=script))
+        await script.begun.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        (after,) = await run(away, "plain", retries=1)
+        assert after.is_finished
+    assert "episode worker 0 died with 1 episodes" in caplog.text
+    assert "it did not end a cancelled episode within 0.1 s and was killed" in caplog.text
+
+
+class Stopped(WorkerProcess):
+    """A process that is stopped before its interpreter has started."""
+
+    async def _spawn(self, theirs: socket.socket, beats: socket.socket) -> asyncio.subprocess.Process:
+        self.spawned = await super()._spawn(theirs, beats)
+        self.spawned.send_signal(signal.SIGSTOP)
+        return self.spawned
+
+
+async def test_a_worker_that_is_stopped_before_its_first_sign_of_life_is_killed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_workers, "WorkerProcess", Stopped)
+    monkeypatch.setattr(worker_process, "_STARTING_S", 0.05)
+    with pytest.raises(WorkerError, match=r"worker 0 did not start: it gave no sign of life for 0.1 s and was killed"):
+        async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path):
+            pass
+
+
+async def test_a_process_that_cannot_be_killed_is_left_behind_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a disk that has failed."""
+    monkeypatch.setattr(worker_process, "_STARTING_S", 0.05)
+    monkeypatch.setattr(worker_process, "_REAPING_S", 0.05)
+    process, kill = Stopped(tmp_path / "log", print), os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    how = await process.run(b"")
+    assert how.startswith("gave no sign of life for 0.1 s and was killed, but has not ended 0.05 s later (process ")
+    kill(process.spawned.pid, signal.SIGKILL)
+    await process.spawned.wait()
 
 
 async def test_an_episode_gets_the_worker_that_starts_only_at_the_second_try(impatient: None, tmp_path: Path) -> None:
