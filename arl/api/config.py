@@ -45,7 +45,7 @@ class RolloutConfig(Section):
     max_concurrent_episodes: PositiveInt = 1024
     """Most episodes that run at once, whatever the buffer would admit."""
     num_workers: NonNegativeInt = 0
-    """Processes that run the workflow, beside the one that samples and trains. 0: episodes run in that one."""
+    """Worker processes that run the workflow. 0: it runs in the script's own process."""
     episode_timeout_s: PositiveFloat = 600.0
     """Longest time one episode may take, retries included."""
     episode_retries: NonNegativeInt = 1

@@ -291,7 +291,7 @@ class TrainConfig(Section):
     share_prefixes: bool = True
     """Forward a prefix that sequences of a microbatch share (a prompt, earlier turns) once."""
     num_ranks: PositiveInt = 1
-    """Processes to train with. 1: this process. More: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
+    """Processes to train with. More than 1: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
     ray_address: str | None = None
     """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
     startup_timeout_s: PositiveFloat = 300.0
@@ -323,7 +323,7 @@ class TrainConfig(Section):
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks={self.num_ranks}")
         of_ray = self._changed("ray_address", "startup_timeout_s", "rank_timeout_s")
         if self.num_ranks == 1 and of_ray:
-            raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains in this process and without Ray")
+            raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains without Ray")
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
             raise ValueError(
                 "ray_address is a Ray client's; the trainer runs on a node of the cluster: say auto, or host:port"

@@ -115,7 +115,7 @@ class ReplayBuffer:
     async def admit(self) -> Slot:
         """Wait for room, and charge one group for it, stamped with the version published now."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._entries) < self.capacity)
+            await self._changed.wait_for(lambda: self.num_charged < self.capacity)
             slot = Slot(number=self._next_number, stamp=self._published)
             self._next_number += 1
             deadline, now = slot.stamp + self._max_staleness, asyncio.get_running_loop().time()

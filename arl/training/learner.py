@@ -1,4 +1,4 @@
-"""The training of one batch: a Learner turns groups into optimizer steps. It blocks, on the trainer's thread.
+"""The training of one batch: a Learner turns groups into optimizer steps. It blocks.
 
 groups --> sequences --> logprobs, values --> advantages --> minibatches | --> critic, policy --> metrics
                          forward passes                      selected, weighed
