@@ -1,6 +1,6 @@
 """What a turn of a long conversation costs the controller, in CPU time: nothing that grows with the turns before it.
 
-    python benchmarks/turns.py [--turns 10 100 1000] [--branches 500]
+    python benchmarks/turns.py [--turns 10 100 1000] [--branches 300]
 
 The engine answers at once. With Qwen3's template the model thinks and calls a tool in each turn; with ChatML a user
 speaks, and once more through the endpoint, to which a program sends the whole history each time. Then a conversation in
@@ -117,7 +117,7 @@ async def program(name: str, number: int) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, nargs="*", default=[10, 100, 1000])
-    parser.add_argument("--branches", type=int, default=500)
+    parser.add_argument("--branches", type=int, default=300)
     args = parser.parse_args()
     for number in args.turns:
         await converse("qwen3", number)
