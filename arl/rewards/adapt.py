@@ -14,7 +14,7 @@ from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.pool import RewardPool, is_typed_in
-from arl.rewards.score import ResultT, Reward, Score, check_limits, checked, name_of, ran_too_long, score_of
+from arl.rewards.score import ResultT, Reward, Score, check_limits, checked, is_finite, name_of, ran_too_long, score_of
 from arl.rewards.threads import ThreadReward, together
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class WeightedReward(Shared):
         if not parts:
             raise ConfigError("WeightedReward has no parts; give name: (weight, reward) for each")
         for name, part in parts.items():
-            if not isinstance(part, tuple) or len(part) != 2 or not _is_weight(part[0]):
+            if not isinstance(part, tuple) or len(part) != 2 or not is_finite(part[0]):
                 raise ConfigError(f"the part {name!r} is {part!r}; it must be (weight, reward) with a finite weight")
         self._weights = {name: float(weight) for name, (weight, _) in parts.items()}
         self._rewards = {name: as_reward(reward) for name, (_, reward) in parts.items()}
@@ -181,7 +181,3 @@ async def _part(name: str, reward: WorkflowReward, answer: str, data: Example) -
     except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, RewardError) else repr(error)
         raise RewardError(f"the part {name!r} of the reward: {said}") from error
-
-
-def _is_weight(weight: object) -> bool:
-    return isinstance(weight, int | float) and math.isfinite(weight)

@@ -24,6 +24,7 @@ from arl.api.errors import (
 )
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.rewards.score import is_finite
 from arl.rewards.threads import together
 from arl.web.client import JsonClient
 
@@ -282,7 +283,7 @@ class RewardModelClient(ModelServer):
         except (ServerError, ModelError) as error:
             raise RewardError(str(error)) from error
         scores = answer.get("embedding") if isinstance(answer, dict) else None
-        if not isinstance(scores, list) or len(scores) != 1 or not _is_finite(scores[0]):
+        if not isinstance(scores, list) or len(scores) != 1 or not is_finite(scores[0]):
             raise RewardError(f"{self.url} answered /classify with {str(answer)[:200]}; a reward is one finite number")
         return float(scores[0])
 
@@ -305,10 +306,6 @@ def _given_logprobs(answer: Any, ids: Sequence[int], url: str) -> tuple[float, .
     other = [(sent, got) for sent, got in zip(ids, told, strict=True) if got != sent and (sent, got) != (last, 0)]
     if other:
         raise ServerError(f"{url} was sent token {other[0][0]} and gave the logprob of token {other[0][1]}")
-    if not all(_is_finite(logprob) for logprob in logprobs):
+    if not all(is_finite(logprob) for logprob in logprobs):
         raise ServerError(f"{url} gave a logprob that is not a finite number")
     return logprobs
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -262,7 +262,9 @@ async def test_a_part_that_fails_fails_the_sum_with_its_name() -> None:
 
 
 def test_malformed_sums_are_refused() -> None:
-    for parts, what in [({}, "no parts"), ({"a": judge}, "must be"), ({"a": (float("nan"), judge)}, "finite weight")]:
+    weights = (float("nan"), 10**400, "1", None)
+    unweighable = [({"a": (weight, judge)}, "finite weight") for weight in weights]
+    for parts, what in [({}, "no parts"), ({"a": judge}, "must be"), *unweighable]:
         with pytest.raises(ConfigError, match=what):
             WeightedReward(parts)  # type: ignore[arg-type]
 

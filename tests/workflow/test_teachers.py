@@ -58,6 +58,10 @@ async def test_the_vocabularys_last_token_may_be_told_as_0_and_no_other_token() 
             {"meta_info": {"input_token_logprobs": [[None, 7, None], [None, 8, None], [-1, 9, None], [-1, 10, None]]}},
             "not a finite number",
         ),
+        (
+            {"meta_info": {"input_token_logprobs": [[None, 7], [-(10**400), 8], [-1, 9], [-1, 10]]}},
+            "not a finite number",
+        ),
         ([1], "without input_token_logprobs"),
     ],
 )
@@ -223,7 +227,15 @@ async def test_a_sequence_has_the_score_that_the_model_gives_it() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [{"embedding": [0.1, 0.9]}, {"embedding": [None]}, {"embedding": 1.0}, {"score": 1}, [1.0], {"embedding": []}],
+    [
+        {"embedding": [0.1, 0.9]},
+        {"embedding": [None]},
+        {"embedding": 1.0},
+        {"score": 1},
+        [1.0],
+        {"embedding": []},
+        {"embedding": [10**400]},
+    ],
 )
 async def test_only_one_finite_number_is_a_reward(answer: Any) -> None:
     async with reward_model() as served, RewardModelClient(served.url) as judge:
