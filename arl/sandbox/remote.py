@@ -181,8 +181,12 @@ async def _serve(arguments: argparse.Namespace, watch: Watch) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="127.0.0.1")
+    parser = argparse.ArgumentParser(
+        prog="python -m arl.sandbox.remote",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     add_key_option(parser, KEY_VARIABLE)
     parser.add_argument("--port", type=int, default=8090, help="0 takes a free one and prints it")
     parser.add_argument("--kind", choices=("auto", "bubblewrap", "docker", "unsafe"), default="auto")
