@@ -38,12 +38,12 @@ from arl.child_process import ChildLog, how_it_ended
 from arl.remote_calls import CallOutcome, Messages, OtherTracebackError, outcome_of, place_of
 from arl.web.watch import Watch
 
-_THREADS = 64
-"""Calls beside the ones in turn that run at once; more wait."""
 _CLOSING_S = 300.0
 """How long closing may take, to finish checkpoints."""
 _ENDING_S = 5.0
 _ANSWER_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class ObjectProcess:
@@ -108,10 +108,10 @@ class ObjectProcess:
             return str(error)
 
     def close(self) -> None:
-        """Close the object after the calls before, then end the process. Idempotent."""
+        """Close the object after the calls before, then end the process. Logs what that raises. Idempotent."""
         if self._ended is None:
-            with contextlib.suppress(TrainingError, EngineClosedError, TimeoutError):
-                self._begin(True, "close", ()).result(_CLOSING_S)
+            with contextlib.suppress(TrainingError, EngineClosedError):
+                self._close_object()
         self.kill()
 
     def kill(self) -> None:
@@ -154,6 +154,15 @@ class ObjectProcess:
             raise EngineClosedError(f"{self._what} was closed")
         if self._ended is not None:
             raise TrainingError(self._ended)
+
+    def _close_object(self) -> None:
+        try:
+            outcome = self._begin(True, "close", ()).result(_CLOSING_S)
+        except TimeoutError:
+            logger.error("%s was not closed within %g s, and is killed", self._what, _CLOSING_S)
+            return
+        if outcome.error is not None:
+            logger.error("closing %s failed, in\n%s", self._what, outcome.traceback)
 
     def _value(self, answer: Future[CallOutcome]) -> Any:
         outcome = answer.result()
@@ -244,7 +253,6 @@ class _Calls:
         self._sending = threading.Lock()
         self._messages = Messages()
         self._in_turn = ThreadPoolExecutor(1, "training")
-        self._beside = ThreadPoolExecutor(_THREADS, "beside")
         self._object: Any = None
 
     def serve(self) -> None:
@@ -252,7 +260,11 @@ class _Calls:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, is_in_turn, method, args = receive_message(self._socket)
-                (self._in_turn if is_in_turn else self._beside).submit(self._answer, number, method, args)
+                if is_in_turn:
+                    self._in_turn.submit(self._answer, number, method, args)
+                else:  # not in a pool: calls that end others must not wait behind them
+                    call = (number, method, args)
+                    threading.Thread(target=self._answer, args=call, name="beside", daemon=True).start()
 
     def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         outcome = outcome_of(self._messages, self._call, method, args)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,16 @@ def test_calls_in_turn_keep_their_order_and_calls_beside_them_do_not_wait(start:
     assert order == ["beside", "first"]
 
 
+def test_a_call_that_ends_others_gets_through_however_many_there_are(start: Any) -> None:
+    process, waiting = start(Queue), 100
+    for _ in range(waiting):
+        process.tell("get")
+    ending = threading.Thread(target=lambda: [process.beside("put", None) for _ in range(waiting)], daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
+
+
 def test_what_arl_logs_there_is_logged_here(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     process = start(logging.getLogger, "arl.there")
     process.call("warning", "of %s", "arl")
@@ -152,7 +163,7 @@ def test_a_killed_process_ends_all_calls(start: Any) -> None:
 
 
 def test_a_process_that_takes_no_calls_holds_up_nobody_but_the_caller(
-    start: Any, monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     process, errors = start(import_module, "numpy"), list[BaseException]()
     monkeypatch.setattr("arl.object_process._ANSWER_S", 0.02)
@@ -174,6 +185,7 @@ def test_a_process_that_takes_no_calls_holds_up_nobody_but_the_caller(
     closing.start()
     closing.join(20)
     assert places == ["the other process does not answer, as if it were stopped"]
+    assert "the other process was not closed within 0.02 s, and is killed" in caplog.messages
     thread.join(20)
     assert len(errors) == 1
     assert not is_running(process.pid)
@@ -203,6 +215,15 @@ def test_signals_do_not_end_it_and_closing_does(start: Any) -> None:
     assert not is_running(process.pid)
     with pytest.raises(EngineClosedError, match="the other process was closed"):
         process.call("getpid")
+
+
+def test_an_error_in_closing_is_logged_and_the_process_ends(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    process = start(import_module, "os")  # its close() needs an argument
+    process.close()
+    assert not is_running(process.pid)
+    (message,) = caplog.messages
+    assert message.startswith("closing the other process failed, in\nTraceback")
+    assert "TypeError" in message
 
 
 SCRIPT = """
