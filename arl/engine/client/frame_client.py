@@ -44,6 +44,7 @@ class FrameClient:
         self._has_outgoing = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._kept = KeptSequences()
+        self._is_blamed = False
 
     @classmethod
     async def opened(cls, url: str, api_key: str | None, timeout_s: float) -> FrameClient | None:
@@ -80,6 +81,11 @@ class FrameClient:
             with suppress(OSError):  # it is not connected any more
                 sock.shutdown(socket.SHUT_RDWR)  # else it would wait until the server has read what was sent
         await self._session.close()
+
+    def takes_blame(self) -> bool:
+        """True for the first call that it has failed, and False for the others: its end is one fault."""
+        is_blamed, self._is_blamed = self._is_blamed, True
+        return not is_blamed
 
     def fits(self, rid: str, num_tokens: int) -> bool:
         """Whether a call of this name, with a prompt of so many tokens, can be sent. Over HTTP every call can."""

@@ -54,6 +54,10 @@ class UnfitServerError(ServerFailedError):
     """An answer of /generate shows that its server must not go on as it is: it is impossible, or an adapter is gone."""
 
 
+class SharedFaultError(ServerFailedError):
+    """A connection ended that carried several calls, and another of them has raised ServerFailedError for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The result of one call of /generate."""
@@ -131,7 +135,8 @@ class ServerClient(JsonClient):
         try:
             result = await frames.generate(payload["rid"], payload["input_ids"], settings, session)
         except ConnectionError as error:
-            raise self._unreached("/generate", error) from error
+            failure = self._unreached("/generate", error)
+            raise (failure if frames.takes_blame() else SharedFaultError(str(failure))) from error
         if result.status == 200:
             return result
         path = "/generate"

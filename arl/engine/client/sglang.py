@@ -46,7 +46,7 @@ from arl.engine.client.line import Line
 from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
-from arl.engine.client.server_client import Answer, ServerClient, UnfitServerError
+from arl.engine.client.server_client import Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch
 from arl.engine.client.upkeep import Upkeep
@@ -249,8 +249,9 @@ class RemoteSGLangEngine:
                 answer = await server.client.generate(payload, partial.session_id)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
-            blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
-            blame(server, str(failure))
+            if not isinstance(failure, SharedFaultError):
+                blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
+                blame(server, str(failure))
             return str(failure)
         except TimeoutError:
             return self._timed_out(server, attempt)

@@ -160,6 +160,8 @@ async def test_requests_outlive_their_connection(shared_url: str, client: Client
         await connection._socket.close()
         assert [len((await call).output_ids) for call in calls] == [200, 200]
         assert connection_of(there) is not connection
+        assert engine.counters()["servers/failed_requests"] == 2
+        assert engine.counters()["servers/fences"] == 0  # the end of a connection is one fault, however many it carried
 
 
 async def test_a_server_that_ends_sends_what_its_requests_have(model_a: str) -> None:
