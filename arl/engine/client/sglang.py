@@ -21,6 +21,7 @@ retract and abort an update flushes the cache too: a retracted request keeps its
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Self
 
@@ -98,6 +99,7 @@ class RemoteSGLangEngine:
         self._patience = Patience(self._pool, self._upkeep.abort)
         self._connections: Connections | None = None
         self._is_closed = False
+        self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
@@ -134,18 +136,17 @@ class RemoteSGLangEngine:
         partial = PartialResponse(request)
         self._check_tokens(request, partial)
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
-        sent = faults = 0
+        faults = 0
         failed: Server | None = None
         while partial.stop_reason is None:
             server = await self._choose(request, deadline, avoid=failed)
             try:
-                fault = await self._attempt(server, partial, f"{request.rid}.{sent}", deadline)
+                fault = await self._attempt(server, partial, self._name(request), deadline)
             except PromptTooLongError:
                 if partial.num_tokens == 0:
                     raise
                 partial.stop_at_context_end()
                 break
-            sent += 1
             failed = server if fault is not None else None
             if fault is not None:
                 faults += 1
@@ -237,6 +238,11 @@ class RemoteSGLangEngine:
             return ServerError(f"{waited} for a server, and none came back: {self._pool.report()}")
         addresses = ", ".join(server.address for server in self._pool.in_service)
         return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
+
+    def _name(self, request: ModelRequest) -> str:
+        """Of an attempt: no other has it, also where a caller sends one request several times. SGLang aborts all whose
+        names begin with the one that it is told, so none begins with another."""
+        return f"{request.rid}.{next(self._numbers):09}"
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""

@@ -122,6 +122,21 @@ async def test_a_caller_that_gives_up_frees_its_place(shared_url: str, client: C
         assert connection._waiting == {}
 
 
+@pytest.mark.parametrize("takes_frames", [True, False])
+async def test_one_request_may_be_sent_at_once_and_again_after_a_cancellation(
+    shared_url: str, client: Client, takes_frames: bool
+) -> None:
+    request = ModelRequest(input_ids=[1, 2], sampling=SamplingParams(max_new_tokens=500, ignore_eos=True))
+    async with engine_over(shared_url, takes_frames=takes_frames) as (engine, _), asyncio.TaskGroup() as group:
+        first, second = (group.create_task(engine.agenerate(request)) for _ in range(2))
+        await client.until_running(2)
+        first.cancel()
+        await asyncio.wait([first])
+        third = await engine.agenerate(request)
+        assert len(third.output_ids) == len((await second).output_ids) == 500
+        assert engine.counters()["servers/failed_requests"] == 0
+
+
 async def test_settings_and_names_that_json_takes_are_taken(shared_url: str, client: Client) -> None:
     sampling = SamplingParams(max_new_tokens=3, seed=2**70)
     request = ModelRequest(input_ids=[1] * 300, sampling=sampling, session_id="s" * 2000)
