@@ -30,6 +30,7 @@ async def collect_garbage() -> None:
     before = gc.get_threshold()
     if not gc.isenabled() or not 0 < before[0] < _PYTHONS:
         return
+    gc.collect()  # what is garbage now, such as a notebook's last model, would else stay until the end
     gc.freeze()
     gc.set_threshold(*_BACKSTOP)
     try:

@@ -41,6 +41,19 @@ async def test_young_and_old_garbage_is_collected_until_cancelled(monkeypatch: p
     assert gc.get_freeze_count() == 0
 
 
+async def test_garbage_from_before_does_not_stay_until_the_end() -> None:
+    gc.disable()
+    try:
+        gone = abandoned_cycle()
+    finally:
+        gc.enable()
+    task = asyncio.create_task(collect_garbage())
+    await asyncio.sleep(0)
+    assert gone.is_set()
+    task.cancel()
+    await asyncio.wait([task])
+
+
 async def test_a_collector_that_the_process_has_set_itself_is_left_alone() -> None:
     before = gc.get_threshold()
     gc.set_threshold(50_000, 10, 10)
