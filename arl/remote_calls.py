@@ -59,7 +59,7 @@ class Messages(logging.Handler):
         logging.getLogger("arl").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(Message(logger=record.name, level=record.levelno, text=record.getMessage()))
+        self._messages.append(Message(logger=record.name, level=record.levelno, text=self.format(record)))
 
     def take(self) -> tuple[Message, ...]:
         taken: list[Message] = []

@@ -116,6 +116,16 @@ def test_what_arl_logs_there_is_logged_here(start: Any, caplog: pytest.LogCaptur
     assert caplog.messages == ["of arl", "of nobody who waits"]
 
 
+def test_an_error_that_is_logged_there_is_told_with_its_traceback() -> None:
+    messages = Messages()
+    try:
+        logging.getLogger("arl.there").error("cannot send", exc_info=OSError("no route"))
+    finally:
+        logging.getLogger("arl").removeHandler(messages)
+    (message,) = messages.take()
+    assert message.text == "cannot send\nOSError: no route"
+
+
 class TakenMeanwhile(deque[Message]):
     """Another call takes the last message between a look at the number of messages and the taking of one."""
 
