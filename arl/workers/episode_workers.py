@@ -138,7 +138,8 @@ class _Episode:
 
     async def gone(self, limit_s: float) -> bool:
         """Wait until it has ended, however often the caller is cancelled. Returns whether it has, in this time."""
-        return await outlast(self._is_gone.wait, limit_s)
+        await outlast(self._is_gone.wait, limit_s)
+        return self._is_gone.is_set()  # also if the time was over because the event loop was blocked
 
     def take(self, message: Request | Drop | Ended) -> None:
         match message:

@@ -178,6 +178,15 @@ async def test_a_worker_whose_cancelled_episode_does_not_end_is_killed_and_named
     assert "it did not end a cancelled episode within 0.1 s and was killed" in caplog.text
 
 
+async def test_an_episode_that_ended_while_the_event_loop_was_blocked_has_ended_in_time() -> None:
+    async with asyncio.TaskGroup() as calls:
+        episode = episode_workers._Episode(ScriptedEngine(Waits()), calls, print)
+        loop, limit_s = asyncio.get_running_loop(), 0.01
+        loop.call_soon(time.sleep, 2 * limit_s)
+        loop.call_later(limit_s / 2, episode.end, WorkerError("it ended"))
+        assert await episode.gone(limit_s)
+
+
 class Stopped(WorkerProcess):
     """A process that is stopped before its interpreter has started."""
 
