@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -40,8 +41,9 @@ from arl.web.server import ErrorShape, request_error
 
 log = logging.getLogger(__name__)
 
-_HEARTBEAT_S = 60.0
-"""A client that answers no ping is gone after this time and half of it; its requests are aborted."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A client whose machine is gone is noticed after 90 s, and its requests are aborted. The kernel asks for it: a client
+whose event loop is blocked would not answer pings."""
 _SHUTDOWN_S = 1.0
 """How long requests that were aborted at the server's end may take to be answered, and a client to say goodbye."""
 _MAX_UNSENT = 1 << 14
@@ -65,17 +67,18 @@ class FrameServer:
         """Serve one client to its end. Pages in a browser are refused: they may open WebSockets to any address."""
         if "Origin" in request.headers:
             raise RequestError("this path is not for browsers", HTTPStatus.FORBIDDEN)
-        socket = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
-        if not socket.can_prepare(request):
+        web_socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False)
+        if not web_socket.can_prepare(request):
             raise RequestError("this path takes WebSockets alone")
-        await socket.prepare(request)
-        connection = _FrameConnection(self, socket)
+        await web_socket.prepare(request)
+        _keep_alive(request.transport)
+        connection = _FrameConnection(self, web_socket)
         self._connections.add(connection)
         try:
             await connection.run()
         finally:
             self._connections.discard(connection)
-        return socket
+        return web_socket
 
     async def close(self, app: web.Application) -> None:
         """Send the results of requests that were aborted, and end the connections."""
@@ -116,9 +119,9 @@ class FrameServer:
 
 
 class _FrameConnection:
-    def __init__(self, server: FrameServer, socket: web.WebSocketResponse) -> None:
+    def __init__(self, server: FrameServer, web_socket: web.WebSocketResponse) -> None:
         self._server = server
-        self._socket = socket
+        self._socket = web_socket
         self._kept = KeptSequences()
         self._jobs: dict[int, Job] = {}
         """Those that run, by the number of their call."""
@@ -216,6 +219,15 @@ class _FrameConnection:
             if not self._outgoing:
                 self._has_outgoing.clear()
                 self._is_idle.set()
+
+
+def _keep_alive(transport: asyncio.Transport | None) -> None:
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:  # not on every system
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -351,7 +352,7 @@ async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, clien
                 (result,) = results_of((await socket.receive()).data)
                 assert (result.number, result.status) == (1, 400)
                 assert b"sampling_params is missing" in result.head
-            named = {"rid": "r" * 2000}, {"rid": "", "session": b"s" * 2000}
+            named: tuple[dict[str, Any], ...] = {"rid": "r" * 2000}, {"rid": "", "session": b"s" * 2000}
             for names in named:
                 ids = np.arange(3, dtype=np.int32)
                 await socket.send_bytes(Call(number=1, settings=b"{}", ids=ids, **names).encode())
@@ -361,6 +362,27 @@ async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, clien
             await socket.send_str("text")
             await socket.receive()
             assert socket.close_code == aiohttp.WSCloseCode.PROTOCOL_ERROR
+
+
+async def test_the_kernel_notices_a_client_that_is_gone_and_one_that_is_blocked_is_not_given_up(
+    shared_url: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[float | None, int, int]] = []
+    run = frame_server._FrameConnection.run
+
+    async def noted(connection: frame_server._FrameConnection) -> None:
+        request = connection._socket._req
+        assert request is not None
+        assert request.transport is not None
+        sock = request.transport.get_extra_info("socket")
+        idle_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        found.append((connection._socket._heartbeat, sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), idle_s))
+        await run(connection)
+
+    monkeypatch.setattr(frame_server._FrameConnection, "run", noted)
+    async with engine_over(shared_url) as (engine, _):
+        await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=1)))
+    assert found == [(None, 1, 60)]
 
 
 async def test_pages_in_a_browser_are_refused(shared_url: str, client: Client) -> None:
