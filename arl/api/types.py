@@ -219,12 +219,9 @@ class Trajectory:
             return NotImplemented
         return all(are_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__)
 
-    def __setstate__(self, values: Sequence[Any]) -> None:
-        """Take the fields of a record that was built elsewhere, in their order, without checking them again."""
-        for name, value in zip(self.__slots__, values, strict=True):
-            object.__setattr__(self, name, value)
-            if name in COLUMNS and value is not None:
-                value.flags.writeable = False
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy's fields are not checked again. (Python 3.11.3 and older would ignore a __setstate__ here.)"""
+        return _trajectory_of, tuple(getattr(self, name) for name in self.__slots__)
 
     def _build_columns(self) -> None:
         from arl.api import columns
@@ -286,6 +283,16 @@ class Trajectory:
     def total_reward(self) -> float:
         """Outcome and process rewards, added up."""
         return math.fsum((self.reward, *self.process_rewards))
+
+
+def _trajectory_of(*values: Any) -> Trajectory:
+    """values: all fields of a trajectory that was built elsewhere, in their order."""
+    made = object.__new__(Trajectory)
+    for name, value in zip(Trajectory.__slots__, values, strict=True):
+        object.__setattr__(made, name, value)
+        if name in COLUMNS and value is not None:
+            value.flags.writeable = False
+    return made
 
 
 COLUMNS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "token_rewards")
