@@ -16,13 +16,12 @@ from pydantic import model_validator
 
 from arl.api.config import Config
 from arl.api.settings import laid_over
-from arl.api.types import Group
+from arl.api.types import Evaluation, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
-from arl.training.metrics import Evaluation
 from arl.training.run_dir import RunLock, make_run_dir
 from arl.training.run_files import plot_run, read_jsonl, write_atomically
 

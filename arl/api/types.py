@@ -350,5 +350,20 @@ class StepStats:
     """All metrics of the step, flat, as in metrics.jsonl."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Results on the held-out examples at one version."""
+
+    version: int
+    reward: float
+    """Mean over all episodes. A failed episode counts as 0."""
+    num_episodes: int
+    num_failed: int
+    wall_s: float
+    """Duration in seconds."""
+    metrics: Mapping[str, float]
+    """Means of the workflow's metrics and of the parts of its reward."""
+
+
 Example = Mapping[str, Any]
 """A dataset row, as `arun_episode` receives it."""

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from arl.api.config import EvaluationConfig
 from arl.api.engine import InferenceEngine, PublishStats
-from arl.api.types import Group, Trajectory
+from arl.api.types import Evaluation, Group, Trajectory
 from arl.rollout.controller import Dataset, run_examples
 from arl.rollout.episode import EpisodeRunner, episode_reward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Results on the held-out examples at one version."""
-
-    version: int
-    reward: float
-    """Mean over all episodes. A failed episode counts as 0."""
-    num_episodes: int
-    num_failed: int
-    wall_s: float
-    """Duration in seconds."""
-    metrics: Mapping[str, float]
-    """Means of the workflow's metrics and of the parts of its reward."""
 
 
 class Evaluator:

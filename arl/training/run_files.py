@@ -15,10 +15,9 @@ from typing import IO, Any
 from rich.console import Console
 
 from arl.api.config import LogConfig
-from arl.api.types import COLUMNS, Group, StepStats, Trajectory
+from arl.api.types import COLUMNS, Evaluation, Group, StepStats, Trajectory
 from arl.offload import force_to_disk
 from arl.training.display import Display
-from arl.training.metrics import Evaluation
 from arl.training.run_dir import usable
 
 log = logging.getLogger(__name__)

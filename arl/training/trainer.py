@@ -36,13 +36,13 @@ from typing import Self
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, end_with, first_error
-from arl.api.types import Group, StepStats
+from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
-from arl.training.metrics import Evaluation, Evaluator, RunTotals, publish_metrics
+from arl.training.metrics import Evaluator, RunTotals, publish_metrics
 from arl.training.remote_learner import RemoteLearner
 from arl.training.run_files import RunLog
 from arl.training.saver import Saver, written

@@ -11,8 +11,8 @@ from records import grouped, stats, trajectory
 
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
-from arl.api.types import Group, TurnSpan
-from arl.training.metrics import Evaluation, batch_metrics, episode_rewards, reward_metrics
+from arl.api.types import Evaluation, Group, TurnSpan
+from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog, plot_run, read_jsonl
 
 QUIET = LogConfig(console=False, trajectories=3)
