@@ -66,6 +66,7 @@ ALLOWED = {
     "arl.api": (),
     "arl.algorithm": ("arl.api",),
     "arl.web": ("arl.api",),
+    "arl.eventlog": ("arl.api",),
     "arl.rollout": ("arl.api",),
     "arl.training": ("arl.api", "arl.algorithm", "arl.rollout", *CALLS),
     "arl.engine.frames": (),

@@ -6,7 +6,7 @@ Each component gets only its own section. Times are in seconds (`_s`). A variant
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import (
     Field,
@@ -115,6 +115,23 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints to keep."""
 
 
+class EventsConfig(Section):
+    """The event log, run_dir/events: what `arl view` shows."""
+
+    tokens: Literal["all", "some", "none"] | None = None
+    """Whose tokens to keep: all episodes', those of `share` and `notable`, or nobody's. Unset: all, in batches of up to
+    500,000 tokens; some in larger ones."""
+    share: float = Field(default=0.05, ge=0, le=1)
+    """Some: this share of the groups, whole."""
+    notable: NonNegativeInt = 2
+    """Some: this many episodes of a batch, for each of: highest and lowest reward, longest, most stale, largest weight;
+    and of those that failed between two batches."""
+    every: PositiveInt = 1
+    """Keep tokens of each Nth batch only."""
+    max_gb: float = Field(default=5.0, ge=0.01)
+    """Of run_dir/events. The oldest tokens are deleted first, then turns and calls, then the rest."""
+
+
 class LogConfig(Section):
     """The output of a run, on the console and in files."""
 
@@ -122,6 +139,8 @@ class LogConfig(Section):
     """Print a live table."""
     trajectories: NonNegativeInt = 8
     """How many trajectories of each step to write to trajectories.jsonl."""
+    events: EventsConfig | None = EventsConfig()
+    """The event log. null: none."""
 
 
 class StallConfig(Section):

@@ -1,0 +1,344 @@
+"""What happens in a run, as records: components emit them, the event log writes them, readers get them back.
+
+docs/events.md describes each record. A field with a default is left out of the file where it has this default, so
+fields and kinds may be added within a schema. SCHEMA grows when the meaning of what is there changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from arl.api.types import Trajectory
+
+SCHEMA = 1
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event", tag=True):
+    """The base of all. A record of an interval is emitted at its end."""
+
+    t: float = msgspec.field(default_factory=time.time)
+    """Seconds since 1970."""
+
+
+# The run
+
+
+class RunBegan(Event, frozen=True, kw_only=True):
+    """A process began, or continued, the run. Each is a `life` of the run."""
+
+    version: int
+    """Of the checkpoint that it continues from; 0 at the beginning. Later steps of earlier lives are undone."""
+    arl: str
+    host: str
+    pid: int
+    workflow: str
+    num_examples: int
+    num_eval_examples: int = 0
+    settings: dict[str, Any]
+    """All settings, without keys."""
+
+
+class RunEnded(Event, frozen=True, kw_only=True):
+    how: str
+    """finished, or the name of the error that ended the run."""
+    why: str = ""
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """arl logged a warning or an error."""
+
+    level: str
+    logger: str
+    text: str
+
+
+class Lost(Event, frozen=True, kw_only=True):
+    """Records or tokens that could not be written."""
+
+    num_events: int = 0
+    num_episodes: int = 0
+    """Episodes whose tokens are not kept."""
+    why: str
+
+
+# Groups and episodes. An episode is named GROUP.INDEX (GROUP.greedy for a baseline), or eN.INDEX in evaluation N.
+
+
+class GroupAdmitted(Event, frozen=True, kw_only=True):
+    group: int
+    epoch: int
+    row: int
+    """The example's index in the dataset."""
+    stamp: int
+    """The published version."""
+    example: dict[str, Any] = {}
+    """The example's columns. Long values are cut."""
+
+
+class EpisodeBegan(Event, frozen=True, kw_only=True):
+    episode: str
+
+
+class AttemptFailed(Event, frozen=True, kw_only=True):
+    episode: str
+    attempt: int
+    error: str
+    """The name of its class."""
+    message: str
+    runs_again: bool = False
+
+
+class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One trajectory of an episode, in numbers."""
+
+    role: str = "agent"
+    reward: float
+    """Outcome and process rewards."""
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    tokens: int
+    trained: int
+    turns: int = 0
+    oldest: int | None = None
+    newest: int | None = None
+    """Versions of trained tokens."""
+    is_truncated: bool = False
+
+
+class EpisodeEnded(Event, frozen=True, kw_only=True):
+    episode: str
+    how: str
+    """finished, rejected (arun_episode returned None), failed, timed_out; or cancelled: overtaken (enough others had
+    finished), straggler, stopped (with the run)."""
+    began: float
+    attempts: int = 1
+    reward: float | None = None
+    """The mean over roles; None if it did not finish."""
+    error: str = ""
+    message: str = ""
+    trajectories: list[TrajectorySummary] = []
+
+
+class GroupEnded(Event, frozen=True, kw_only=True):
+    """A group is in the buffer (kept), or is not trained (rejected, dropped)."""
+
+    group: int
+    outcome: str
+    reason: str = ""
+    detail: str = ""
+
+
+class BatchTaken(Event, frozen=True, kw_only=True):
+    version: int
+    """The trainer's."""
+    groups: list[int]
+    replayed: list[int] = []
+    waited_s: float
+
+
+class TrainedSummary(msgspec.Struct, frozen=True, array_like=True):
+    """What training computed for one trajectory, over its trained tokens."""
+
+    episode: str
+    number: int
+    """Of the trajectory in the episode."""
+    advantage: float
+    """Mean."""
+    weight: float
+    """Largest behavior weight."""
+    clipped: float
+    """Share of tokens."""
+    entropy: float
+    """Mean."""
+
+
+class BatchTrained(Event, frozen=True, kw_only=True):
+    version: int
+    """The one that training made."""
+    groups: list[int]
+    seconds: float
+    trajectories: list[TrainedSummary] = []
+
+
+class TokensKept(Event, frozen=True, kw_only=True):
+    """The tokens of these episodes are in a frame of a tokens file."""
+
+    segment: int
+    offset: int
+    rows: list[tuple[str, int]]
+    """The episode of each row of the frame, and the number of its trajectory. -1: what a failed episode last saw."""
+
+
+# Calls, in files of their own
+
+
+class TurnEnded(Event, frozen=True, kw_only=True):
+    episode: str
+    rid: str
+    session: str = ""
+    server: str = ""
+    queued_s: float = 0.0
+    """How long the request waited for a server."""
+    seconds: float
+    """All of it, from the workflow's call to the response."""
+    prompt: int
+    output: int
+    """Tokens."""
+    oldest: int | None = None
+    newest: int | None = None
+    sends: int = 1
+    """How often it was sent: pauses that abort, and failed servers, make it more than one."""
+    stop: str = ""
+    """stop, length or abort; else the name of the error."""
+
+
+class ToolEnded(Event, frozen=True, kw_only=True):
+    episode: str
+    tool: str
+    seconds: float
+    failure: str = ""
+    """malformed, refused, failed; empty if it answered."""
+
+
+class RewardEnded(Event, frozen=True, kw_only=True):
+    episode: str
+    reward: str
+    """The reward function's name."""
+    seconds: float
+    value: float | None = None
+    parts: dict[str, float] = {}
+    error: str = ""
+
+
+# Weights and servers
+
+
+class SnapshotTaken(Event, frozen=True, kw_only=True):
+    version: int
+    seconds: float
+    num_bytes: int = 0
+
+
+class ServerPaused(Event, frozen=True, kw_only=True):
+    server: str
+
+
+class ServerLoaded(Event, frozen=True, kw_only=True):
+    server: str
+    version: int
+    seconds: float
+
+
+class ServerResumed(Event, frozen=True, kw_only=True):
+    server: str
+
+
+class Published(Event, frozen=True, kw_only=True):
+    """Every serving server holds the version."""
+
+    version: int
+    snapshot_s: float
+    transfer_s: float
+    pause_s: float
+    num_bytes: int
+
+
+class ServerJoined(Event, frozen=True, kw_only=True):
+    server: str
+
+
+class ServerLeft(Event, frozen=True, kw_only=True):
+    server: str
+
+
+class ServerFenced(Event, frozen=True, kw_only=True):
+    server: str
+    reason: str
+
+
+class ServerReturned(Event, frozen=True, kw_only=True):
+    """A fenced server serves again (readmission)."""
+
+    server: str
+    out_s: float
+
+
+class ProcessRestarted(Event, frozen=True, kw_only=True):
+    """A server or worker that arl started had died, or hung."""
+
+    name: str
+    how: str
+
+
+# Beside training
+
+
+class EvaluationEnded(Event, frozen=True, kw_only=True):
+    number: int
+    version: int
+    reward: float
+    num_episodes: int
+    num_failed: int
+    seconds: float
+    metrics: dict[str, float] = {}
+
+
+class CheckpointWritten(Event, frozen=True, kw_only=True):
+    version: int
+    seconds: float
+    error: str = ""
+
+
+CALLS = (TurnEnded, ToolEnded, RewardEnded)
+"""The kinds that are written to files of their own: an episode may have many of them."""
+
+Call = TurnEnded | ToolEnded | RewardEnded
+
+
+class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories whose tokens the log shall keep, and what training computed for their trained tokens."""
+
+    rows: Sequence[tuple[str, int, Trajectory]]
+    """The episode, the number of the trajectory in it, and the trajectory."""
+    trained: Mapping[str, np.ndarray] = {}
+    """Name -> float32: for the tokens with loss_mask 1 of all rows end to end."""
+
+
+class Events(Protocol):
+    """Where components put records. Neither call waits, blocks or raises. Any thread may call."""
+
+    def emit(self, event: Event) -> None: ...
+
+    def keep(self, tokens: KeptTokens) -> None: ...
+
+
+class _Nowhere:
+    def emit(self, event: Event) -> None:
+        pass
+
+    def keep(self, tokens: KeptTokens) -> None:
+        pass
+
+
+NOWHERE: Events = _Nowhere()
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeContext:
+    """The episode that a piece of code runs in, and where its records go."""
+
+    episode: str
+    events: Events
+
+
+EPISODE: ContextVar[EpisodeContext | None] = ContextVar("EPISODE", default=None)
+"""Tools and rewards report to it; nobody has to pass it on."""

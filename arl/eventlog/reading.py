@@ -1,0 +1,128 @@
+"""Reads the files of an event log: records as they were emitted, and columns of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from arl.api import events
+from arl.api.errors import RunFileError
+from arl.api.events import Event
+from arl.eventlog.segments import (
+    FrameHead,
+    SegmentName,
+    Stream,
+    TokenRow,
+    frame_at,
+    frame_heads,
+    segments,
+    unpack_tokens,
+    unpacked,
+)
+
+KINDS: dict[str, type[Event]] = {
+    name: kind
+    for name, kind in vars(events).items()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+}
+"""Every kind of record, by name."""
+
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, KINDS.values()))
+
+
+class LogFiles:
+    """The files in `directory`, which may grow while they are read.
+
+    What cannot be read is left out, and a sentence about it is added to `problems`, once.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.problems: dict[str, None] = {}
+        """Sentences, in order."""
+        self._heads: dict[SegmentName, list[FrameHead]] = {}
+        self._is_bad: set[SegmentName] = set()
+
+    def new_records(self) -> Iterator[tuple[int, Event]]:
+        """(life, record) for each record of the stream `events` since the last call, in order."""
+        for name in segments(self.directory):
+            if name.stream == "events":
+                for head in self._new_heads(name):
+                    for record in self._records(name, head):
+                        yield name.life, record
+
+    def calls(self, first: float, last: float, life: int | None = None) -> Iterator[Event]:
+        """The turns, tool calls and rewards that ended within these times."""
+        for name in segments(self.directory):
+            if name.stream != "calls" or life not in (None, name.life):
+                continue
+            self._new_heads(name)
+            for head in self._heads.get(name, ()):
+                if head.first <= last and head.last >= first:
+                    yield from (record for record in self._records(name, head) if first <= record.t <= last)
+
+    def tokens(self, life: int, segment: int, offset: int) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
+        """The frame of tokens there. Raises RunFileError for one that was deleted, or is damaged."""
+        path = self.directory / SegmentName(life, segment, "tokens").file
+        try:
+            return unpack_tokens(frame_at(path, offset))
+        except FileNotFoundError:
+            raise RunFileError(f"{path} was deleted to keep log.events.max_gb: its tokens are gone") from None
+        except (ValueError, OSError) as error:
+            raise RunFileError(f"{path} is damaged at byte {offset}: {error}") from error
+
+    def num_bytes(self) -> dict[Stream, int]:
+        sizes: dict[Stream, int] = {}
+        for name in segments(self.directory):
+            sizes[name.stream] = sizes.get(name.stream, 0) + (self.directory / name.file).stat().st_size
+        return sizes
+
+    def _new_heads(self, name: SegmentName) -> list[FrameHead]:
+        if name in self._is_bad:
+            return []
+        known = self._heads.setdefault(name, [])
+        new: list[FrameHead] = []
+        try:
+            new.extend(frame_heads(self.directory / name.file, known[-1].end if known else 0))
+        except FileNotFoundError:
+            pass  # deleted meanwhile
+        except (RunFileError, OSError) as error:
+            self._complain(str(error))
+            self._is_bad.add(name)
+        known += new
+        return new
+
+    def _records(self, name: SegmentName, head: FrameHead) -> list[Event]:
+        path = self.directory / name.file
+        try:
+            with path.open("rb") as file:
+                file.seek(head.end - head.size)
+                raw = unpacked(path, head, file.read(head.size))
+        except FileNotFoundError:
+            return []
+        except (RunFileError, OSError) as error:
+            self._complain(str(error))
+            return []
+        try:
+            return _DECODER.decode_lines(raw)
+        except msgspec.MsgspecError:
+            return self._one_by_one(path, raw)
+
+    def _one_by_one(self, path: Path, raw: bytes) -> list[Event]:
+        """The records of a frame that also holds others: of kinds that a newer arl added, for instance."""
+        records: list[Event] = []
+        for line in raw.splitlines():
+            try:
+                records.append(_DECODER.decode(line))
+            except msgspec.MsgspecError as error:
+                self._complain(f"{path} holds a record that this arl does not know, and leaves out: {error}")
+        return records
+
+    def _complain(self, sentence: str) -> None:
+        self.problems.setdefault(sentence)

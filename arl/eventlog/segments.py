@@ -1,0 +1,180 @@
+"""The files of an event log: where they lie, and the frames that they are made of.
+
+    run_dir/events/LIFE-SEGMENT.STREAM.zst        life: a process that trained in run_dir, from 1; segment: from 1
+
+    stream    frames of
+    events    JSON lines, a record each
+    calls     JSON lines: turns, tool calls, rewards
+    tokens    columns of trajectories
+
+A file is a sequence of pairs: a skippable frame of 52 bytes with what is in the next frame, and a zstd frame with a
+checksum. So `zstdcat` prints the lines of a file, a reader skips frames that it does not need, and a frame that a kill
+cut short is recognised by its length.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import zstandard
+
+from arl.api.errors import RunFileError
+from arl.api.events import SCHEMA
+
+Stream = Literal["events", "calls", "tokens"]
+STREAMS: tuple[Stream, ...] = ("events", "calls", "tokens")
+
+_SKIPPABLE = 0x184D2A5A
+_HEAD = struct.Struct("<II4sHHIQQdd")
+_MARK = b"arle"
+_NAME = re.compile(r"(\d{4,})-(\d{4,})\.(events|calls|tokens)\.zst")
+_MOST_RAW = 1 << 31
+"""No frame unpacks to more bytes than this."""
+
+
+class SegmentName(NamedTuple):
+    life: int
+    segment: int
+    stream: Stream
+
+    @property
+    def file(self) -> str:
+        return f"{self.life:04}-{self.segment:04}.{self.stream}.zst"
+
+
+def segments(directory: Path) -> list[SegmentName]:
+    """The files of the log, by life and segment; empty without a log."""
+    if not directory.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    names = [SegmentName(int(match[1]), int(match[2]), match[3]) for match in found if match]  # pyright: ignore[reportArgumentType]
+    return sorted(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHead:
+    """What a file says about a frame, without unpacking it."""
+
+    offset: int
+    """Where the pair begins."""
+    size: int
+    """Of the packed bytes."""
+    raw_size: int
+    num_records: int
+    first: float
+    """The time of the first record."""
+    last: float
+
+    @property
+    def end(self) -> int:
+        return self.offset + _HEAD.size + self.size
+
+
+def packed_frame(raw: bytes, num_records: int, first: float, last: float, level: int = 1) -> bytes:
+    """A pair of frames."""
+    body = zstandard.ZstdCompressor(level=level, write_checksum=True).compress(raw)
+    size = _HEAD.size - 8
+    head = _HEAD.pack(_SKIPPABLE, size, _MARK, SCHEMA, 0, num_records, len(body), len(raw), first, last)
+    return head + body
+
+
+def frame_heads(path: Path, start: int = 0) -> Iterator[FrameHead]:
+    """The whole frames from `start` on. One that is cut short, and what follows it, does not count.
+
+    Raises RunFileError for a file of a newer schema, and for one that is no event log.
+    """
+    end = path.stat().st_size
+    with path.open("rb") as file:
+        while start + _HEAD.size <= end:
+            file.seek(start)
+            head = _read_head(path, start, file.read(_HEAD.size))
+            if head.end > end:
+                return
+            yield head
+            start = head.end
+
+
+def frame_at(path: Path, offset: int) -> bytes:
+    """The unpacked bytes of the frame whose pair begins at `offset`. Raises RunFileError for a damaged one."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        head = _read_head(path, offset, file.read(_HEAD.size))
+        return unpacked(path, head, file.read(head.size))
+
+
+def unpacked(path: Path, head: FrameHead, body: bytes) -> bytes:
+    try:
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=min(head.raw_size + 1, _MOST_RAW))
+    except zstandard.ZstdError as error:
+        raise RunFileError(f"{path} is damaged at byte {head.offset}: {error}; later records can be read") from error
+
+
+def _read_head(path: Path, offset: int, data: bytes) -> FrameHead:
+    if len(data) == _HEAD.size:
+        magic, length, mark, schema, _, num_records, size, raw_size, first, last = _HEAD.unpack(data)
+        if (magic, length, mark) == (_SKIPPABLE, _HEAD.size - 8, _MARK):
+            if schema > SCHEMA:
+                raise RunFileError(
+                    f"{path} was written by a newer arl, in schema {schema}; this arl reads schemas up to {SCHEMA}: "
+                    "update it"
+                )
+            return FrameHead(
+                offset=offset, size=size, raw_size=raw_size, num_records=num_records, first=first, last=last
+            )
+    raise RunFileError(f"{path} is no event log, or damaged, at byte {offset}")
+
+
+# Tokens
+
+
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a frame of tokens says about one of its trajectories."""
+
+    episode: str
+    number: int
+    tokens: int
+    """T: entries of this row in the columns per token."""
+    trained: int = 0
+    """M: entries in the columns per trained token; 0 if it was not trained, or no values were kept."""
+    role: str = "agent"
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    turns: list[tuple[int, int, float]] = []
+    """(start, stop, reward) of each."""
+    temperature: float = 1.0
+    is_truncated: bool = False
+
+
+class _Columns(msgspec.Struct, frozen=True, kw_only=True):
+    rows: list[TokenRow]
+    columns: list[tuple[str, str, int]]
+    """(name, dtype, entries)"""
+
+
+def pack_tokens(rows: Sequence[TokenRow], columns: Mapping[str, np.ndarray]) -> bytes:
+    """The raw bytes of a frame of tokens: the size of a JSON header, the header, the columns end to end."""
+    about = [(name, column.dtype.str, len(column)) for name, column in columns.items()]
+    header = msgspec.json.encode(_Columns(rows=list(rows), columns=about))
+    return b"".join((struct.pack("<I", len(header)), header, *(column.tobytes() for column in columns.values())))
+
+
+def unpack_tokens(raw: bytes) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
+    """Raises ValueError (msgspec's, too) for bytes that pack_tokens did not make."""
+    (length,) = struct.unpack_from("<I", raw)
+    header = msgspec.json.decode(raw[4 : 4 + length], type=_Columns)
+    columns: dict[str, np.ndarray] = {}
+    start = 4 + length
+    for name, dtype, entries in header.columns:
+        if np.dtype(dtype).kind not in "biuf":
+            raise ValueError(f"column {name} is of dtype {dtype}")
+        columns[name] = np.frombuffer(raw, dtype, count=entries, offset=start)
+        start += columns[name].nbytes
+    return header.rows, columns
