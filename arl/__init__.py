@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from arl.trainer_process import load_train_engine
     from arl.training import finetuning
     from arl.training.display import progress
+    from arl.training.run_end import how_it_ended
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.conversation import Conversation
@@ -61,6 +62,7 @@ _HOMES = {
     "arl.training.display": "progress",
     "arl.trainer_process": "load_train_engine",
     "arl.training.finetuning": "",
+    "arl.training.run_end": "how_it_ended",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.conversation": "Conversation",

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
@@ -44,10 +42,11 @@ from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
 from arl.rollout.group import GroupRules
 from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
-from arl.training.display import Display
+from arl.training.display import Display, display_of
 from arl.training.metrics import Evaluator, RunTotals
 from arl.training.remote_learner import RemoteLearner
-from arl.training.run_dir import RunLock, make_run_dir
+from arl.training.run_dir import make_run_dir
+from arl.training.run_end import OpenRun
 from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
 from arl.workers.episode_workers import EpisodeWorkers
@@ -77,28 +76,28 @@ async def launch(
     eval_dataset: Dataset | None = None,
     keep: Callable[[Group], bool] | None = None,
     curriculum: Curriculum | None = None,
-    lock: RunLock | None = None,
+    held: OpenRun | None = None,
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
-    examples of each stage, in order; without one, epochs of the whole dataset. lock: run_dir's, if the caller holds
-    it. The workflow is entered first and left last, in each worker if there are any. Leaving the block, by its end, an
-    error or a cancellation, saves a checkpoint and stops the servers that arl started. Raises the ArlError of a part
-    that could not start (RunFileError while another run trains in run_dir), and out of the block the first error of the
-    run.
+    examples of each stage, in order; without one, epochs of the whole dataset. held: run_dir, if the caller holds it.
+    The workflow is entered first and left last, in each worker if there are any. Leaving the block, by its end, an
+    error or a cancellation, saves a checkpoint, stops the servers that arl started and writes END.json. Raises the
+    ArlError of a part that could not start (RunFileError while another run trains in run_dir), and out of the block the
+    first error of the run.
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
     played = _played(config, workflow)
     async with AsyncExitStack() as stack:
-        if lock is None:
-            lock = RunLock(config.run_dir)
-            stack.callback(lock.release)
-            await offload(lock.take)
+        if held is None:
+            held = await stack.enter_async_context(OpenRun(config))
         await stack.enter_async_context(played)
         trainer = await _build(stack, config, given, played)
+        trainer.last_words = held.stalled_now
+        held.trains_with(trainer)
         async with trainer.running():
             yield trainer
 
@@ -158,7 +157,7 @@ def _check(config: Config, given: _Given) -> None:
 async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: RolloutWorkflow) -> Trainer:
     thread = TrainThread()
     stack.callback(thread.close)
-    display = Display(config.steps, Console(quiet=not config.log.console))
+    display = display_of(config.log, config.steps)
     stack.callback(display.close)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
         learner, engine = await _engines(stack, config, given.workflow, thread)

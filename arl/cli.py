@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ from pydantic_settings.exceptions import SettingsError
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
+from arl.stopping import SCRIPT_END, ScriptEnd
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 T = TypeVar("T")
@@ -100,7 +102,8 @@ def run(
         runner.get_loop().set_default_executor(threads)
         code, message, users_error = 0, "", None
         try:
-            end = run_until_stopped(runner, _end_of(main(config)), config.checkpoint.notice_s)
+            again = command_again() if argv is None else "the same command"
+            end = run_until_stopped(runner, _end_of(main(config)), config.checkpoint.notice_s, again=again)
             if end is not None:
                 code, message = (end, "") if isinstance(end, int) else (1, str(end))
         except Stopped as stop:
@@ -141,24 +144,29 @@ class Stopped(BaseException):
         self.number = number
 
 
-def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: float | None = None) -> T:
+def run_until_stopped(
+    runner: asyncio.Runner, main: Awaitable[T], notice_s: float | None = None, *, again: str = "the same call"
+) -> T:
     """Returns the result of `main`. The first of NOTICES cancels it; a later Ctrl-C ends the process at once.
 
     Other later notices change nothing: Slurm sends SIGTERM after SIGUSR1, and a wrapper may repeat what its process
-    group got. notice_s: the process ends this long after the first, saved or not. Raises Stopped. Main thread only.
+    group got. notice_s: the process ends this long after the first, saved or not. again: what continues the run, as
+    the subject of a sentence. Raises Stopped. Main thread only.
     """
-    received: list[int] = []
+    ending = ScriptEnd(again=again)
     timers: list[threading.Timer] = []
 
     async def cancellable() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        SCRIPT_END.set(ending)
 
         def stop(number: int) -> None:
-            if received and number == signal.SIGINT:
+            if ending.signal is not None and number == signal.SIGINT:
+                ending.speak("Ctrl-C ended it before it had saved")
                 os._exit(128 + number)
-            if received:
+            if ending.signal is not None:
                 return
-            received.append(number)
+            ending.signal = number
             if notice_s is not None:
                 timers.append(threading.Timer(notice_s, give_up, [128 + number]))
                 timers[0].daemon = True
@@ -172,15 +180,34 @@ def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: floa
 
     def give_up(code: int) -> None:
         _say(f"what was not saved within checkpoint.notice_s={notice_s:g} is lost")
+        ending.speak(f"it could not save within checkpoint.notice_s={notice_s:g} of a signal")
         os._exit(code)
 
     try:
         return runner.run(cancellable())
     except (asyncio.CancelledError, KeyboardInterrupt):
-        raise Stopped(received[0] if received else signal.SIGINT) from None
+        raise Stopped(signal.SIGINT if ending.signal is None else ending.signal) from None
     finally:
         for timer in timers:
             timer.cancel()
+
+
+def command_again() -> str:
+    """This process's command line, as the subject of a sentence. The values of keys and passwords are left out."""
+    words, is_secret = list[str](), False
+    for word in sys.orig_argv:
+        name, equals, _ = word.partition("=")
+        is_flag = word.startswith("-")
+        shown = "..." if is_secret and not is_flag else word
+        is_secret = is_flag and bool(_SECRET.search(name))
+        words.append(f"{name}=..." if is_secret and equals else shown)
+        is_secret = is_secret and not equals
+    command = shlex.join(words)
+    return f"`{command}`" if len(command) <= _LONGEST_COMMAND else "the same command"
+
+
+_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+_LONGEST_COMMAND = 1000
 
 
 class _UsersThreads(ThreadPoolExecutor):

@@ -22,7 +22,8 @@ from arl.cli import run
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
-from arl.training.run_dir import RunLock, make_run_dir
+from arl.training.run_dir import make_run_dir
+from arl.training.run_end import OpenRun
 from arl.training.run_files import plot_run, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
@@ -96,14 +97,10 @@ class Experiment(Generic[ConfigT]):
 
         Run again on the same run_dir, it continues, and knows the evaluation from before any training.
         """
-        lock = RunLock(config.run_dir)  # before `prepare`, which may write there
-        try:
-            await offload(lock.take)
-            return await self._train(config, lock)
-        finally:
-            lock.release()
+        async with OpenRun(config) as held:  # before `prepare`, which may write there
+            return await self._train(config, held)
 
-    async def _train(self, config: ConfigT, lock: RunLock) -> TrainingResult:
+    async def _train(self, config: ConfigT, held: OpenRun) -> TrainingResult:
         from arl.assembly import launch
 
         config, setup = await self.aprepare(config)
@@ -114,7 +111,7 @@ class Experiment(Generic[ConfigT]):
             eval_dataset=setup.eval_dataset,
             keep=setup.keep,
             curriculum=setup.curriculum,
-            lock=lock,
+            held=held,
         ) as trainer:
             before = await _evaluated(trainer, 0)
             async for _ in trainer:

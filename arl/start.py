@@ -135,7 +135,8 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
         try:
             with asyncio.Runner() as runner:
                 notice_s = config.checkpoint.notice_s if isinstance(config, Config) else None
-                return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s)
+                again = "arl.train with the same run_dir"
+                return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
         except Stopped as stop:
             if stop.number == signal.SIGINT:
                 raise KeyboardInterrupt from None

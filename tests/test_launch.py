@@ -26,6 +26,7 @@ from arl.assembly import _check, _check_room, _Given, launch
 from arl.engine.tiny import write_tiny_model
 from arl.rewards import NumericMatch
 from arl.trainer_process import _check_critics_tokens, load_train_engine
+from arl.training.run_end import how_it_ended
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow
@@ -103,16 +104,29 @@ def test_after_a_kill_and_after_ctrl_c_no_process_is_left_and_a_rerun_continues(
         assert len(processes_naming(str(model))) > 1
         assert len(processes_naming(worker_log)) == 1
         process.kill()
+    killed = how_it_ended(tmp_path)
+    assert killed is not None
+    assert (killed.how, f"process {process.pid} " in killed.why) == ("killed", True)
     until = time.monotonic() + 60
     while left := [*processes_naming(str(model)), *processes_naming(worker_log)]:
         assert time.monotonic() < until, left
         time.sleep(0.1)
     with start(model, tmp_path, *endless) as process:
         read_until(process, "trained")
+        going_on = how_it_ended(tmp_path)
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, rest
     assert "run the same command again to continue" in rest
+    assert "the run was interrupted (SIGINT): " in rest
+    interrupted = how_it_ended(tmp_path)
+    assert going_on is not None
+    assert interrupted is not None
+    assert [end.how for end in (going_on, interrupted)] == ["running", "interrupted"]
+    assert interrupted.version == newest_checkpoint(tmp_path)[0]
+    assert f"agent_script.py --model {model} " in interrupted.what_next
+    assert interrupted.what_next.endswith(f"continues from {newest_checkpoint(tmp_path)[1]}")
+    assert {"checkpoints", "logs", "files"} <= interrupted.disk.keys()
     assert processes_naming(str(model)) == processes_naming(worker_log) == []
     done = read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
     with start(model, tmp_path, "--steps", str(done + 1)) as process:
@@ -121,6 +135,9 @@ def test_after_a_kill_and_after_ctrl_c_no_process_is_left_and_a_rerun_continues(
     assert f"trained {done + 1}\n" in rest
     assert f"trained {done}\n" not in rest
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 2))
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert (end.how, end.why) == ("finished", f"all {done + 1} steps are trained")
 
 
 async def begin(run_dir: Path, *, workflow: Any = None, dataset: Any = ({"number": 1},), **settings: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
 from arl.api.types import Group
 from arl.offload import force_to_disk
 from arl.training.flat_groups import read_groups, write_groups
+from arl.training.run_dir import checkpoint_of, saved_versions
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Checkpoints:
         self._writing = Lock()
 
     def newest_version(self) -> int | None:
-        return max(self._versions(), default=None)
+        return max(saved_versions(self._directory), default=None)
 
     def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
         """Copy the train engine aside. The result's `wait` writes the checkpoint. Both raise CheckpointError.
@@ -107,7 +107,7 @@ class Checkpoints:
             except (OSError, ArlError) as error:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise _unwritten(version, self._directory, error) from error
-            for old in sorted(self._versions())[: -self._keep]:
+            for old in sorted(saved_versions(self._directory))[: -self._keep]:
                 self._delete(old)
 
     def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
@@ -123,7 +123,7 @@ class Checkpoints:
             state = self._read(path)
             load_engine(path / "engine")
         except DamagedCheckpointError as error:
-            earlier = sorted(self._versions())[:-1]
+            earlier = sorted(saved_versions(self._directory))[:-1]
             where = f"version {earlier[-1]}" if earlier else "the beginning, as there is no earlier one"
             advice = f"if it cannot be read later either, delete {path} to continue from {where}"
             raise CheckpointError(f"{error}; {advice}") from error
@@ -171,13 +171,7 @@ class Checkpoints:
             log.warning("cannot delete the old checkpoint of version %d: %s", version, error)
 
     def _path(self, version: int) -> Path:
-        return self._directory / f"version-{version:08d}"
-
-    def _versions(self) -> list[int]:
-        if not self._directory.is_dir():
-            return []
-        matches = (re.fullmatch(r"version-(\d{8})", path.name) for path in self._directory.iterdir())
-        return [int(match[1]) for match in matches if match]
+        return checkpoint_of(self._directory, version)
 
 
 @dataclass(frozen=True, slots=True)

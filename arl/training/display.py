@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from arl.api.config import LogConfig
 from arl.api.types import StepStats
 
 ROWS_SHOWN = 16
@@ -32,6 +33,11 @@ LINE_EVERY_S = 10.0
 
 Advance = Callable[..., None]
 """Called after each piece of work, with numbers to show: `advance(loss=0.3)`."""
+
+
+def display_of(config: LogConfig, num_steps: int | None = None) -> Display:
+    """What shows a run on the console, as `config` has it. num_steps: of the run, if known."""
+    return Display(num_steps, Console(quiet=not config.console))
 
 
 class Display:

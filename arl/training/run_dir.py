@@ -6,8 +6,10 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -18,6 +20,8 @@ from weakref import WeakSet
 from arl.api.errors import ConfigError, RunFileError
 
 log = logging.getLogger(__name__)
+
+_TRIES, _TRY_AGAIN_S = 3, 0.02
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -34,6 +38,26 @@ def make_run_dir(run_dir: Path) -> None:
         ) from error
 
 
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The directory of the newest checkpoint, if there is one."""
+    directory = run_dir / "checkpoints"
+    version = max(saved_versions(directory), default=None)
+    return None if version is None else checkpoint_of(directory, version)
+
+
+def checkpoint_of(directory: Path, version: int) -> Path:
+    """Where the checkpoint of a version lies in the directory of all checkpoints."""
+    return directory / f"version-{version:08d}"
+
+
+def saved_versions(directory: Path) -> list[int]:
+    """The versions of the checkpoints in the directory, in no order."""
+    if not directory.is_dir():
+        return []
+    matches = (re.fullmatch(r"version-(\d{8})", path.name) for path in directory.iterdir())
+    return [int(match[1]) for match in matches if match]
+
+
 class RunLock:
     """Keeps a second run out of run_dir: a lock on run_dir/run.lock, whose text names the process that holds it.
 
@@ -45,6 +69,7 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "run.lock"
         self._file: IO[bytes] | None = None
+        self._is_held = False
         _LOCKS.add(self)
 
     def take(self) -> None:
@@ -55,7 +80,7 @@ class RunLock:
             file.seek(0)
             holder = _holder(file.read())
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except (BlockingIOError, PermissionError):
             self.close()
             raise RunFileError(
@@ -76,6 +101,12 @@ class RunLock:
         with usable(self._path):
             file.truncate(0)
             file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
+        self._is_held = True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `take` has returned and neither release nor close was called."""
+        return self._is_held
 
     def release(self) -> None:
         """Record that the run has ended, and release the lock. Does nothing if it was not taken."""
@@ -85,9 +116,40 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
+        self._is_held = False
         if self._file:
             self._file.close()
             self._file = None
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Raises as flock does. It tries for a moment, because `is_locked` may hold a lock of its own."""
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_TRY_AGAIN_S)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a run holds this lock now, as far as this machine can see. It disturbs no run."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no file, or a file system without locks
+        return False
+    return False
+
+
+def holder_of(path: Path) -> str:
+    """Who holds or held this lock without a release; empty if nobody."""
+    try:
+        return _holder(path.read_bytes())
+    except OSError:
+        return ""
 
 
 _LOCKS: WeakSet[RunLock] = WeakSet()

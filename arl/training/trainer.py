@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -68,6 +68,8 @@ class Trainer:
     thread: TrainThread
     replay: Replay = field(default_factory=Replay)
     totals: RunTotals = field(default_factory=RunTotals)
+    last_words: Callable[[str], object] = lambda reason: None
+    """Called with the reason before a process that cannot end its run is ended."""
 
     def __post_init__(self) -> None:
         self.version = self.learner.version
@@ -103,7 +105,8 @@ class Trainer:
 
         It saves before it waits for the tasks to end, so an episode that ignores its cancellation cannot prevent it.
         """
-        watchdog = Watchdog(self.config.stall, self._progress, self._end, self.learner.whereabouts)
+        where, last_words = self.learner.whereabouts, self.last_words
+        watchdog = Watchdog(self.config.stall, self._progress, self._end, where, last_words)
         try:
             with watchdog.watching():
                 async with self._tasks:

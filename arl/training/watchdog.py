@@ -90,6 +90,7 @@ class Watchdog:
 
     progress: returns a value that changes whenever the run moves; None while nobody asks the run to move.
     end: called once, on the loop, with the error that ends the run. elsewhere: says where the trainer's process is.
+    last_words: called with the reason, on the thread, before the process ends.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class Watchdog:
         progress: Callable[[], object],
         end: Callable[[StalledError], object],
         elsewhere: Callable[[], str],
+        last_words: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._config = config
         self._progress = progress
         self._end = end
         self._elsewhere = elsewhere
+        self._last_words = last_words
         self._is_over = threading.Event()
         self._seen: object = None
         self._now = self._moved_at = self._beat_at = 0.0
@@ -140,6 +143,7 @@ class Watchdog:
                 blocked_warning_s *= 2
                 log.error("the event loop has been blocked for %.0f s, in\n%s", blocked_s, _stack_of(loop_thread))
             if self._config.end_after_s is not None and still_s >= 2 * self._config.end_after_s:
+                self._last_words(f"nothing moved for {still_s:.0f} s, and the run could not end itself")
                 _end_process(still_s)
 
     def _beat(self) -> None:

@@ -19,6 +19,7 @@ from arl.api.errors import StalledError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Example, Trajectory
 from arl.training.checkpoint import Checkpoints
+from arl.training.run_end import how_it_ended
 from arl.training.watchdog import _AT_REST, WAITS, Watchdog, waits
 
 ARL = Path(__file__).parents[2] / "arl"
@@ -45,6 +46,9 @@ async def test_a_run_in_which_nothing_moves_says_who_waits_for_what_and_ends_wit
         assert "Stuck.arun_episode" in said
         assert "test_watchdog.py" in said
     assert Checkpoints(tmp_path / "checkpoints", 2, {}).newest_version() == 4
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert (end.how, end.error, end.version, end.why) == ("stalled", "StalledError", 4, str(ended.value))
 
 
 async def test_a_run_whose_script_takes_its_time_between_two_steps_has_not_stalled(tmp_path: Path) -> None:
@@ -104,19 +108,28 @@ async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest
     assert "time.sleep(0.25)" in caplog.text
 
 
-def test_a_process_that_cannot_end_its_run_is_ended() -> None:
+def test_a_process_that_cannot_end_its_run_is_ended_and_end_json_says_so(tmp_path: Path) -> None:
     script = """
-import asyncio, time
-from arl.api.config import StallConfig
+import asyncio, sys, time
+from arl.api.config import Config, StallConfig
+from arl.training.run_end import OpenRun
 from arl.training.watchdog import Watchdog
 async def main():
-    with Watchdog(StallConfig(warn_after_s=0.1, end_after_s=0.1), lambda: 1, lambda error: None, str).watching():
-        time.sleep(60)
+    stall = StallConfig(warn_after_s=0.1, end_after_s=0.1)
+    async with OpenRun(Config(model="none", run_dir=sys.argv[1])) as held:
+        with Watchdog(stall, lambda: 1, lambda error: None, str, held.stalled_now).watching():
+            time.sleep(60)
 asyncio.run(main())
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 1
     assert "its process ends now" in ended.stderr
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert end.how == "stalled"
+    assert end.why.endswith("the run could not end itself")
+    assert end.what_next == "the same call begins anew: there is no checkpoint"
 
 
 def test_a_process_that_was_stopped_for_long_has_not_stalled() -> None:

@@ -1,0 +1,28 @@
+"""How a script is asked to end: the signal that it got, what would continue it, and what is done before a hard end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ScriptEnd:
+    """What a run knows of the script around it. `run_until_stopped` makes one, and its tasks find it in SCRIPT_END."""
+
+    again: str
+    """What continues the run, as the subject of a sentence."""
+    signal: int | None = None
+    """The first signal that asked the script to end."""
+    last_words: list[Callable[[str], object]] = field(default_factory=list[Callable[[str], object]])
+    """Each is called with the reason before the process ends without leaving its blocks."""
+
+    def speak(self, reason: str) -> None:
+        """Call the last words; they return soon, whatever hangs."""
+        for say in tuple(self.last_words):
+            say(reason)
+
+
+SCRIPT_END: ContextVar[ScriptEnd | None] = ContextVar("SCRIPT_END", default=None)
+"""Of the script that runs here; None where nothing handles signals, as in a notebook."""

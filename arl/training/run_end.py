@@ -1,0 +1,329 @@
+"""How a run ended: END.json in its directory says how, why, and what to do next.
+
+    OpenRun enters --lock, remove END.json--> the run --any end--> END.json --> the lock is released
+
+Without END.json, run.lock tells the rest: locked, the run goes on; not locked but with a name in it, it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from asyncio import CancelledError
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from arl.api import errors
+from arl.api.config import Config
+from arl.offload import finished, offload
+from arl.stopping import SCRIPT_END, ScriptEnd
+from arl.training.display import display_of
+from arl.training.run_dir import RunLock, holder_of, is_locked, newest_checkpoint
+
+if TYPE_CHECKING:
+    from arl.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+END = "END.json"
+_SCAN_S = 5.0
+"""Longest time to look at the sizes of files."""
+_HARD_END_S = 2.0
+"""Longest time that a process which must end now waits for the disk."""
+_TRACEBACK = 20_000
+"""Characters of a traceback that are kept: its end."""
+_LOGS: tuple[tuple[tuple[type[Exception], ...], tuple[str, ...]], ...] = (
+    ((errors.TrainingError, errors.ModelError), ("trainer.log",)),
+    ((errors.ServerError, errors.TransportError), ("server-*.log", "sglang-*.log")),
+    ((errors.WorkerError,), ("worker-*.log",)),
+    ((errors.FailureBudgetError, errors.StarvedError, errors.RewardError), ("episodes.log",)),
+    ((errors.StalledError,), ("trainer.log", "server-*.log", "sglang-*.log", "worker-*.log")),
+)
+"""Error -> the files of run_dir/logs that may say more."""
+
+How = Literal["finished", "interrupted", "failed", "stalled", "running", "killed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended, or that it goes on. The fields are those of END.json."""
+
+    how: How
+    """The last two stand in no file: END.json is missing, and the run's lock is held, or was not released."""
+    why: str
+    what_next: str = ""
+    """For the user: the command or call that continues, the checkpoint, the logs to read."""
+    signal: str | None = None
+    """The signal that asked the run to end, such as SIGTERM."""
+    error: str | None = None
+    """The class of the error that ended it."""
+    traceback: str = ""
+    """Of an error in code that is not arl's, or of its cause."""
+    began: str = ""
+    """The time of this start, ISO 8601 in UTC."""
+    ended: str = ""
+    version: int | None = None
+    """Batches trained, resumes included; None if the run ended before it knew."""
+    steps: int | None = None
+    """Batches to train."""
+    checkpoint: str | None = None
+    """The directory from which a rerun continues."""
+    logs: tuple[str, ...] = ()
+    """Files that may say more about the error."""
+    totals: Mapping[str, float] = field(default_factory=dict[str, float])
+    """As in summary.json: training time, throughput, staleness, episodes."""
+    evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    """`best` and `last`, each with version and reward; empty if there were none."""
+    disk: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Bytes of each directory in run_dir, and of the `files` beside them."""
+
+    def lines(self, run_dir: Path) -> list[str]:
+        """For the terminal: how it ended, what to do next, and the disk it uses."""
+        how = {"interrupted": f"was interrupted ({self.signal})" if self.signal else "was interrupted"}.get(self.how)
+        how = how or (f"{self.how} ({self.error})" if self.error else self.how)
+        numbers = [] if self.version is None else [f"{self.version} of {self.steps} steps are trained"]
+        numbers += [f"{self.totals['wall_s']:.0f} s"] if self.totals else []
+        best, last = self.evaluations.get("best"), self.evaluations.get("last")
+        if best and last:
+            rewards = f"held-out reward {last['reward']:.3f} at version {last['version']}"
+            is_best = best == last
+            numbers.append(rewards + ("" if is_best else f", {best['reward']:.3f} at version {best['version']}"))
+        return [
+            f"the run {how}" + (": " if numbers else "") + ", ".join(numbers),
+            f"next: {self.what_next}" if self.what_next else "",
+            f"{run_dir} uses {_size(sum(self.disk.values()))}: "
+            + ", ".join(f"{name} {_size(size)}" for name, size in self.disk.items()),
+        ]
+
+
+def how_it_ended(run_dir: Path) -> RunEnd | None:
+    """How the last run in `run_dir` ended, or that it goes on; None if there was none, or it said nothing.
+
+    Reads two small files, and disturbs no run. A run on a machine whose locks are not seen here looks killed.
+    """
+    lock = run_dir / "run.lock"
+    holder = holder_of(lock)
+    if holder and is_locked(lock):
+        return RunEnd(how="running", why=holder)
+    try:
+        said = json.loads((run_dir / END).read_text())
+        known = {one.name: said[one.name] for one in fields(RunEnd) if one.name in said}
+        return RunEnd(**{**known, "logs": tuple(known.get("logs", ()))})
+    except (OSError, ValueError, TypeError):
+        pass
+    if not holder:
+        return None
+    checkpoint = newest_checkpoint(run_dir)
+    again = f"the same command continues from {checkpoint}" if checkpoint else "the same command begins anew"
+    return RunEnd(how="killed", why=f"{holder} ended without a word", what_next=again, checkpoint=_path(checkpoint))
+
+
+class OpenRun:
+    """This process trains in run_dir within `async with`: it holds the lock, and leaves END.json, whatever ends it.
+
+    Entering raises ConfigError (run_dir), RunFileError if another run holds the lock. Leaving raises nothing of its
+    own: without room for END.json, the log says so.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lock = RunLock(config.run_dir)
+        self._began = _now()
+        self._trainer: Trainer | None = None
+        self._first_version = 0
+        self._script: ScriptEnd | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await offload(self._lock.take)
+            await offload(self._forget_end)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._script = SCRIPT_END.get()
+        if self._script:
+            self._script.last_words.append(self._interrupted_now)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await finished(offload(self._leave, error))
+        except CancelledError:
+            if error is None:
+                raise
+        finally:
+            if self._script:
+                self._script.last_words.remove(self._interrupted_now)
+            self._lock.release()
+
+    def trains_with(self, trainer: Trainer) -> None:
+        """Take the numbers from this trainer at the end."""
+        self._trainer, self._first_version = trainer, trainer.version
+
+    def stalled_now(self, reason: str) -> None:
+        """Write that the run stalled, on any thread, before its process ends at once. Returns within seconds."""
+        self._write_soon(replace(self._end(None), how="stalled", why=reason, what_next=self._continued()))
+
+    def _interrupted_now(self, reason: str) -> None:
+        self._write_soon(replace(self._end(CancelledError()), why=reason))
+
+    def _write_soon(self, end: RunEnd) -> None:
+        """On a thread of its own, because a disk that hangs must not keep the process from ending."""
+        writing = threading.Thread(target=partial(self._write, end), name="arl-end", daemon=True)
+        writing.start()
+        writing.join(_HARD_END_S)
+
+    def _leave(self, error: BaseException | None) -> None:
+        try:
+            end = replace(self._end(error), disk=disk_use(self._config.run_dir))
+            self._write(end)
+            display = display_of(self._config.log)
+            for line in filter(None, end.lines(self._config.run_dir)):
+                display.say(line)
+        except Exception as failure:  # the run's own error must not be hidden
+            log.warning("the end of the run cannot be told: %s", failure, exc_info=True)
+
+    def _forget_end(self) -> None:
+        with suppress(OSError):
+            (self._config.run_dir / END).unlink(missing_ok=True)
+
+    def _write(self, end: RunEnd) -> None:
+        path = self._config.run_dir / END
+        aside = path.with_name(f"{END}.{threading.get_ident()}.tmp")
+        try:
+            aside.write_text(json.dumps(asdict(end), indent=2, default=str) + "\n")
+            aside.replace(path)
+        except OSError as failure:
+            log.warning("%s, which says how the run ended, cannot be written: %s", path, failure.strerror or failure)
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+
+    def _end(self, error: BaseException | None) -> RunEnd:
+        config, trainer = self._config, self._trainer
+        number = self._script.signal if self._script else None
+        if number is None and isinstance(error, KeyboardInterrupt):
+            number = signal.SIGINT
+        name = None if number is None else signal.Signals(number).name
+        end = RunEnd(
+            how=_how(error),
+            why=self._why(error, name),
+            signal=name,
+            error=type(error).__name__ if isinstance(error, Exception) else None,
+            traceback=_traceback(error),
+            began=self._began,
+            ended=_now(),
+            steps=config.steps,
+            checkpoint=_path(newest_checkpoint(config.run_dir)),
+            logs=_logs_about(error, config.run_dir / "logs"),
+        )
+        end = end if trainer is None else replace(end, version=trainer.version, **_numbers(trainer))
+        return replace(end, what_next=self._what_next(end))
+
+    def _why(self, error: BaseException | None, signal_name: str | None) -> str:
+        trained = self._trainer.version if self._trainer else 0
+        match error:
+            case None if self._first_version >= self._config.steps:
+                return f"there was nothing left to train: steps is {self._config.steps}, and {trained} are trained"
+            case None if trained >= self._config.steps:
+                return f"all {self._config.steps} steps are trained"
+            case None:
+                return f"its script ended it after {trained} of {self._config.steps} steps"
+            case SystemExit():
+                return f"its script called sys.exit({error.code!r})"
+            case CancelledError() | KeyboardInterrupt() | GeneratorExit():
+                return f"{signal_name} asked it to end" if signal_name else "its task was cancelled"
+            case _:
+                return str(error) or repr(error)
+
+    def _what_next(self, end: RunEnd) -> str:
+        if end.how == "finished" and end.version is not None and end.version >= self._config.steps:
+            model = self._config.run_dir / "trained"
+            there = f"; the trained model is {model}" if model.is_dir() else ""
+            return f"set steps above {end.version} to train on{there}"
+        read = f"read {', '.join(end.logs)}; " if end.logs else ""
+        mend = "once the cause is mended, " if end.how == "failed" else ""
+        return read + mend + self._continued()
+
+    def _continued(self) -> str:
+        checkpoint = newest_checkpoint(self._config.run_dir)
+        again = self._script.again if self._script else "the same call"
+        return f"{again} " + (f"continues from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint")
+
+
+def disk_use(run_dir: Path, within_s: float = _SCAN_S) -> dict[str, int]:
+    """Bytes of each directory in run_dir, the largest first, and of the `files` beside them; at least what it can see
+    in `within_s`."""
+    until, parts = time.monotonic() + within_s, dict[str, int]()
+    for directory, _, names in os.walk(run_dir):
+        inside = Path(directory).relative_to(run_dir).parts
+        part = inside[0] if inside else "files"
+        for name in names:
+            with suppress(OSError):  # it may be gone by now
+                parts[part] = parts.get(part, 0) + os.lstat(os.path.join(directory, name)).st_size
+        if time.monotonic() > until:
+            break
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _how(error: BaseException | None) -> How:
+    match error:
+        case None:
+            return "finished"
+        case SystemExit():
+            return "failed" if error.code else "finished"
+        case errors.StalledError():
+            return "stalled"
+        case CancelledError() | KeyboardInterrupt() | GeneratorExit():
+            return "interrupted"
+        case _:
+            return "failed"
+
+
+def _numbers(trainer: Trainer) -> dict[str, Any]:
+    done = list(trainer.evaluations.values())
+    chosen = (
+        {"best": max(done, key=lambda one: one.reward), "last": max(done, key=lambda one: one.version)} if done else {}
+    )
+    evaluations = {name: {"version": one.version, "reward": one.reward} for name, one in chosen.items()}
+    return {"totals": trainer.summary(), "evaluations": evaluations}
+
+
+def _traceback(error: BaseException | None) -> str:
+    """Of what a developer has to look at: an error that is not arl's, or that lies behind arl's."""
+    shown = error.__cause__ if isinstance(error, errors.FailureBudgetError) else error
+    if not isinstance(shown, Exception) or isinstance(shown, errors.ArlError):
+        return ""
+    return "".join(traceback.format_exception(shown))[-_TRACEBACK:]
+
+
+def _logs_about(error: BaseException | None, logs: Path) -> tuple[str, ...]:
+    patterns = next((patterns for kinds, patterns in _LOGS if isinstance(error, kinds)), ())
+    return tuple(str(path) for pattern in patterns for path in sorted(logs.glob(pattern)))
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
