@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -46,26 +49,56 @@ class LogFiles:
         self.directory = directory
         self.problems: dict[str, None] = {}
         """Sentences, in order."""
+        self.num_bytes_read = 0
+        """Of the stream `events`."""
+        self._waiting: deque[tuple[SegmentName, FrameHead]] = deque()
+        """Frames of that stream that were not read yet."""
         self._heads: dict[SegmentName, list[FrameHead]] = {}
         self._is_bad: set[SegmentName] = set()
 
-    def new_records(self) -> Iterator[tuple[int, Event]]:
-        """(life, record) for each record of the stream `events` since the last call, in order."""
+    @property
+    def num_bytes_waiting(self) -> int:
+        """Of the stream `events`: found by the last `new_records`, and left to the next one."""
+        return sum(head.size for _, head in self._waiting)
+
+    def new_records(self, most: int | None = None) -> Iterator[tuple[int, Event]]:
+        """(life, record) for each record of the stream `events` since the last call, in order.
+
+        most: ends after the frame that makes it so many; the next call goes on.
+        """
         for name in segments(self.directory):
             if name.stream == "events":
-                for head in self._new_heads(name):
-                    for record in self._records(name, head):
-                        yield name.life, record
+                self._waiting.extend((name, head) for head in self._new_heads(name))
+        number = 0
+        while self._waiting and (most is None or number < most):
+            name, head = self._waiting.popleft()
+            records = self._records(name, head)
+            number += len(records)
+            self.num_bytes_read += head.size
+            for record in records:
+                yield name.life, record
 
-    def calls(self, first: float, last: float, life: int | None = None) -> Iterator[Event]:
-        """The turns, tool calls and rewards that ended within these times."""
+    def calls(self, first: float, last: float, life: int | None = None, most: int | None = None) -> Iterator[Event]:
+        """The turns, tool calls and rewards that ended within these times.
+
+        most: of frames that hold more records than this, only every Nth frame is read.
+        """
+        frames = list(self._call_frames(first, last, life))
+        stride = -(-sum(head.num_records for _, head in frames) // most) if most else 1
+        for name, head in frames[:: max(stride, 1)]:
+            yield from (record for record in self._records(name, head) if first <= record.t <= last)
+
+    def num_calls(self, first: float, last: float) -> int:
+        """About how many `calls` yields: all records of the frames that overlap these times."""
+        return sum(head.num_records for _, head in self._call_frames(first, last, None))
+
+    def _call_frames(self, first: float, last: float, life: int | None) -> Iterator[tuple[SegmentName, FrameHead]]:
         for name in segments(self.directory):
-            if name.stream != "calls" or life not in (None, name.life):
-                continue
-            self._new_heads(name)
-            for head in self._heads.get(name, ()):
-                if head.first <= last and head.last >= first:
-                    yield from (record for record in self._records(name, head) if first <= record.t <= last)
+            if name.stream == "calls" and life in (None, name.life):
+                self._new_heads(name)
+                for head in self._heads.get(name, ()):
+                    if head.first <= last and head.last >= first:
+                        yield name, head
 
     def tokens(self, life: int, segment: int, offset: int) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
         """The frame of tokens there. Raises RunFileError for one that was deleted, or is damaged."""
@@ -74,13 +107,14 @@ class LogFiles:
             return unpack_tokens(frame_at(path, offset))
         except FileNotFoundError:
             raise RunFileError(f"{path} was deleted to keep log.events.max_gb: its tokens are gone") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, TypeError, struct.error, OSError) as error:
             raise RunFileError(f"{path} is damaged at byte {offset}: {error}") from error
 
     def num_bytes(self) -> dict[Stream, int]:
         sizes: dict[Stream, int] = {}
         for name in segments(self.directory):
-            sizes[name.stream] = sizes.get(name.stream, 0) + (self.directory / name.file).stat().st_size
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                sizes[name.stream] = sizes.get(name.stream, 0) + (self.directory / name.file).stat().st_size
         return sizes
 
     def _new_heads(self, name: SegmentName) -> list[FrameHead]:

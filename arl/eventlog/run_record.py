@@ -46,6 +46,8 @@ class GroupRecord:
 class EpisodeRecord:
     """One episode, of training or of an evaluation."""
 
+    index: int
+    """In RunRecord.episodes."""
     life: int
     episode: str
     began: float
@@ -113,9 +115,14 @@ class RunRecord:
         self.system: list[tuple[int, Event]] = []
         """(life, record): everything but groups and episodes."""
         self.files = LogFiles(run_dir / "events")
-        self._episodes: dict[str, EpisodeRecord] = {}
-        self._groups: dict[int, GroupRecord] = {}
-        """The newest of each name: a life takes names again that an earlier one used after its last checkpoint."""
+        self.last: float | None = None
+        """The time of the newest record."""
+        self._episodes: dict[tuple[int, str], EpisodeRecord] = {}
+        self._groups: dict[tuple[int, int], GroupRecord] = {}
+        """By life and name: a life takes names again that an earlier one used after its last checkpoint."""
+        self._changed: set[int] = set()
+        self._steps = _Rows(run_dir / "metrics.jsonl")
+        self._evaluations = _Rows(run_dir / "evaluations.jsonl")
 
     @property
     def problems(self) -> list[str]:
@@ -130,27 +137,41 @@ class RunRecord:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The metrics of each step."""
-        return _rows(self.run_dir / "metrics.jsonl")
+        return self._steps.read()
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        return _rows(self.run_dir / "evaluations.jsonl")
+        return self._evaluations.read()
 
-    def update(self) -> int:
-        """Read what is new; returns the number of records."""
+    def update(self, most: int | None = None) -> int:
+        """Read what is new; returns the number of records.
+
+        most: stop soon after so many; `files.num_bytes_waiting` says how much is left for the next call.
+        """
         number = 0
-        for life, record in self.files.new_records():
+        for life, record in self.files.new_records(most):
             self._add(life, record)
+            self.last = record.t if self.last is None else max(self.last, record.t)
             number += 1
         return number
 
+    def take_changed(self) -> set[int]:
+        """Indices of the episodes that began or changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def episode(self, life: int, name: str) -> EpisodeRecord:
         """Raises RunFileError if there is none."""
-        known = self._episodes.get(name)
-        if known is None or known.life != life:
-            known = next((e for e in self.episodes if e.life == life and e.episode == name), None)
+        known = self._episodes.get((life, name))
         if known is None:
             raise RunFileError(f"{self.run_dir} has no episode {name} in its life {life}")
+        return known
+
+    def group(self, life: int, number: int) -> GroupRecord:
+        """Raises RunFileError if there is none."""
+        known = self._groups.get((life, number))
+        if known is None:
+            raise RunFileError(f"{self.run_dir} has no group {number} in its life {life}")
         return known
 
     def calls(self, first: float, last: float) -> Iterator[Event]:
@@ -167,7 +188,10 @@ class RunRecord:
         found: list[TokenRecord] = []
         for _, (life, segment, offset, place) in sorted(episode.places.items()):
             rows, columns = self.files.tokens(life, segment, offset)
-            found.append(_token_record(rows, columns, place))
+            try:
+                found.append(_token_record(rows, columns, place))
+            except (ValueError, TypeError, LookupError) as error:
+                raise RunFileError(f"the tokens of episode {episode.episode} are damaged: {error}") from error
         return found
 
     def _add(self, life: int, record: Event) -> None:
@@ -179,15 +203,17 @@ class RunRecord:
             case events.GroupAdmitted():
                 self._admit(life, record)
             case events.GroupEnded():
-                if group := self._groups.get(record.group):
+                if group := self._group(life, record.group):
                     group.outcome, group.reason, group.detail = record.outcome, record.reason, record.detail
                     group.ended = record.t
+                    self._touch(group)
             case events.TokensKept():
                 for place, (name, number) in enumerate(record.rows):
-                    if episode := self._episodes.get(name):
+                    if episode := self._episode(life, name):
                         episode.places[number] = (life, record.segment, record.offset, place)
+                        self._changed.add(episode.index)
             case events.AttemptFailed():
-                self._note_attempt(record)
+                self._note_attempt(life, record)
                 self.system.append((life, record))
             case _:
                 self._note(life, record)
@@ -197,56 +223,71 @@ class RunRecord:
         match record:
             case events.RunBegan():
                 self.began.append(record)
-                self._go_back(record.version)
+                self._go_back(life, record.version)
             case events.BatchTaken():
                 for number in record.groups:
-                    if group := self._groups.get(number):
+                    if group := self._group(life, number):
                         group.taken = record.t
             case events.BatchTrained():
-                self._train(record)
+                self._train(life, record)
             case _:
                 pass
+
+    def _episode(self, life: int, name: str) -> EpisodeRecord | None:
+        """The newest of this name that a life up to this one began."""
+        return next((known for n in range(life, 0, -1) if (known := self._episodes.get((n, name)))), None)
+
+    def _group(self, life: int, number: int) -> GroupRecord | None:
+        return next((known for n in range(life, 0, -1) if (known := self._groups.get((n, number)))), None)
+
+    def _touch(self, group: GroupRecord) -> None:
+        self._changed.update(episode.index for episode in group.episodes)
 
     def _admit(self, life: int, record: events.GroupAdmitted) -> None:
         group = GroupRecord(life, record.group, record.epoch, record.row, record.stamp, record.t, record.example)
         self.groups.append(group)
-        self._groups[record.group] = group
+        self._groups[life, record.group] = group
 
     def _begin(self, life: int, name: str, t: float) -> EpisodeRecord:
-        episode = EpisodeRecord(life, name, t, _group_of(name, self._groups))
-        if episode.group is not None:
-            episode.group.episodes.append(episode)
+        number = name.partition(".")[0]
+        group = self._group(life, int(number)) if number.isdecimal() else None
+        episode = EpisodeRecord(len(self.episodes), life, name, t, group)
+        if group is not None:
+            group.episodes.append(episode)
         self.episodes.append(episode)
-        self._episodes[name] = episode
+        self._episodes[life, name] = episode
+        self._changed.add(episode.index)
         return episode
 
     def _end(self, life: int, record: events.EpisodeEnded) -> None:
-        episode = self._episodes.get(record.episode)
-        if episode is None or episode.life != life:
-            episode = self._begin(life, record.episode, record.began)
+        episode = self._episodes.get((life, record.episode)) or self._begin(life, record.episode, record.began)
         episode.how, episode.ended, episode.attempts = record.how, record.t, record.attempts
         episode.reward, episode.error, episode.message = record.reward, record.error, record.message
         episode.trajectories = record.trajectories
+        self._changed.add(episode.index)
 
-    def _note_attempt(self, record: events.AttemptFailed) -> None:
-        if episode := self._episodes.get(record.episode):
+    def _note_attempt(self, life: int, record: events.AttemptFailed) -> None:
+        if episode := self._episodes.get((life, record.episode)):
             episode.attempts = record.attempt
             episode.error, episode.message = record.error, record.message
+            self._changed.add(episode.index)
 
-    def _train(self, record: events.BatchTrained) -> None:
+    def _train(self, life: int, record: events.BatchTrained) -> None:
         for number in record.groups:
-            if group := self._groups.get(number):
+            if group := self._group(life, number):
                 group.step = record.version
                 for episode in group.episodes:
                     episode.is_undone = False
+                self._touch(group)
         for part in record.trajectories:
-            if episode := self._episodes.get(part.episode):
+            if episode := self._episode(life, part.episode):
                 episode.trained.append(part)
+                self._changed.add(episode.index)
 
-    def _go_back(self, version: int) -> None:
+    def _go_back(self, life: int, version: int) -> None:
         """A life continues from the checkpoint of this version: later steps are undone, and what ran was lost."""
-        for group in self._groups.values():
-            if group.step is not None and group.step <= version:
+        for group in self.groups:
+            if group.life >= life or (group.step is not None and group.step <= version):
                 continue
             group.step = None
             for episode in group.episodes:
@@ -254,6 +295,7 @@ class RunRecord:
                 episode.trained.clear()
                 if episode.ended is None:
                     episode.how = "lost"
+            self._touch(group)
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
@@ -269,11 +311,6 @@ def read_run(run_dir: str | Path) -> RunRecord:
     run = RunRecord(run_dir)
     run.update()
     return run
-
-
-def _group_of(name: str, groups: dict[int, GroupRecord]) -> GroupRecord | None:
-    number = name.partition(".")[0]
-    return groups.get(int(number)) if number.isdecimal() else None
 
 
 def _token_record(rows: list[TokenRow], columns: dict[str, np.ndarray], place: int) -> TokenRecord:
@@ -293,16 +330,28 @@ def _token_record(rows: list[TokenRow], columns: dict[str, np.ndarray], place: i
 _PER_TOKEN = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "token_rewards")
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; torn or strange lines are left out."""
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines():
+class _Rows:
+    """The rows of a JSONL file, which is read again when it has changed; torn or strange lines are left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._rows: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
         try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("version"), int):
-            rows.append(row)
-    return rows
+            now = self._path.stat()
+            if (now.st_size, now.st_mtime_ns) != self._seen:
+                self._rows = [row for line in self._path.read_bytes().splitlines() if (row := _row(line)) is not None]
+                self._seen = now.st_size, now.st_mtime_ns
+        except OSError:
+            return []
+        return self._rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("version"), int) else None

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -126,7 +126,7 @@ class EventLog:
         with self._counted(events=len(records)):
             if records:
                 times = min(record.t for record in records), max(record.t for record in records)
-                files.append(stream, _ENCODER.encode_lines(records), len(records), times)
+                files.append(stream, _lines(records), len(records), times)
 
     @contextmanager
     def _counted(self, *, events: int = 0, episodes: int = 0) -> Iterator[None]:
@@ -139,6 +139,27 @@ class EventLog:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=repr)
+
+
+def _lines(records: Sequence[Event]) -> bytes:
+    try:
+        return _ENCODER.encode_lines(records)
+    except UnicodeEncodeError:  # half of a character, which no JSON file can hold, becomes a question mark
+        return b"".join(
+            _ENCODER.encode(_encodable(msgspec.to_builtins(record, enc_hook=repr))) + b"\n" for record in records
+        )
+
+
+def _encodable(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case dict():
+            return {_encodable(name): _encodable(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_encodable(inner) for inner in value]
+        case _:
+            return value
 
 
 class _Losses:
@@ -195,6 +216,7 @@ class _Segments:
         self._open.clear()
 
     def _file(self, stream: Stream) -> tuple[SegmentName, IO[bytes], int]:
+        self._begin_life()
         if stream in self._open:
             name, file, end = self._open[stream]
             if end < min(_SEGMENT_BYTES[stream], self._most_bytes // 8):
@@ -203,14 +225,13 @@ class _Segments:
             del self._open[stream]
             name = name._replace(segment=name.segment + 1)
         else:
-            self._begin_life()
             name = SegmentName(self._life, 1, stream)
         self._make_room()
         self._open[stream] = name, (self._directory / name.file).open("xb"), 0
         return self._open[stream]
 
     def _begin_life(self) -> None:
-        """Take the next number that no other process has taken."""
+        """Take the next number that no other process has taken, by making its first file."""
         if self._life:
             return
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,103 @@
+"""A reader that follows a run: in slices, with what changed, and over several lives."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from arl.api.config import EventsConfig
+from arl.api.errors import RunFileError
+from arl.api.events import BatchTrained, EpisodeBegan, EpisodeEnded, Event, GroupAdmitted, GroupEnded, RunBegan
+from arl.eventlog.run_record import RunRecord, read_run
+from arl.eventlog.writer import EventLog
+
+
+def began(version: int = 0) -> RunBegan:
+    return RunBegan(version=version, arl="0", host="here", pid=1, workflow="W", num_examples=1, settings={})
+
+
+def admitted(number: int, **example: str) -> GroupAdmitted:
+    return GroupAdmitted(group=number, epoch=0, row=number, stamp=0, example=example)
+
+
+def finished(episode: str, reward: float) -> EpisodeEnded:
+    return EpisodeEnded(episode=episode, how="finished", began=0.0, reward=reward)
+
+
+def write(run_dir: Path, *records: Event) -> None:
+    """One life."""
+    log = EventLog(run_dir, EventsConfig())
+    with log.open():
+        for record in records:
+            log.emit(record)
+
+
+def test_a_reader_takes_a_log_in_slices_and_says_how_much_is_left(tmp_path: Path) -> None:
+    for life in range(3):
+        write(tmp_path, began(), admitted(life))
+    run = RunRecord(tmp_path)
+    left: list[int] = []
+    while run.update(most=1):
+        left.append(run.files.num_bytes_waiting)
+    assert left == sorted(left, reverse=True)
+    assert left[0] > 0
+    assert left[-1] == 0
+    assert [group.group for group in run.groups] == [0, 1, 2]
+
+
+def test_a_reader_says_which_episodes_changed(tmp_path: Path) -> None:
+    write(tmp_path, began(), admitted(0), EpisodeBegan(episode="0.0"), EpisodeBegan(episode="0.1"))
+    run = read_run(tmp_path)
+    assert run.take_changed() == {0, 1}
+    assert run.take_changed() == set()
+    write(tmp_path, BatchTrained(version=1, groups=[0], seconds=1.0))
+    run.update()
+    assert run.take_changed() == {0, 1}
+    assert run.episodes[0].step == 1
+
+
+def test_two_lives_that_write_at_once_keep_their_episodes_apart(tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        logs = [opened.enter_context(EventLog(tmp_path, EventsConfig()).open()) for _ in range(2)]
+        for log in logs:
+            log.emit(began())
+            log.emit(admitted(0))
+            log.emit(EpisodeBegan(episode="0.0"))
+        for reward, log in enumerate(logs):
+            log.emit(finished("0.0", float(reward)))
+    run = read_run(tmp_path)
+    assert sorted(e.life for e in run.episodes) == [1, 2]
+    assert {e.reward for e in run.episodes} == {0.0, 1.0}
+    assert all(run.episode(e.life, "0.0") is e and run.group(e.life, 0) is e.group for e in run.episodes)
+
+
+def test_a_later_life_trains_a_group_of_an_earlier_one(tmp_path: Path) -> None:
+    write(tmp_path, began(), admitted(0), EpisodeBegan(episode="0.0"), GroupEnded(group=0, outcome="kept"))
+    write(tmp_path, began(), BatchTrained(version=1, groups=[0], seconds=1.0))
+    run = read_run(tmp_path)
+    assert run.group(1, 0).step == 1
+    assert not run.episode(1, "0.0").is_undone
+
+
+def test_half_a_character_in_an_example_costs_no_record(tmp_path: Path) -> None:
+    write(tmp_path, began(), admitted(0, question="half \ud83d of it"), admitted(1, question="whole"))
+    run = read_run(tmp_path)
+    assert run.problems == []
+    assert [group.example["question"] for group in run.groups] == ["half ? of it", "whole"]
+
+
+def test_metrics_are_read_again_when_their_file_has_changed(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"version": 1}) + "\n")
+    run = read_run(tmp_path)
+    assert run.steps == [{"version": 1}]
+    with file.open("a") as more:
+        more.write(json.dumps({"version": 2}) + "\n" + '{"version": 3, "rew')
+    assert run.steps == [{"version": 1}, {"version": 2}]
+
+
+def test_an_episode_that_is_not_there_is_an_error_with_a_sentence(tmp_path: Path) -> None:
+    write(tmp_path, began())
+    with pytest.raises(RunFileError, match=r"has no episode 7\.0 in its life 1"):
+        read_run(tmp_path).episode(1, "7.0")
