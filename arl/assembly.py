@@ -35,6 +35,7 @@ from arl.engine.model_files import load_tokenizer, local_directory, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.metrics_endpoint import metrics_served
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
@@ -94,10 +95,12 @@ async def launch(
     async with AsyncExitStack() as stack:
         if held is None:
             held = await stack.enter_async_context(OpenRun(config))
+        show_metrics = await stack.enter_async_context(metrics_served(config))
         await stack.enter_async_context(played)
         trainer = await _build(stack, config, given, played)
         trainer.last_words = held.stalled_now
         held.trains_with(trainer)
+        show_metrics(trainer)
         async with trainer.running():
             yield trainer
 

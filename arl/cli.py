@@ -50,7 +50,7 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     parser.add_argument("--config", type=Path)
     own, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     from_file = _read_yaml(own.config) if own.config else {}
-    if shown := [flag for flag in flags if flag.partition("=")[0].endswith(".api_key")]:
+    if shown := [flag for flag in flags if flag.partition("=")[0].endswith((".api_key", ".metrics_key"))]:
         raise ConfigError(
             f"{shown[0].partition('=')[0]} on the command line shows the key to every user of this machine; put it "
             "into an environment variable (--help names it), or into the file of --config"

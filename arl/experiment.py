@@ -102,7 +102,9 @@ class Experiment(Generic[ConfigT]):
 
     async def _train(self, config: ConfigT, held: OpenRun) -> TrainingResult:
         from arl.assembly import launch
+        from arl.metrics_endpoint import check_metrics_address
 
+        check_metrics_address(config.log)  # before a preparation, which may take minutes
         config, setup = await self.aprepare(config)
         async with launch(
             config,

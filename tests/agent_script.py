@@ -23,7 +23,8 @@ class SayDigits(RolloutWorkflow):
         await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
         conversation.add({"role": "user", "content": "Say a number"})
         turn = await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
-        return conversation.trajectories(reward=sum(c.isdigit() for c in turn.text) / 6)
+        digits = sum(c.isdigit() for c in turn.text) / 6
+        return conversation.trajectories(digits, {"turns": 2.0}, rewards={"digits": digits})
 
 
 async def main(config: Config) -> None:

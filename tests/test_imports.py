@@ -90,6 +90,7 @@ ALLOWED = {
     "arl.cli": ("arl.api", "arl.stopping"),
     "arl.lazy": (),
     "arl.stopping": (),
+    "arl.metrics_endpoint": ("arl.api", "arl.web", "arl.training", "arl.offload"),
     "arl.offload": (),
     "arl.remote_calls": ("arl.api",),
     "arl.child_process": (),

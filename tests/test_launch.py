@@ -1,11 +1,14 @@
 """Whole runs on the embedded server: real processes, real weights, and what is left after they end or are killed."""
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import pytest
 from agent_script import TOKENIZER, SayDigits
 from embedded_server import server_here, server_process
+from free_port import free_port
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_scripted_training
 from transformers import AutoTokenizer
@@ -59,6 +64,21 @@ def read_until(process: "subprocess.Popen[str]", line: str) -> None:
         if text.startswith(line):
             return
     raise AssertionError(f"{line!r} never came; the process said:\n{''.join(seen)}")
+
+
+def names_scraped(address: str) -> set[str]:
+    """The names of the samples that a run exports."""
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": "application/openmetrics-text"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {sample.name for family in families for sample in family.samples}
+
+
+def names_in_dashboard() -> set[str]:
+    """The metrics that docs/grafana.json asks for."""
+    dashboard = json.loads((SCRIPT.parents[1] / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return {name for expression in asked for name in re.findall(r"\barl_\w+", expression)}
 
 
 def processes_naming(text: str) -> list[str]:
@@ -111,12 +131,19 @@ def test_after_a_kill_and_after_ctrl_c_no_process_is_left_and_a_rerun_continues(
     while left := [*processes_naming(str(model)), *processes_naming(worker_log)]:
         assert time.monotonic() < until, left
         time.sleep(0.1)
-    with start(model, tmp_path, *endless) as process:
+    address = f"127.0.0.1:{free_port()}"
+    with start(model, tmp_path, *endless, "--log.metrics_address", address, "--evaluation.every", "1") as process:
         read_until(process, "trained")
+        wanted, scraped = names_in_dashboard(), names_scraped(address)
+        while wanted - scraped and time.monotonic() < until + 60:
+            read_until(process, "trained")
+            scraped = names_scraped(address)
         going_on = how_it_ended(tmp_path)
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, rest
+    assert wanted - scraped == set(), "the dashboard asks for what no scrape gives"
+    assert len(wanted) > 30
     assert "run the same command again to continue" in rest
     assert "the run was interrupted (SIGINT): " in rest
     interrupted = how_it_ended(tmp_path)

@@ -81,9 +81,9 @@ async def test_servers_that_arl_starts_take_a_key_that_no_other_user_can_read(tm
     assert not [content for content in written if key in content]
 
 
-@pytest.mark.parametrize("flag", ["--engine.api_key", "--weights.api_key=secret"])
+@pytest.mark.parametrize("flag", ["--engine.api_key", "--weights.api_key=secret", "--log.metrics_key"])
 def test_no_key_is_taken_from_the_command_line(flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"api_key on the command line shows the key to every user") as refused:
+    with pytest.raises(ConfigError, match=r"_key on the command line shows the key to every user") as refused:
         load_config(Config, ["--model", "m", flag, "secret"])
     assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match="arguments has an API key"):
@@ -155,7 +155,7 @@ def test_data_is_never_read_as_code() -> None:
 def test_one_place_compares_keys_and_few_listen() -> None:
     assert callers("compare_digest") == {"server"}
     assert callers("is_same") == {"server", "openai_proxy"}
-    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy"}
+    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy", "metrics_endpoint"}
     assert callers("answer_until") == {"mirror", "remote"}
     assert callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app") == {"sender", "rank_actor"}
 

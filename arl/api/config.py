@@ -5,14 +5,18 @@ Each component gets only its own section. Times are in seconds (`_s`). A variant
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, Self, cast
+from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SecretStr,
+    field_validator,
     model_validator,
 )
 
@@ -31,6 +35,9 @@ from arl.api.engine_config import (
 )
 from arl.api.objective import PassAtKAdvantage
 from arl.api.settings import Section, laid_over
+
+METRICS_KEY = "ARL_METRICS_KEY"
+"""The environment variable with the key of scrapes."""
 
 
 class RolloutConfig(Section):
@@ -141,6 +148,36 @@ class LogConfig(Section):
     """How many trajectories of each step to write to trajectories.jsonl."""
     events: EventsConfig | None = EventsConfig()
     """The event log. null: none."""
+    metrics_address: str | None = None
+    """HOST:PORT at which Prometheus finds /metrics while the run trains, such as 127.0.0.1:9400. Unset: nowhere."""
+    metrics_key: SecretStr | None = None
+    """The bearer token that scrapes must have. Unset: $ARL_METRICS_KEY. Beyond loopback there must be one. Not for the
+    command line."""
+
+    @property
+    def key(self) -> str | None:
+        given = self.metrics_key
+        return given.get_secret_value() if given is not None else os.environ.get(METRICS_KEY) or None
+
+    @property
+    def metrics_host_and_port(self) -> tuple[str, int]:
+        """Of metrics_address, which is set."""
+        address = urlsplit(f"//{self.metrics_address}")
+        return address.hostname or "", address.port or 0
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _is_an_address(cls, given: str | None) -> str | None:
+        if given is None:
+            return given
+        try:
+            address = urlsplit(f"//{given}")
+            is_whole = bool(address.hostname and address.port) and given == address.netloc and "@" not in given
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"metrics_address is {given!r}; write HOST:PORT, such as 127.0.0.1:9400 or [::1]:9400")
+        return given
 
 
 class StallConfig(Section):

@@ -98,6 +98,8 @@ class Trainer:
         self._open_step: Step | None = None
         self._started_at: float | None = None
         self._recorded_at = 0.0
+        self.last_step: StepStats | None = None
+        """The last step of this process."""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:
@@ -308,8 +310,7 @@ class Trainer:
         """Changes whenever the run moves; None while the script's own code runs, as in the body of its loop."""
         if not self._num_in_hand:
             return None
-        published = self._delivery.published and self._delivery.published.version
-        return self.learner.version, self.version, published, self.rollout.pulse.beats, self._num_in_hand
+        return self.learner.version, self.version, self.published_version, self.rollout.pulse.beats, self._num_in_hand
 
     def _end(self, error: Exception) -> None:
         end_with(error, self._tasks)
@@ -346,8 +347,18 @@ class Trainer:
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
         stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, is_masked)
-        self._open_step, self._recorded_at = None, now
+        self._open_step, self._recorded_at, self.last_step = None, now, stats
         return stats
+
+    @property
+    def published_version(self) -> int | None:
+        """The newest version that every serving server holds; None before the first delivery."""
+        return self._delivery.published and self._delivery.published.version
+
+    @property
+    def since_step_s(self) -> float | None:
+        """Seconds since the last step ended, or training began; None before."""
+        return time.monotonic() - self._recorded_at if self._recorded_at else None
 
     def summary(self) -> dict[str, float]:
         """Totals of the whole run, resumes included: steps, time, throughput, staleness, episodes."""
