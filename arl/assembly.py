@@ -35,6 +35,7 @@ from arl.engine.model_files import load_tokenizer, local_directory, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.json_console import json_console
 from arl.metrics_endpoint import metrics_served
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -93,6 +94,7 @@ async def launch(
     _check(config, given)
     played = _played(config, workflow)
     async with AsyncExitStack() as stack:
+        stack.enter_context(json_console(config.log.format == "json"))
         if held is None:
             held = await stack.enter_async_context(OpenRun(config))
         show_metrics = await stack.enter_async_context(metrics_served(config))

@@ -34,6 +34,7 @@ from pydantic_settings.exceptions import SettingsError
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
+from arl.json_console import is_json, json_console, tell
 from arl.stopping import SCRIPT_END, ScriptEnd
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -96,9 +97,10 @@ def run(
     try:
         config = load_config(config_class, argv)
     except ConfigError as error:
-        exit_with(2, f"error: {error}")
+        with json_console(_names_json(sys.argv[1:] if argv is None else argv)):
+            exit_with(2, f"error: {error}")
     threads = _UsersThreads()
-    with asyncio.Runner() as runner:
+    with json_console(config.log.format == "json"), asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(threads)
         code, message, users_error = 0, "", None
         try:
@@ -241,10 +243,23 @@ def exit_with(code: int, message: str) -> NoReturn:
 
 def _say(message: str, users_error: BaseException | None = None) -> None:
     """Write to stderr, after the traceback of an error in the user's own code."""
+    if is_json():
+        shown = {"traceback": "".join(traceback.format_exception(users_error))} if users_error else {}
+        tell("error", message, level="error", **shown)
+        return
     if users_error is not None:
         traceback.print_exception(users_error)
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
+
+
+def _names_json(argv: Sequence[str]) -> bool:
+    """Whether the flags, some of which are wrong, ask for errors in JSON."""
+    with suppress(ConfigError):
+        parser = _Parser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--log.format", dest="format")
+        return parser.parse_known_args(argv)[0].format == "json"
+    return False
 
 
 def _settings_class(config_class: type[Config], flags: Sequence[str], from_file: dict[str, Any]) -> type[BaseSettings]:

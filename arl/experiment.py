@@ -19,6 +19,7 @@ from arl.api.settings import laid_over
 from arl.api.types import Evaluation, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
+from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
@@ -97,8 +98,9 @@ class Experiment(Generic[ConfigT]):
 
         Run again on the same run_dir, it continues, and knows the evaluation from before any training.
         """
-        async with OpenRun(config) as held:  # before `prepare`, which may write there
-            return await self._train(config, held)
+        with json_console(config.log.format == "json"):
+            async with OpenRun(config) as held:  # before `prepare`, which may write there
+                return await self._train(config, held)
 
     async def _train(self, config: ConfigT, held: OpenRun) -> TrainingResult:
         from arl.assembly import launch
@@ -122,7 +124,10 @@ class Experiment(Generic[ConfigT]):
             await trainer.export(config.run_dir / TRAINED)
         summary = _summary(trainer.summary(), before, after)
         said = await offload(_write_results, config, summary)
-        sys.stdout.write(said + "\n")
+        if is_json():
+            tell("result", said, summary=summary)
+        else:
+            sys.stdout.write(said + "\n")
         return TrainingResult(run_dir=config.run_dir, summary=summary)
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:

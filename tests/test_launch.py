@@ -156,11 +156,14 @@ def test_after_a_kill_and_after_ctrl_c_no_process_is_left_and_a_rerun_continues(
     assert {"checkpoints", "logs", "files"} <= interrupted.disk.keys()
     assert processes_naming(str(model)) == processes_naming(worker_log) == []
     done = read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
-    with start(model, tmp_path, "--steps", str(done + 1)) as process:
+    with start(model, tmp_path, "--steps", str(done + 1), "--log.format", "json") as process:
         rest, _ = process.communicate(timeout=90)
     assert process.returncode == 0, rest
-    assert f"trained {done + 1}\n" in rest
-    assert f"trained {done}\n" not in rest
+    objects = [json.loads(line) for line in rest.splitlines()]
+    said = [one["message"] for one in objects if one["kind"] == "output"]
+    assert said == [f"trained {done + 1}"]
+    assert [one["version"] for one in objects if one["kind"] == "step"] == [done + 1]
+    assert objects[-1]["kind"] == "end"
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 2))
     end = how_it_ended(tmp_path)
     assert end is not None

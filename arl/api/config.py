@@ -144,6 +144,8 @@ class LogConfig(Section):
 
     console: bool = True
     """Print a live table."""
+    format: Literal["text", "json"] = "text"
+    """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
     trajectories: NonNegativeInt = 8
     """How many trajectories of each step to write to trajectories.jsonl."""
     events: EventsConfig | None = EventsConfig()

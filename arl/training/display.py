@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from arl.api.config import LogConfig
-from arl.api.types import StepStats
+from arl.api.types import Evaluation, StepStats
+from arl.json_console import is_json, tell
 
 ROWS_SHOWN = 16
 COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
@@ -37,7 +39,11 @@ Advance = Callable[..., None]
 
 def display_of(config: LogConfig, num_steps: int | None = None) -> Display:
     """What shows a run on the console, as `config` has it. num_steps: of the run, if known."""
-    return Display(num_steps, Console(quiet=not config.console))
+    return _display(num_steps, Console(quiet=not config.console))
+
+
+def _display(num_steps: int | None, console: Console) -> Display:
+    return JsonDisplay(num_steps, console) if is_json() else Display(num_steps, console)
 
 
 class Display:
@@ -85,20 +91,21 @@ class Display:
             lines.done, lines.said = lines.done + 1, ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
             self._bars.update(bar, completed=lines.done, said=lines.said)
             if not self._is_live and lines.are_due():
-                self.say(lines.under_way())
+                self.tell("progress", lines.under_way(), **lines.numbers(numbers))
 
         try:
             yield advance
         finally:
             self._bars.remove_task(bar)
             if leave and lines.done:
-                self.say(lines.at_the_end())
+                self.tell("progress", lines.at_the_end(), **lines.numbers({}))
 
     def step(self, stats: StepStats) -> None:
         self._rows.append(_row(stats, self._num_steps))
         if not self._is_live:
             cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))
-            self.say("  ".join(cells))
+            numbers = {"version": stats.version, "steps": self._num_steps, "metrics": dict(stats.metrics)}
+            self.tell("step", "  ".join(cells), **numbers)
             return
         if self._training is None:
             self._training = self._bars.add_task(
@@ -107,8 +114,19 @@ class Display:
         self._bars.update(self._training, completed=stats.version)
         self._open()
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        said = (
+            f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
+            f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
+        )
+        self.tell("evaluation", said, **asdict(evaluation))
+
     def say(self, message: str) -> None:
         """Print one line."""
+        self.tell("notice", message)
+
+    def tell(self, kind: str, message: str, **numbers: Any) -> None:
+        """Print lines. kind, numbers: for machines."""
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -134,10 +152,18 @@ class Display:
         return Group(*([table] if self._rows else []), *([self._bars] if self._bars.tasks else []))
 
 
+class JsonDisplay(Display):
+    """Shows the same on a console that is JSON, with all numbers."""
+
+    def tell(self, kind: str, message: str, **numbers: Any) -> None:
+        if not self._console.quiet:
+            tell(kind, message, **numbers)
+
+
 @contextmanager
 def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
     """Show the progress of your own work: `with progress("loading", 10) as advance`, then ten calls of `advance()`."""
-    display = Display()
+    display = _display(None, Console())
     try:
         with display.work(name, total, unit) as advance:
             yield advance
@@ -174,6 +200,9 @@ class _Lines:
             return self._line("")
         rate = (self.done - 1) / elapsed_s
         return self._line(f"{_rate(rate)}, {(self.total - self.done) / rate:.0f} s left")
+
+    def numbers(self, own: Mapping[str, float]) -> dict[str, object]:
+        return {"name": self.name, "done": self.done, "total": self.total, "unit": self.unit, "numbers": dict(own)}
 
     def at_the_end(self) -> str:
         return self._line(f"{time.monotonic() - self.began:.1f} s")

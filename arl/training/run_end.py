@@ -190,9 +190,8 @@ class OpenRun:
         try:
             end = replace(self._end(error), disk=disk_use(self._config.run_dir))
             self._write(end)
-            display = display_of(self._config.log)
-            for line in filter(None, end.lines(self._config.run_dir)):
-                display.say(line)
+            said = "\n".join(filter(None, end.lines(self._config.run_dir)))
+            display_of(self._config.log).tell("end", said, **asdict(end))
         except Exception as failure:  # the run's own error must not be hidden
             log.warning("the end of the run cannot be told: %s", failure, exc_info=True)
 

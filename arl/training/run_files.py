@@ -98,10 +98,7 @@ class RunLog:
     def evaluation(self, evaluation: Evaluation) -> None:
         self._ends["evaluations"] = self._append("evaluations", [asdict(evaluation)])
         del self._begun["evaluations"]
-        self.display.say(
-            f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
-            f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
-        )
+        self.display.evaluation(evaluation)
 
     def _trajectory_rows(
         self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
