@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from arl.api.engine_config import OptimizerConfig, TrainConfig
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
     from arl.api.scripted import ScriptedEngine
-    from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+    from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
+    from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
     from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
     from arl.assembly import launch, serve
     from arl.cli import load_config, run
@@ -48,7 +49,8 @@ _HOMES = {
     "arl.api.engine_config": "OptimizerConfig TrainConfig",
     "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
     "arl.api.scripted": "ScriptedEngine",
-    "arl.api.types": "Example ModelRequest SamplingParams Trajectory",
+    "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
+    "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",
     "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
     "arl.assembly": "launch serve",
     "arl.cli": "load_config run",

@@ -27,6 +27,7 @@ from arl.api.engine_config import (
 )
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
@@ -37,11 +38,13 @@ from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.json_console import json_console
 from arl.metrics_endpoint import metrics_served
-from arl.offload import TrainThread, offload
+from arl.offload import TrainThread, finished, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
 from arl.rollout.group import GroupRules
+from arl.tracking.fan_out import Trackers
+from arl.tracking.ready_made import check_trackers
 from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display, display_of
@@ -67,6 +70,7 @@ class _Given:
     eval_dataset: Dataset | None
     keep: Callable[[Group], bool] | None
     curriculum: Curriculum | None
+    trackers: Sequence[Tracker]
 
 
 @asynccontextmanager
@@ -78,19 +82,27 @@ async def launch(
     eval_dataset: Dataset | None = None,
     keep: Callable[[Group], bool] | None = None,
     curriculum: Curriculum | None = None,
+    trackers: Sequence[Tracker] = (),
     held: OpenRun | None = None,
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
-    examples of each stage, in order; without one, epochs of the whole dataset. held: run_dir, if the caller holds it.
-    The workflow is entered first and left last, in each worker if there are any. Leaving the block, by its end, an
-    error or a cancellation, saves a checkpoint, stops the servers that arl started and writes END.json. Raises the
-    ArlError of a part that could not start (RunFileError while another run trains in run_dir), and out of the block the
-    first error of the run.
+    examples of each stage, in order; without one, epochs of the whole dataset. trackers: your own, beside those of
+    log.trackers. held: run_dir, if the caller holds it. The workflow is entered first and left last, in each worker if
+    there are any. Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers that
+    arl started and writes END.json. Raises the ArlError of a part that could not start (RunFileError while another run
+    trains in run_dir), and out of the block the first error of the run.
     """
-    given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
+    given = _Given(
+        workflow=workflow,
+        dataset=dataset,
+        eval_dataset=eval_dataset,
+        keep=keep,
+        curriculum=curriculum,
+        trackers=trackers,
+    )
     _check(config, given)
     played = _played(config, workflow)
     async with AsyncExitStack() as stack:
@@ -137,6 +149,7 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
 
 def _check(config: Config, given: _Given) -> None:
     check_workflow(given.workflow)
+    check_trackers(config.log.trackers, given.trackers)
     for name, examples in (("dataset", given.dataset), ("eval_dataset", given.eval_dataset)):
         if examples is not None and len(examples) == 0:
             raise DatasetError(f"{name} is empty; it needs at least one example")
@@ -164,12 +177,16 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     stack.callback(thread.close)
     display = display_of(config.log, config.steps)
     stack.callback(display.close)
+    trackers = Trackers(config.log.trackers, given.trackers)
+    stack.push_async_exit(partial(_close_trackers, trackers))
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
         learner, engine = await _engines(stack, config, given.workflow, thread)
     transport = await thread(_transport, config, learner.engine)
     stack.callback(transport.close)
-    decode = await offload(decoder, config.model) if config.log.trajectories else None
-    run_log = RunLog(config.run_dir, config.log, display=display, decode=decode)
+    is_decoded = config.log.trajectories or (trackers.has_any and config.log.track_trajectories)
+    decode = await offload(decoder, config.model) if is_decoded else None
+    tracker = trackers if trackers.has_any else None
+    run_log = RunLog(config.run_dir, config.log, display=display, decode=decode, tracker=tracker)
 
     digest = await offload(model_digest, config.model)
     model = {"model": config.model, "model_digest": digest}
@@ -177,6 +194,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
+    settings = config.model_dump(mode="json", fallback=str)
+    trackers.open(TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, played, type(given.workflow).__name__, learner)
     rollout = await offload(_rollout, config, given, engine, runner, buffer)
@@ -202,6 +221,12 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         replay=replay,
         totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
     )
+
+
+async def _close_trackers(trackers: Trackers, kind: type[BaseException] | None, error: object, *_: object) -> None:
+    """kind, error: what ended the run, if anything did."""
+    said = None if kind is None else f"{kind.__name__}: {error}".removesuffix(": ")
+    await finished(offload(trackers.close, said))
 
 
 async def _engines(

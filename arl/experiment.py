@@ -16,6 +16,7 @@ from pydantic import model_validator
 
 from arl.api.config import Config
 from arl.api.settings import laid_over
+from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
@@ -23,6 +24,7 @@ from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
+from arl.tracking.ready_made import check_trackers
 from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
 from arl.training.run_files import plot_run, read_jsonl, write_atomically
@@ -73,6 +75,8 @@ class Setup:
     eval_dataset: Dataset | None = None
     keep: Callable[[Group], bool] | None = None
     curriculum: Curriculum | None = None
+    trackers: Sequence[Tracker] = ()
+    """Your own, beside those of log.trackers."""
 
     def __post_init__(self) -> None:
         check_workflow(self.workflow)
@@ -107,6 +111,7 @@ class Experiment(Generic[ConfigT]):
         from arl.metrics_endpoint import check_metrics_address
 
         check_metrics_address(config.log)  # before a preparation, which may take minutes
+        check_trackers(config.log.trackers, ())
         config, setup = await self.aprepare(config)
         async with launch(
             config,
@@ -115,6 +120,7 @@ class Experiment(Generic[ConfigT]):
             eval_dataset=setup.eval_dataset,
             keep=setup.keep,
             curriculum=setup.curriculum,
+            trackers=setup.trackers,
             held=held,
         ) as trainer:
             before = await _evaluated(trainer, 0)

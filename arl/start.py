@@ -8,7 +8,7 @@ import inspect
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -20,6 +20,7 @@ from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings import config_error, laid_over
+from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import Stopped, exit_with, run_until_stopped
@@ -60,6 +61,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     run_dir: str | Path | None = None,
     device: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    trackers: str | Sequence[str | Tracker] | None = None,
     config: Config | None = None,
 ) -> TrainingResult:
     """Train `model` on `dataset`; evaluate before and after on `eval_dataset`, if given.
@@ -79,11 +81,15 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     steps: batches to train. batch_size: examples in a batch. group_size: episodes of each example.
     max_staleness: how many versions old a trained token may be; 0 is synchronous training.
     lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.
+    trackers: what shows the run elsewhere: names such as "trackio" or "wandb", or a `Tracker` of your own.
     config: all other settings.
 
     Raises ConfigError for a wrong setting, DatasetError for an unusable dataset, and any error that ends a run.
     """
     _check_types(model, system, prompt, config)
+    shown_by = [trackers] if isinstance(trackers, str) else trackers or ()
+    own_trackers = [tracker for tracker in shown_by if not isinstance(tracker, str)]
+    named_trackers = [tracker for tracker in shown_by if isinstance(tracker, str)]
     device_and_dtype = {"device": device, "dtype": dtype}
     is_embedded = config is None or isinstance(config.engine, LocalEngineConfig)
     settings = _settings(
@@ -96,6 +102,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
             "rollout": {"batch_size": batch_size, "group_size": group_size, "max_staleness": max_staleness},
             "train": {**device_and_dtype, "optimizer": {"lr": lr}},
             "engine": device_and_dtype if is_embedded else {},
+            "log": {"trackers": named_trackers or None},
             "algorithm": {"preset": algorithm} if isinstance(algorithm, str) else algorithm,
         },
     )
@@ -110,7 +117,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
             agent.messages(train[0])  # refuses an example without a question before anything starts
             if held_out is not None:
                 agent.messages(held_out[0])
-        return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out)
+        return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out, trackers=own_trackers)
 
     return await Experiment(config=type(settings), prepare=prepare).train(settings)
 

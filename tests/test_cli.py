@@ -18,6 +18,7 @@ from arl.api.config import Config
 from arl.api.engine_config import LoRAConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError
 from arl.api.presets import PRESETS
+from arl.api.tracker_config import TrackioConfig, WandbConfig
 from arl.cli import load_config
 
 
@@ -80,6 +81,14 @@ def test_flags_change_single_fields_of_an_algorithm(
         ),
         (["--algorithm.preset", "GRPO"], "algorithm: no preset is named 'GRPO'; did you mean grpo"),
         (["--engine.addresses", "http://a:1"], "engine.addresses is not a setting with engine.kind=local; allowed"),
+        (
+            ["--log.trackers", "weights"],
+            "log.trackers[0].kind is 'weights'; allowed there: trackio, wandb, tensorboard, ",
+        ),
+        (
+            ["--log.trackers", "trackio", "--log.trackers", '{"kind": "wandb", "projet": "sums"}'],
+            "log.trackers[1].projet is not a setting with trackers[1].kind=wandb; allowed there: entity, group, kind",
+        ),
         (["--algorithm.minibatches", "3"], "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
         (["--train.optimizer.total_steps", "9"], "total_steps is set, which is for a decaying schedule; schedule is c"),
         (["--algorithm", "dapo"], "--algorithm: 'dapo' was given for a whole section; write --algorithm.preset dapo"),
@@ -131,6 +140,8 @@ def test_a_wrong_file_or_value_in_it_is_named_with_what_to_write(content: bytes,
 def test_a_list_is_its_flag_given_again_and_a_section_that_may_be_unset_has_its_defaults_by_its_name_alone() -> None:
     flags = ["--engine.kind", "sglang", "--engine.addresses", "http://a:1", "--engine.addresses", "http://b:2"]
     assert load_config(AgentConfig, flags).engine == SGLangEngineConfig(addresses=("http://a:1", "http://b:2"))
+    trackers = ["--log.trackers", "trackio", "--log.trackers", '{"kind": "wandb", "tags": ["a", "b"]}']
+    assert load_config(AgentConfig, trackers).log.trackers == (TrackioConfig(), WandbConfig(tags=("a", "b")))
     assert load_config(AgentConfig, ["--train.lora"]).train.lora == LoRAConfig()
     assert load_config(AgentConfig, ["--train.lora", "null"]).train.lora is None
     assert load_config(AgentConfig, ["--train.lora", '{"rank": 3}']).train.lora == LoRAConfig(rank=3)

@@ -87,6 +87,7 @@ ALLOWED = {
         "arl.object_process",
         "arl.child_process",
     ),
+    "arl.tracking": ("arl.api", *CALLS),
     "arl.cli": ("arl.api", "arl.stopping", "arl.json_console"),
     "arl.lazy": (),
     "arl.stopping": (),

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ async def test_it_trains_on_a_reward_and_returns_what_the_run_left(small: dict[s
     assert result.summary["eval_reward_after"] == 1.0
     assert result.model == str(small["run_dir"] / "trained")
     assert result.plot() == small["run_dir"] / "reward.png"
+
+
+class Versions(arl.Tracker):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def step(self, stats: arl.StepStats, trajectories: Sequence[arl.TrackedTrajectory]) -> None:
+        self.seen.append(stats.version)
+
+
+async def test_trackers_are_names_or_objects(small: dict[str, Any]) -> None:
+    pytest.importorskip("tensorboard")
+    own = Versions()
+    result = await arl.atrain(dataset=SUMS, reward=right, trackers=["tensorboard", own], **small)
+    assert own.seen == [1, 2]
+    assert len([*(result.run_dir / "tensorboard").iterdir()]) == 1
 
 
 def test_a_script_calls_it_without_an_event_loop_and_may_evaluate_nothing(

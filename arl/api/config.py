@@ -6,6 +6,7 @@ Each component gets only its own section. Times are in seconds (`_s`). A variant
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ from arl.api.engine_config import (
 )
 from arl.api.objective import PassAtKAdvantage
 from arl.api.settings import Section, laid_over
+from arl.api.tracker_config import TrackerConfig
 
 METRICS_KEY = "ARL_METRICS_KEY"
 """The environment variable with the key of scrapes."""
@@ -180,6 +182,21 @@ class LogConfig(Section):
         if not is_whole:
             raise ValueError(f"metrics_address is {given!r}; write HOST:PORT, such as 127.0.0.1:9400 or [::1]:9400")
         return given
+
+    trackers: tuple[TrackerConfig, ...] = ()
+    """What shows the run elsewhere: trackio, wandb, tensorboard, mlflow; a name, or as JSON with settings:
+    {"kind": "wandb", "project": "sums"}."""
+    track_trajectories: NonNegativeInt = 4
+    """How many trajectories of a step trackers get, with their text."""
+    track_every: PositiveInt = 10
+    """Trackers get trajectories of the first step, and then each time this many versions were trained."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _by_name(cls, given: object) -> object:
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return ({"kind": given},) if isinstance(given, str) else given
+        return tuple({"kind": one} if isinstance(one, str) else one for one in cast("Sequence[object]", given))
 
 
 class StallConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def is_section(self) -> bool:
-        return bool(sections(self.field.annotation))
+        return bool(sections(self.field.annotation)) and not is_list(self.field)
 
 
 def settings_of(
@@ -82,7 +82,7 @@ def settings_of(
     """
     for name, field in section.model_fields.items():
         path, value = prefix + name, getattr(default, name, field.get_default(call_default_factory=True))
-        variants = sections(field.annotation)
+        variants = [] if is_list(field) else sections(field.annotation)
         if variant and name == _tag(section):
             continue
         about = field.description or (_summary(variants[0]) if len(variants) == 1 else "")
@@ -108,6 +108,11 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
     return [section for part in get_args(annotation) for section in sections(part)]
 
 
+def is_list(field: FieldInfo) -> bool:
+    """Whether the field holds several values, which may be sections."""
+    return get_origin(field.annotation) in (tuple, list)
+
+
 def whole_section(name: str, field: FieldInfo, given: object) -> str:
     """The message about one value that was given for a whole section."""
     first = sections(field.annotation)[0]
@@ -127,7 +132,11 @@ def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError
 def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
     path, model, variant = list[str](), config, ""
     field: FieldInfo | None = None
-    for part in map(str, detail["loc"]):
+    for place in detail["loc"]:
+        if isinstance(place, int) and path:
+            path[-1] += f"[{place}]"
+            continue
+        part = str(place)
         options = sections(field.annotation) if field is not None else []
         if options:
             model = next((option for option in options if part in _kinds(option)), options[0])

@@ -15,6 +15,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from arl.api.config import LogConfig
+from arl.api.tracking import TrackedTrajectory, Tracker
 from arl.api.types import COLUMNS, Evaluation, Group, StepStats, Trajectory
 from arl.offload import force_to_disk
 from arl.training.display import Display
@@ -36,8 +37,11 @@ class RunLog:
         *,
         display: Display | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        tracker: Tracker | None = None,
     ) -> None:
-        """display: None shows nothing. decode: token ids -> text; None: trajectories are written without text."""
+        """display: None shows nothing. decode: token ids -> text; None: trajectories are written without text. tracker:
+        gets steps and evaluations, too, once they are written.
+        """
         with usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
@@ -48,6 +52,7 @@ class RunLog:
         """Where the next rows begin, in files in which an error may have left some of them."""
         self._config = config
         self._decode = decode
+        self._tracker = tracker
         self.display = display or Display(console=Console(quiet=True))
 
     def positions(self) -> dict[str, int]:
@@ -94,11 +99,44 @@ class RunLog:
         self._begun = {name: begun for name, begun in self._begun.items() if name not in ends}
         self._version = stats.version
         self.display.step(stats)
+        if self._tracker is not None:
+            self._tracker.step(stats, self._tracked(stats.version, groups, advantages))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._ends["evaluations"] = self._append("evaluations", [asdict(evaluation)])
         del self._begun["evaluations"]
         self.display.evaluation(evaluation)
+        if self._tracker is not None:
+            self._tracker.evaluation(evaluation)
+
+    def _tracked(
+        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
+    ) -> list[TrackedTrajectory]:
+        """What trackers get of the step: trajectories that lie evenly apart in the batch, so of several groups."""
+        if (version - 1) % self._config.track_every:
+            return []
+        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
+        pairs = list(zip(members, advantages, strict=True))
+        num = min(self._config.track_trajectories, len(pairs))
+        chosen = (pairs[k * len(pairs) // num] for k in range(num))
+        return [self._tracked_one(group, i, advantage) for (group, i), advantage in chosen]
+
+    def _tracked_one(self, group: Group, index: int, advantage: float | None) -> TrackedTrajectory:
+        trajectory = group.trajectories[index]
+        return TrackedTrajectory(
+            example_id=group.example_id,
+            group_id=group.group_id,
+            episode=group.episode_indices[index],
+            role=trajectory.role,
+            reward=trajectory.reward,
+            advantage=advantage,
+            num_tokens=len(trajectory.token_ids),
+            num_trained_tokens=trajectory.num_trained_tokens,
+            oldest_version=trajectory.oldest_version,
+            newest_version=trajectory.newest_version,
+            is_truncated=trajectory.is_truncated,
+            text=self._decode(trajectory.token_ids.tolist()) if self._decode else "",
+        )
 
     def _trajectory_rows(
         self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]

@@ -1,7 +1,7 @@
 """`launch` over the official fakes, with a transport that tests can hold up."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from scripted_launch import small, use_fakes
 import arl.assembly
 from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.tracking import Tracker
 from arl.api.types import StepStats
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.training.trainer import Trainer
@@ -63,6 +64,7 @@ async def running(
     engine: ScriptedEngine | None = None,
     workflow: RolloutWorkflow | None = None,
     curriculum: Curriculum | None = None,
+    trackers: Sequence[Tracker] = (),
     **settings: Any,
 ) -> AsyncGenerator[Trainer]:
     """What `launch` gives on `run_dir`, over fakes. A reward says which example it was."""
@@ -72,7 +74,7 @@ async def running(
         patch.setattr(arl.assembly, "_transport", lambda *_: transport or DirectTransport())
         patch.setattr(arl.assembly, "decoder", lambda model: None)
         given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:4] if evaluate else None, "curriculum": curriculum}
-        async with arl.assembly.launch(config, workflow=workflow or OneTurn(), **given) as trainer:
+        async with arl.assembly.launch(config, workflow=workflow or OneTurn(), trackers=trackers, **given) as trainer:
             yield trainer
 
 

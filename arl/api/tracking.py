@@ -1,0 +1,93 @@
+"""Trackers show a run elsewhere, such as in Weights & Biases. Users write their own by subclassing Tracker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from arl.api.types import Evaluation, StepStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """A run that begins or continues, as a tracker gets it."""
+
+    run_dir: Path
+    settings: Mapping[str, Any]
+    """All settings, section by section, as JSON values. Keys are masked."""
+    version: int = 0
+    """The version that the run continues from; 0 for a new run. The next step leads to version + 1."""
+    run_id: str | None = None
+    """What `open` returned when it was last called in this run_dir. None: it was not, or returned None."""
+
+    @property
+    def name(self) -> str:
+        """The name of run_dir."""
+        return self.run_dir.absolute().name
+
+    @property
+    def flat_settings(self) -> dict[str, Any]:
+        """The settings by their dotted names, as on the command line."""
+        return dict(_flat(self.settings, ""))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedTrajectory:
+    """One of a step's trajectories, as trackers show it."""
+
+    example_id: tuple[int, int]
+    """(epoch, index in the dataset)."""
+    group_id: int
+    episode: int
+    """The episode's index in its group."""
+    role: str
+    reward: float
+    advantage: float | None
+    """The mean over its trained tokens; None without trained tokens."""
+    num_tokens: int
+    num_trained_tokens: int
+    oldest_version: int | None
+    """The smallest policy version among its trained tokens; None without trained tokens."""
+    newest_version: int | None
+    is_truncated: bool
+    text: str
+    """All its tokens, decoded. Empty if the run has no tokenizer."""
+
+
+class Tracker(ABC):
+    """Shows a run elsewhere. Each tracker has a thread of its own, which makes all its calls, one after another.
+
+    It cannot stop a run or slow it down: an exception is logged, and after three failed calls in a row the tracker is
+    left out. The run does not wait for a call that hangs; records that come meanwhile are dropped once too many wait.
+    """
+
+    def open(self, run: TrackedRun) -> str | None:
+        """Called once, first. Returns what `run.run_id` will be when the run continues in the same run_dir.
+
+        A continued run may repeat steps that the tracker has already: those after run.version.
+        """
+        return None
+
+    @abstractmethod
+    def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:
+        """Called after each step. trajectories: some of the step's, in the steps that log.track_every names."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Called after each evaluation. Its version may be older than the last step's."""
+        return None
+
+    def close(self, error: str | None) -> None:
+        """Called once, last. error: what ended the run, such as "CancelledError"; None if it ended as it should."""
+        return None

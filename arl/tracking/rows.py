@@ -1,0 +1,32 @@
+"""What several trackers show alike: the numbers of an evaluation, and trajectories as rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from arl.api.tracking import TrackedTrajectory
+from arl.api.types import Evaluation
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """`eval/NAME`, with the names of evaluations.jsonl."""
+    own = ("reward", "num_episodes", "num_failed", "wall_s")
+    numbers = {name: float(getattr(evaluation, name)) for name in own} | dict(evaluation.metrics)
+    return {f"eval/{name}": value for name, value in numbers.items()}
+
+
+COLUMNS = ("version", *(field.name for field in fields(TrackedTrajectory)))
+"""Of a table of trajectories."""
+
+
+def rows(version: int, trajectories: Sequence[TrackedTrajectory]) -> list[list[Any]]:
+    """A row for each trajectory, with the values of COLUMNS. version: of the step."""
+    return [[version, *_values(trajectory)] for trajectory in trajectories]
+
+
+def _values(trajectory: TrackedTrajectory) -> Iterator[Any]:
+    for name in COLUMNS[1:]:
+        value = getattr(trajectory, name)
+        yield "/".join(map(str, value)) if isinstance(value, tuple) else value

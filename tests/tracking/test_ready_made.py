@@ -1,0 +1,189 @@
+"""Each ready-made tracker, with its real package: what its own reader finds after a run that was continued once."""
+
+import json
+import os
+import signal
+import sqlite3
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.trainer_run import running
+
+from arl.api.tracker_config import TensorBoardConfig, TrackerConfig
+from arl.api.tracking import TrackedRun
+from arl.tracking.rows import COLUMNS
+from arl.tracking.tracker_process import TrackerError, TrackerProcess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a reader found: numbers as (version, value)."""
+
+    rewards: list[tuple[int, float]]
+    evaluations: list[tuple[int, float]]
+    settings: str
+    """In any form."""
+    tables: dict[int, Any] = field(default_factory=dict)
+    """version -> the trajectories that were shown, in any form."""
+    num_runs: int = 1
+    is_finished: bool = True
+
+
+def read_trackio(run_dir: Path) -> Found:
+    """Its database, as trackio's own reader imports where its directory is only once in a process."""
+    with sqlite3.connect(run_dir / "trackio" / "arl.db") as database:
+        rows = database.execute("select run_id, step, metrics from metrics order by id").fetchall()
+        ((config,),) = database.execute("select config from configs").fetchall()
+    shown = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    return Found(
+        rewards=[(step, row["reward"]) for step, row in shown if "reward" in row],
+        evaluations=[(step, row["eval/reward"]) for step, row in shown if "eval/reward" in row],
+        settings=str(json.loads(config)),
+        tables={step: row["trajectories"]["_value"] for step, row in shown if "trajectories" in row},
+        num_runs=len({run_id for run_id, _, _ in rows}),
+    )
+
+
+def read_tensorboard(run_dir: Path) -> Found:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    texts = {tag: events.Tensors(tag) for tag in ("settings", "trajectories")}
+    return Found(
+        rewards=[(event.step, event.value) for event in events.Scalars("reward")],
+        evaluations=[(event.step, event.value) for event in events.Scalars("eval/reward")],
+        settings=texts["settings"][-1].tensor_proto.string_val[0].decode(),
+        tables={event.step: event.tensor_proto.string_val[0].decode() for event in texts["trajectories"]},
+    )
+
+
+def read_mlflow(run_dir: Path) -> Found:
+    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("arl")
+    (run,) = client.search_runs([experiment.experiment_id])
+
+    def history(name: str) -> list[tuple[int, float]]:
+        return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+
+    tables = [Path(artifact.path) for artifact in client.list_artifacts(run.info.run_id, "trajectories")]
+    directory = run_dir / "mlflow" / "artifacts" / run.info.run_id / "artifacts"
+    return Found(
+        rewards=history("reward"),
+        evaluations=history("eval/reward"),
+        settings=str(run.data.params) + (directory / "settings.json").read_text(),
+        tables={int(path.stem.rpartition("-")[2]): json.loads((directory / path).read_text()) for path in tables},
+        is_finished=run.info.status == "FINISHED",
+    )
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Of an offline run's file: LevelDB's log format after 7 bytes of W&B's own."""
+    from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
+
+    data, position, part = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if (room := 32768 - position % 32768) < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        part += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            record, part = wandb_internal_pb2.Record.FromString(part), b""
+            yield record
+
+
+def read_wandb(run_dir: Path) -> Found:
+    files = sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    records = [record for path in files for record in wandb_records(path)]
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [row["_step"] for row in history] == list(range(len(history))), "starts have different steps there"
+    assert "version" in [record.metric.step_metric for record in records if record.metric.glob_name == "*"]
+    updates = [update for record in records for update in record.config.update]
+    tables = {
+        row["version"]: json.loads(next((run_dir / "wandb").rglob(Path(row["trajectories/path"]).name)).read_text())
+        for row in history
+        if "trajectories/path" in row
+    }
+    return Found(
+        rewards=[(row["version"], row["reward"]) for row in history if "reward" in row],
+        evaluations=[(row["version"], row["eval/reward"]) for row in history if "eval/reward" in row],
+        settings=str([(update.key, update.nested_key, update.value_json) for update in updates]),
+        tables=tables,
+        num_runs=len({record.run.run_id for record in records if record.run.run_id}),
+        is_finished=[r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0, 0],
+    )
+
+
+READERS: dict[str, Callable[[Path], Found]] = {
+    "trackio": read_trackio,
+    "tensorboard": read_tensorboard,
+    "mlflow": read_mlflow,
+    "wandb": read_wandb,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of these packages' own, where this process reads with them
+@pytest.mark.parametrize("kind", READERS)
+async def test_its_own_reader_finds_one_run_with_all_steps_evaluations_settings_and_tables(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(kind)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")  # of the reader
+    hooks = (sys.excepthook, sys.exit, signal.getsignal(signal.SIGINT))
+    tracker = {"kind": "wandb", "mode": "offline"} if kind == "wandb" else kind
+    log = {"trackers": [tracker], "track_every": 2, "track_trajectories": 3}
+    run_dir = tmp_path / "run"
+    for steps in (2, 4):
+        async with running(run_dir, evaluate=True, steps=steps, log=log) as trainer:
+            _ = [step async for step in trainer]
+            evaluation = await trainer.evaluate()
+    assert (sys.excepthook, sys.exit, signal.getsignal(signal.SIGINT)) == hooks
+    found = READERS[kind](run_dir)
+    rewards = [json.loads(line)["reward"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert found.rewards == [(version, pytest.approx(reward)) for version, reward in enumerate(rewards, start=1)]
+    assert found.evaluations == [(2, evaluation.reward), (4, evaluation.reward)]
+    assert (found.num_runs, found.is_finished) == (1, True)
+    assert "batch_size" in found.settings
+    assert sorted(found.tables) == [1, 3]
+    assert all(name in str(found.tables[3]) for name in COLUMNS[:-1])
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[TrackerProcess]:
+    pytest.importorskip("tensorboard")
+    config: TrackerConfig = TensorBoardConfig()
+    tracker = TrackerProcess(config)
+    yield tracker
+    tracker.kill()
+
+
+def test_a_tracker_whose_process_is_killed_fails_and_names_its_log(process: TrackerProcess, tmp_path: Path) -> None:
+    process.open(TrackedRun(run_dir=tmp_path, settings={}))
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(TrackerError, match=f"its process has ended; see {tmp_path}/logs/tracker-tensorboard.log"):
+        process.close(None)
+
+
+def test_an_error_of_the_package_comes_with_its_place_and_leaves_its_traceback_in_the_log(
+    process: TrackerProcess, tmp_path: Path
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file, not a directory")
+    with pytest.raises(TrackerError, match=r"FileExistsError: .*tensorboard.* \(at .*\.py:\d+\)"):
+        process.open(TrackedRun(run_dir=tmp_path, settings={}))
+    assert "Traceback" in (tmp_path / "logs" / "tracker-tensorboard.log").read_text()
