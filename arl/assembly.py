@@ -37,6 +37,7 @@ from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.json_console import json_console
+from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
 from arl.offload import TrainThread, finished, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -109,6 +110,7 @@ async def launch(
         stack.enter_context(json_console(config.log.format == "json"))
         if held is None:
             held = await stack.enter_async_context(OpenRun(config))
+        stack.enter_context(bounded_logs(config.run_dir / "logs", int(config.log.max_mb * 1e6)))
         show_metrics = await stack.enter_async_context(metrics_served(config))
         await stack.enter_async_context(played)
         trainer = await _build(stack, config, given, played)

@@ -34,7 +34,9 @@ class ChildLog:
         """The last lines of the newest process."""
         lines: list[str] = []
         with suppress(OSError), self.path.open("rb") as file:
-            file.seek(max(self._start, file.seek(0, os.SEEK_END) - _END_BYTES))
+            size = file.seek(0, os.SEEK_END)
+            start = self._start if self._start <= size else 0  # older text may have been moved to another file
+            file.seek(max(start, size - _END_BYTES))
             lines = file.read().decode(errors="replace").splitlines()[-_END_LINES:]
         return f"the end of {self.path}:\n" + "\n".join(lines or ["(it is empty)"])
 

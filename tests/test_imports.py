@@ -92,6 +92,7 @@ ALLOWED = {
     "arl.lazy": (),
     "arl.stopping": (),
     "arl.json_console": (),
+    "arl.log_files": (),
     "arl.metrics_endpoint": ("arl.api", "arl.web", "arl.training", "arl.offload"),
     "arl.offload": (),
     "arl.remote_calls": ("arl.api",),

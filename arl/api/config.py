@@ -150,6 +150,10 @@ class LogConfig(Section):
     """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
     trajectories: NonNegativeInt = 8
     """How many trajectories of each step to write to trajectories.jsonl."""
+    trajectories_max_gb: PositiveFloat = 5.0
+    """Once trajectories.jsonl has this size, nothing is added to it."""
+    max_mb: PositiveFloat = 64.0
+    """Largest size of each file in run_dir/logs. Older text moves to NAME.log.old, which has the same limit."""
     events: EventsConfig | None = EventsConfig()
     """The event log. null: none."""
     metrics_address: str | None = None

@@ -50,6 +50,8 @@ class RunLog:
         """The last step whose rows are all there."""
         self._begun: dict[str, int] = {}
         """Where the next rows begin, in files in which an error may have left some of them."""
+        self._is_full = False
+        """Whether trajectories.jsonl has its largest size."""
         self._config = config
         self._decode = decode
         self._tracker = tracker
@@ -93,7 +95,7 @@ class RunLog:
             return
         ends = {
             "metrics": self._append("metrics", [dict(stats.metrics)]),
-            "trajectories": self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages)),
+            "trajectories": self._append("trajectories", self._rows_with_room(stats.version, groups, advantages)),
         }
         self._ends |= ends
         self._begun = {name: begun for name, begun in self._begun.items() if name not in ends}
@@ -137,6 +139,20 @@ class RunLog:
             is_truncated=trajectory.is_truncated,
             text=self._decode(trajectory.token_ids.tolist()) if self._decode else "",
         )
+
+    def _rows_with_room(
+        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
+    ) -> Iterable[dict[str, Any]]:
+        """The rows of trajectories; none once the file has its largest size."""
+        max_gb = self._config.trajectories_max_gb
+        if self._ends["trajectories"] < max_gb * 1e9:
+            return self._trajectory_rows(version, groups, advantages)
+        if not self._is_full:
+            self._is_full = True
+            log.warning(
+                "%s has reached log.trajectories_max_gb=%g: no more are added", self._paths["trajectories"], max_gb
+            )
+        return ()
 
     def _trajectory_rows(
         self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]

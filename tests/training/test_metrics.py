@@ -109,6 +109,22 @@ def test_a_file_that_is_not_as_the_checkpoint_left_it_keeps_every_row_up_to_the_
     assert [row["version"] for row in read_jsonl(path)] == [*(row["version"] for row in expected), 3]
 
 
+def test_a_full_file_of_trajectories_gets_no_more_until_a_resume_has_made_room_and_steps_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LogConfig(console=False, trajectories=1, trajectories_max_gb=1e-8)
+    log = RunLog(tmp_path, config)
+    for version in (1, 2, 3):
+        write(log, version, grouped(trajectory()))
+    metrics, trajectories = (tmp_path / f"{name}.jsonl" for name in ("metrics", "trajectories"))
+    assert [row["version"] for row in read_jsonl(trajectories)] == [1]
+    assert caplog.messages == [f"{trajectories} has reached log.trajectories_max_gb=1e-08: no more are added"]
+    again = RunLog(tmp_path, config)
+    again.resume(0, {})
+    write(again, 1, grouped(trajectory()))
+    assert [[row["version"] for row in read_jsonl(path)] for path in (metrics, trajectories)] == [[1], [1]]
+
+
 def test_rows_behind_a_line_that_is_none_are_read_and_the_line_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
