@@ -13,7 +13,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short soak bubblewrap lint format clean
+.PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short soak bubblewrap browser lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -50,6 +50,12 @@ soak: $(STAMP)
 bubblewrap:
 	@command -v bwrap || apt-get install --yes --no-install-recommends bubblewrap || \
 		{ echo 'Install bubblewrap as root: apt-get install bubblewrap, or dnf install bubblewrap' >&2; exit 1; }
+
+# What the page of `arl view` is tested in; its tests are skipped without one.
+browser:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		apt-get install --yes --no-install-recommends chromium || \
+		{ echo 'Install Chromium as root: apt-get install chromium, or dnf install chromium' >&2; exit 1; }
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

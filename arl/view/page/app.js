@@ -1,6 +1,6 @@
 // The frame around the views: routes in the address, the runs, the theme, and what a live run says.
 
-import { KeyNeeded, follow, get, queryOf, setKey } from "./api.js";
+import { KeyNeeded, follow, get, queryOf, setKey } from "./server.js";
 import { runColour } from "./colour.js";
 import { failed, h, loading, show } from "./dom.js";
 import { episodeView } from "./episode.js";
@@ -76,6 +76,7 @@ async function mount() {
   const chosen = at.name === "run" ? shown : [current];
   for (const k of chosen) watch(k);
   tellLive();
+  main.setAttribute("aria-busy", "true");
   show(main, loading(TABS[at.name] ? TABS[at.name].toLowerCase() : at.name));
   const signal = ending.signal;
   const isList = !["episode", "group"].includes(at.name);
@@ -92,6 +93,7 @@ async function mount() {
     if (error instanceof KeyNeeded) askForKey();
     else show(main, failed(error));
   }
+  if (!signal.aborted) main.setAttribute("aria-busy", "false");
 }
 
 function watch(k) {

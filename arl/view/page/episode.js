@@ -1,6 +1,6 @@
 // One episode: its conversation token by token, its rewards, calls and branches.
 
-import { get } from "./api.js";
+import { get } from "./server.js";
 import { empty, failed, h, moment, num, number, seconds, show, visible } from "./dom.js";
 import { ended, exampleOf, pairs } from "./episodes.js";
 import { TokenText, colouring, measures, numbersOf } from "./tokens.js";
@@ -105,10 +105,10 @@ export async function episodeView({ place, path, query, run, link, go, back, set
       .filter(([, value]) => value).map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", {}, value)))),
     (episode.error || episode.message) && h("p", { class: "state error" }, visible([episode.error, episode.message].filter(Boolean).join(": "))),
     h("div", { class: "split" },
-      h("div", {}, exampleOf(episode.example), h("h2", {}, "Conversation"), turns),
-      h("aside", { class: "side" }, numbers, tree, rewardsOf(episode), callsTable(episode), attemptsOf(episode),
+      h("div", {}, exampleOf(episode.example), tree, h("h2", {}, "Conversation"), turns),
+      h("aside", { class: "side" }, numbers, rewardsOf(episode), callsTable(episode), attemptsOf(episode),
         siblings.length > 1 && [h("h2", {}, "Its group"), links(siblings, to, episode)],
-        episode.same_example?.length > 1 && [h("h2", {}, "Same example, other steps"), links(episode.same_example, to, episode, true)])));
+        episode.same_example?.length > 0 && [h("h2", {}, "Same example, other steps"), links(episode.same_example, to, episode, true)])));
   drawTree();
   drawTurns();
   return {

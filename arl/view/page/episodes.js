@@ -1,6 +1,6 @@
 // The table of episodes, and a group side by side.
 
-import { get } from "./api.js";
+import { get } from "./server.js";
 import { scale } from "./colour.js";
 import { debounced, empty, failed, h, moment, num, number, seconds, show, visible } from "./dom.js";
 
@@ -26,7 +26,7 @@ const COLUMNS = [
 export function ended(row) {
   const tone = { finished: "good", failed: "bad", timed_out: "bad", lost: "warn", rejected: "warn" }[row.how] ?? "";
   const group = ["rejected", "dropped"].includes(row.outcome) && row.how === "finished" ? `, group ${row.outcome}` : "";
-  return [h("span", { class: `tag ${group ? "warn" : tone}`, title: visible(row.reason || row.message || "") }, row.how.replace("_", " ") + group), row.is_undone ? h("span", { class: "tag warn" }, "undone") : null];
+  return [h("span", { class: `tag ${group ? "warn" : tone}`, title: visible(row.reason || row.message || "") || null }, row.how.replace("_", " ") + group), row.is_undone ? h("span", { class: "tag warn" }, "undone") : null];
 }
 
 export async function episodesView({ place, query, runs, run, link, go, setQuery, signal }) {
@@ -93,7 +93,7 @@ export async function episodesView({ place, query, runs, run, link, go, setQuery
   function draw({ total, searched }) {
     const first = Number(wanted.offset);
     const searching = searched && searched.done < searched.total ? `, ${Math.floor((100 * searched.done) / searched.total)} % searched` : "";
-    count.textContent = rows.length ? `${number(first + 1)}–${number(first + rows.length)} of ${number(matched)}${matched < total ? ` (${number(total)} in all)` : ""}${searching}` : `0 of ${number(total)}${searching}`;
+    count.textContent = rows.length ? `${number(first + 1)} to ${number(first + rows.length)} of ${number(matched)}${matched < total ? ` (${number(total)} in all)` : ""}${searching}` : `0 of ${number(total)}${searching}`;
     [back.disabled, next.disabled] = [first === 0, first + rows.length >= matched];
     show(head, COLUMNS.map(([key, title, , kind]) => {
       const isIt = key && wanted.sort === key;

@@ -1,6 +1,6 @@
 // What is wrong, what went wrong, and what is left.
 
-import { get } from "./api.js";
+import { get } from "./server.js";
 import { bytes, clock, debounced, h, moment, num, show, visible } from "./dom.js";
 
 const TONES = { error: "bad", warning: "warn", note: "soft" };

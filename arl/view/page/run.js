@@ -1,6 +1,6 @@
 // The run: its numbers by step or by time, several runs on the same axes, and their settings.
 
-import { get } from "./api.js";
+import { get } from "./server.js";
 import { Chart, heatChart } from "./chart.js";
 import { runColour } from "./colour.js";
 import { clock, empty, h, moment, num, number, seconds, show } from "./dom.js";
@@ -129,7 +129,7 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
           pair("Began", h("span", { title: moment(run.began) }, clock(run.began))),
           pair("Training time", num(columns.time_s?.at(-1) ?? null, seconds)),
           pair("Lives", num(run.lives?.length ?? null))),
-        run.why && run.how !== "finished" && h("p", { class: "soft" }, `${run.why} ${run.next ?? ""}`),
+        run.why && !["finished", "running"].includes(run.how) && h("p", { class: "soft" }, `${run.why} ${run.next ?? ""}`),
         !run.has_events && h("p", { class: "soft" }, "This run has no event log: only the metrics of its steps can be shown."),
         run.has_events && run.problems?.length ? h("p", { class: "soft" }, h("a", { href: link("health") }, `${run.problems.length} part(s) of its log cannot be read.`)) : null,
       ];

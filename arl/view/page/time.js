@@ -1,6 +1,6 @@
 // Who did what when: lanes on a canvas, with zoom and pan.
 
-import { get } from "./api.js";
+import { get } from "./server.js";
 import { ink, isDark, scale } from "./colour.js";
 import { clock, debounced, empty, failed, h, number, seconds, show, visible } from "./dom.js";
 
@@ -10,6 +10,7 @@ const EPISODE_LANE = 18;
 const AXIS = 24;
 const GAP = 14; // above the first lane of another kind
 const MOST_LANES = 40;
+const ROUND = [-4, -3, -2, -1, 0].flatMap((k) => [1, 2, 5].map((n) => n * 10 ** k)).concat([10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400]);
 const TONES = {
   light: { training: "#0b6e8f", waiting: "#e3e3dc", snapshot: "#b4881b", checkpoint: "#6b4fbb", publishing: "#c2410c", evaluation: "#2f7d32", busy: "#7fb2c6", paused: "#b9b9b0", loading: "#c2410c", fenced: "#b3261e", turn: "#0b6e8f", tool: "#c2410c", reward: "#2f7d32", episode: "#b9c4cb" },
   dark: { training: "#56b4d9", waiting: "#2c3238", snapshot: "#d9bb4a", checkpoint: "#a996f5", publishing: "#f0934e", evaluation: "#6fc276", busy: "#3d7892", paused: "#5b636b", loading: "#f0934e", fenced: "#ff8b80", turn: "#56b4d9", tool: "#f0934e", reward: "#6fc276", episode: "#56616a" },
@@ -111,8 +112,7 @@ export async function timeView({ place, query, run, go, back, setQuery, signal }
 
   function drawAxis(pen, width, height) {
     const wish = ((to - from) / (width - names())) * 110;
-    const size = 10 ** Math.floor(Math.log10(wish));
-    const step = [1, 2, 5, 10].map((n) => n * size).find((one) => one >= wish);
+    const step = ROUND.find((one) => one >= wish) ?? 864000;
     pen.strokeStyle = ink("grid");
     pen.fillStyle = ink("soft");
     for (let t = Math.ceil((from - data.began) / step) * step; t <= to - data.began; t += step) {
@@ -121,7 +121,7 @@ export async function timeView({ place, query, run, go, back, setQuery, signal }
       pen.moveTo(x, AXIS - 4);
       pen.lineTo(x, height);
       pen.stroke();
-      pen.fillText(`${Number(t.toFixed(6))} s`, x + 4, AXIS / 2);
+      pen.fillText(sinceStart(t), x + 4, AXIS / 2);
     }
   }
 
@@ -276,6 +276,14 @@ export async function timeView({ place, query, run, go, back, setQuery, signal }
       return true;
     },
   };
+}
+
+// 5.2 s, 1:05, 2:01:05
+function sinceStart(t) {
+  if (t < 60) return `${Number(t.toFixed(4))} s`;
+  const [hours, minutes, rest] = [Math.floor(t / 3600), Math.floor((t % 3600) / 60), Number((t % 60).toFixed(4))];
+  const padded = (n) => `${n < 10 ? "0" : ""}${n}`;
+  return hours ? `${hours}:${padded(minutes)}:${padded(rest)}` : `${minutes}:${padded(rest)}`;
 }
 
 function fitted(pen, text, width) {

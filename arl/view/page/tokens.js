@@ -27,7 +27,8 @@ export function measures(trajectory, step) {
   for (const [name, values] of Object.entries(columns)) found[name] = { label: nameOf(name), signed: SIGNED.has(name), flag: FLAGS.has(name) && ["within", "clipped"], of: sampled(values) };
   for (const [later, earlier] of DIFFERENCES) {
     if (!columns[later] || !columns[earlier]) continue;
-    const of = (k) => (found[later].of(k) === null || found[earlier].of(k) === null ? null : found[later].of(k) - found[earlier].of(k));
+    const [a, b] = [found[later].of, found[earlier].of];
+    const of = (k) => (a(k) === null || b(k) === null ? null : a(k) - b(k));
     found[`${later}-${earlier}`] = { label: `${nameOf(later).split(" ")[0]} − ${nameOf(earlier)}`, signed: true, of };
   }
   for (const key of Object.keys(found)) if (!trajectory.loss_mask.some((_, k) => found[key].of(k) !== null)) delete found[key];
@@ -62,7 +63,7 @@ export function numbersOf(trajectory, found, k) {
   const of = (key) => found[key]?.of(k) ?? null;
   const { sampled: _, version: __, staleness: ___, ...others } = found;
   return h("div", {},
-    h("p", {}, h("span", { class: "swatch", style: { background: "var(--sunk)" } }, piece(trajectory.pieces[k]) || "∅"), trajectory.loss_mask[k] ? " sampled" : " given"),
+    h("p", {}, h("span", { class: "swatch", style: { background: "var(--sunk)" } }, piece(trajectory.pieces[k]) || "⋯"), trajectory.loss_mask[k] ? " sampled" : " given"),
     pairs([["index", trajectory.start + k], ["id", trajectory.token_ids[k]]], String),
     pairs([["version", of("version")], ["staleness", of("staleness")], ...Object.entries(others).map(([key, measure]) => [measure.label, of(key)])]));
 }
@@ -82,7 +83,7 @@ export class TokenText {
     show(this.node, tokens.map((k, place) => {
       const text = trajectory.pieces[k];
       const tones = isColoured ? colour(k) : null;
-      const said = tones ? ((text.trim() ? marked(text) : piece(text)) || "∅") + "\n".repeat(text.split("\n").length - 1) : visible(text);
+      const said = tones ? ((text.trim() ? marked(text) : piece(text)) || "⋯") + "\n".repeat(text.split("\n").length - 1) : visible(text);
       const isClipped = trajectory.columns.clipped?.[k] && isColoured;
       return h("span", { class: `t${tones ? " toned" : isColoured ? " given" : ""}${isClipped ? " clipped" : ""}`, role: "option", id: `t${trajectory.number}-${trajectory.start + k}`, "data-place": place,
         style: tones ? { background: tones[0], color: tones[1] } : undefined, "aria-selected": "false" }, said);
