@@ -1,4 +1,4 @@
-"""The command `arl`: tries and scores agents, and lists the algorithms."""
+"""The command `arl`: tries and scores agents, shows runs, lists the algorithms."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from arl.commands.scoring import main as eval_
 
             eval_(arguments[1:])
+        case ["view"]:
+            from arl.commands.viewing import main as view
+
+            view(arguments[1:])
         case _:
             _parser().parse_args(arguments)
             _print_algorithms()
@@ -31,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     """What `arl --help` shows. The commands that load torch have parsers of their own."""
-    parser = argparse.ArgumentParser(prog="arl", description="Try and score agents, and list the algorithms.")
+    parser = argparse.ArgumentParser(prog="arl", description="Try, score and watch agents, and list the algorithms.")
     commands = parser.add_subparsers(title="commands", required=True)
     commands.add_parser("try", help="run episodes of a script's agent without training, and print them")
     commands.add_parser("eval", help="score its model on held-out examples: rewards and pass@k")
+    commands.add_parser("view", help="show runs in a browser: every episode, token and second")
     commands.add_parser("algorithms", help="list the algorithms")
     return parser
 

@@ -58,7 +58,7 @@ def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]
     return [f"{module} imports {i}" for module, found in own.items() for i in found if not is_in(i, allowed)]
 
 
-SHOWN = ("arl.training.metrics", "arl.training.display")
+SHOWN = ("arl.training.metrics", "arl.training.display", "arl.training.run_end")
 """What commands see of training: no trainer."""
 CALLS = ("arl.offload", "arl.remote_calls", "arl.object_process")
 """Calls in other threads and processes."""
@@ -67,6 +67,7 @@ ALLOWED = {
     "arl.algorithm": ("arl.api",),
     "arl.web": ("arl.api",),
     "arl.eventlog": ("arl.api",),
+    "arl.view": ("arl.api", "arl.eventlog", "arl.web", "arl.offload"),
     "arl.rollout": ("arl.api",),
     "arl.training": ("arl.api", "arl.algorithm", "arl.rollout", "arl.stopping", "arl.json_console", *CALLS),
     "arl.engine.frames": (),
@@ -99,7 +100,17 @@ ALLOWED = {
     "arl.child_process": (),
     "arl.object_process": ("arl.api", "arl.remote_calls", "arl.child_process", "arl.web.watch"),
     "arl.data": ("arl.api",),
-    "arl.commands": ("arl.api", "arl.rollout", "arl.experiment", "arl.assembly", "arl.cli", "arl.offload", *SHOWN),
+    "arl.commands": (
+        "arl.api",
+        "arl.rollout",
+        "arl.experiment",
+        "arl.assembly",
+        "arl.cli",
+        "arl.offload",
+        "arl.view",
+        "arl.web",
+        *SHOWN,
+    ),
     "arl.__main__": ("arl.api", "arl.commands"),
 }
 """Each wing, and the wings that it may import. The embedded server is a separate program: it sees neither its client

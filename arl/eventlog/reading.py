@@ -55,6 +55,8 @@ class LogFiles:
         """Frames of that stream that were not read yet."""
         self._heads: dict[SegmentName, list[FrameHead]] = {}
         self._is_bad: set[SegmentName] = set()
+        self._unpacked: tuple[tuple[int, int, int], tuple[list[TokenRow], dict[str, np.ndarray]]] | None = None
+        """The last frame of tokens, and where it lies: the episodes of a group are in one."""
 
     @property
     def num_bytes_waiting(self) -> int:
@@ -102,9 +104,13 @@ class LogFiles:
 
     def tokens(self, life: int, segment: int, offset: int) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
         """The frame of tokens there. Raises RunFileError for one that was deleted, or is damaged."""
+        place = life, segment, offset
+        if self._unpacked and self._unpacked[0] == place:
+            return self._unpacked[1]
         path = self.directory / SegmentName(life, segment, "tokens").file
         try:
-            return unpack_tokens(frame_at(path, offset))
+            self._unpacked = place, unpack_tokens(frame_at(path, offset))
+            return self._unpacked[1]
         except FileNotFoundError:
             raise RunFileError(f"{path} was deleted to keep log.events.max_gb: its tokens are gone") from None
         except (ValueError, TypeError, struct.error, OSError) as error:

@@ -107,7 +107,7 @@ class RunRecord:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.began: list[events.RunBegan] = []
+        self.lives: dict[int, events.RunBegan] = {}
         """Each life's first record, if it has come that far."""
         self.episodes: list[EpisodeRecord] = []
         """In the order in which they began."""
@@ -130,9 +130,14 @@ class RunRecord:
         return list(self.files.problems)
 
     @property
+    def began(self) -> list[events.RunBegan]:
+        """Those of `lives`."""
+        return list(self.lives.values())
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Of the last life."""
-        return self.began[-1].settings if self.began else {}
+        return self.lives[max(self.lives)].settings if self.lives else {}
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -222,7 +227,7 @@ class RunRecord:
     def _note(self, life: int, record: Event) -> None:
         match record:
             case events.RunBegan():
-                self.began.append(record)
+                self.lives[life] = record
                 self._go_back(life, record.version)
             case events.BatchTaken():
                 for number in record.groups:

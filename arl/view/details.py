@@ -1,0 +1,141 @@
+"""One group, and one episode: its calls, and its tokens in a window."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from arl.api.errors import RunFileError
+from arl.api.events import AttemptFailed, Event
+from arl.eventlog.run_record import EpisodeRecord, RunRecord, TokenRecord
+from arl.view.episode_table import EpisodeTable, Row, episodes_of
+from arl.view.texts import Texts
+
+WINDOW = 4000
+MOST_TOKENS = 20_000
+_MOST_SAME = 200
+_OWN = ("token_ids", "loss_mask", "versions", "behavior_logprobs")
+
+
+def group_details(run: RunRecord, table: EpisodeTable, texts: Texts, life: int, number: int) -> Row:
+    """Raises RunFileError if there is no such group."""
+    group = run.group(life, number)
+    fields = (
+        "life",
+        "group",
+        "epoch",
+        "row",
+        "stamp",
+        "admitted",
+        "taken",
+        "ended",
+        "step",
+        "outcome",
+        "reason",
+        "detail",
+    )
+    episodes = [{**table.row(e), "answer": _answer(run, texts, e)} for e in group.episodes]
+    return {**{name: getattr(group, name) for name in fields}, "example": group.example, "episodes": episodes}
+
+
+def episode_details(
+    run: RunRecord, table: EpisodeTable, texts: Texts, episode: EpisodeRecord, window: tuple[int, int, int | None]
+) -> Row:
+    """window: start, stop, and the trajectory that it cuts, or None for all of them."""
+    problem, tokens = "", list[TokenRecord]()
+    try:
+        tokens = run.tokens(episode)
+        if not tokens:
+            problem = "The tokens of this episode were not kept: see log.events.tokens." if episode.ended else ""
+    except RunFileError as error:
+        problem = str(error)
+    siblings = episode.group.episodes if episode.group else []
+    return {
+        **table.row(episode),
+        "example": episode.group.example if episode.group else {},
+        "siblings": [
+            {"life": e.life, "episode": e.episode, "how": e.how, "reward": e.reward, "tokens": e.num_tokens}
+            for e in siblings
+        ],
+        "failed_attempts": [
+            fields_of(record, "t", "attempt", "error", "message", "runs_again")
+            for life, record in run.system
+            if life == episode.life and isinstance(record, AttemptFailed) and record.episode == episode.episode
+        ],
+        "calls": [call_fields(call) for call in run.calls_of(episode)],
+        "problem": problem,
+        "parts": [fields_of(part, *part.__struct_fields__) for part in episode.trajectories],
+        "trajectories": [_window(one, texts, window) for one in tokens],
+        "branches": _branches(tokens),
+        "same_example": _same_example(run, table, episode),
+    }
+
+
+def call_fields(call: Event) -> Row:
+    seconds = getattr(call, "seconds", 0.0)
+    return {"event": type(call).__name__, "began": call.t - seconds, **fields_of(call, *call.__struct_fields__)}
+
+
+def fields_of(record: msgspec.Struct, *names: str) -> Row:
+    """With those fields, too, that have their default."""
+    return {name: getattr(record, name) for name in names}
+
+
+def _answer(run: RunRecord, texts: Texts, episode: EpisodeRecord) -> str:
+    try:
+        tokens = [one for one in run.tokens(episode) if one.row.turns]
+    except RunFileError:
+        return ""
+    if not tokens:
+        return ""
+    start, stop, _ = tokens[-1].row.turns[-1]
+    return texts.whole(tokens[-1].columns["token_ids"][start : min(stop, start + MOST_TOKENS)].tolist())
+
+
+def _window(tokens: TokenRecord, texts: Texts, window: tuple[int, int, int | None]) -> Row:
+    row, columns = tokens.row, tokens.columns
+    start, stop, only = window
+    stop = min(stop, row.tokens) if only in (None, row.number) else 0
+    start = min(start, stop)
+    token_ids = columns["token_ids"].tolist()
+    return {
+        **fields_of(row, "number", "role", "reward", "rewards", "metrics", "temperature", "is_truncated", "turns"),
+        "num_tokens": row.tokens,
+        "start": start,
+        "stop": stop,
+        "pieces": texts.pieces(token_ids, start, stop),
+        "token_ids": token_ids[start:stop],
+        "loss_mask": columns["loss_mask"][start:stop].astype(int).tolist(),
+        "versions": columns["versions"][start:stop].tolist(),
+        "behavior_logprobs": _short(columns["behavior_logprobs"][start:stop]),
+        "columns": {name: _short(column[start:stop]) for name, column in columns.items() if name not in _OWN},
+    }
+
+
+def _short(values: np.ndarray) -> list[float]:
+    """Six digits: float32 has no more."""
+    return [float(f"{value:.6g}") for value in values.tolist()]
+
+
+def _branches(tokens: list[TokenRecord]) -> list[Row]:
+    """Where neighbouring trajectories of one role part."""
+    found: list[Row] = []
+    for role in dict.fromkeys(one.row.role for one in tokens):
+        for a, b in pairwise([one for one in tokens if one.row.role == role]):
+            length = min(a.row.tokens, b.row.tokens)
+            differ = np.flatnonzero(a.columns["token_ids"][:length] != b.columns["token_ids"][:length])
+            at = int(differ[0]) if len(differ) else length
+            found.append({"role": role, "first": a.row.number, "second": b.row.number, "differs_at": at})
+    return found
+
+
+def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -> list[dict[str, Any]]:
+    row = table.row(episode)
+    if row["row"] is None:
+        return []
+    same = np.flatnonzero(table.having("kind", row["kind"]) & (table.column("row") == row["row"]))
+    others = [table.row(e) for e in episodes_of(run, same[same != episode.index][-_MOST_SAME:])]
+    return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]

@@ -1,0 +1,144 @@
+"""How a run is doing: its failures by cause, its servers, its disk, and sentences about what looks wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from arl.api import events
+from arl.eventlog.run_record import RunRecord
+from arl.view.episode_table import Row
+from arl.view.findings import findings
+
+_LONGEST = 200
+"""Characters of a message."""
+_MOST_CAUSES = 200
+_LEDGER = ("episodes_", "groups_", "finished_", "straggler_", "overtaken_", "baselines_")
+_WALK_S = 1.0
+"""Longest time to add up the sizes of files."""
+
+
+def health(run: RunRecord) -> Row:
+    rows = run.steps
+    failures, servers, lost = _failures(run), _servers(run), _lost(run)
+    return {
+        "findings": findings(run, servers, lost),
+        "failures": failures,
+        "rejected": _rejected(run),
+        "servers": servers,
+        "ledger": {name: value for name, value in (rows[-1] if rows else {}).items() if name.startswith(_LEDGER)},
+        "disk": _disk(run.run_dir),
+        "warnings": _warnings(run),
+        "lost": lost,
+        "restarts": [
+            {"t": record.t, "name": record.name, "how": record.how}
+            for _, record in run.system
+            if isinstance(record, events.ProcessRestarted)
+        ],
+    }
+
+
+def normalised(message: str) -> str:
+    """The message without what differs between two occurrences: numbers, ids, what is quoted."""
+    message = re.sub(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}\b", "ID", message[: 4 * _LONGEST])
+    message = re.sub(r"'[^']{1,200}'|\"[^\"]{1,200}\"", "'...'", message)
+    return re.sub(r"\d+(\.\d+)?", "N", message)[:_LONGEST]
+
+
+def _failures(run: RunRecord) -> list[Row]:
+    """Attempts that failed, and episodes that did, by the error's class and normalised message."""
+    found: dict[tuple[str, str], Row] = {}
+    counted: set[tuple[int, str]] = set()
+    for life, record in run.system:
+        if isinstance(record, events.AttemptFailed):
+            counted.add((life, record.episode))
+            _count(
+                found, (record.error, normalised(record.message)), record.t, {"life": life, "episode": record.episode}
+            )
+    for e in run.episodes:
+        if e.error and (e.life, e.episode) not in counted:
+            example = {"life": e.life, "episode": e.episode}
+            _count(found, (e.error, normalised(e.message)), e.ended or e.began, example)
+    return [{"error": error, "message": message, **row} for (error, message), row in _most(found)]
+
+
+def _rejected(run: RunRecord) -> list[Row]:
+    found: dict[tuple[str, str], Row] = {}
+    for group in run.groups:
+        if group.outcome and group.outcome != "kept":
+            example = {"life": group.life, "group": group.group}
+            _count(found, (group.outcome, group.reason), group.ended or group.admitted, example)
+    return [{"outcome": outcome, "reason": reason, **row} for (outcome, reason), row in _most(found)]
+
+
+def _warnings(run: RunRecord) -> list[Row]:
+    found: dict[tuple[str, str, str], Row] = {}
+    for _, record in run.system:
+        if isinstance(record, events.Warned):
+            row = _count(found, (record.level, record.logger, normalised(record.text)), record.t, {})
+            row["text"] = record.text[: 10 * _LONGEST]
+    return [{"level": level, "logger": logger, **row} for (level, logger, _), row in _most(found)]
+
+
+def _count(found: dict[Any, Row], key: Any, t: float, example: Row) -> Row:
+    row = found.setdefault(key, {"count": 0, "first": t, "last": t, "example": example})
+    row["count"] += 1
+    row["first"], row["last"] = min(row["first"], t), max(row["last"], t)
+    return row
+
+
+def _most(found: dict[Any, Row]) -> Iterable[tuple[Any, Row]]:
+    return islice(sorted(found.items(), key=lambda item: -item[1]["count"]), _MOST_CAUSES)
+
+
+def _servers(run: RunRecord) -> list[Row]:
+    """Each server of the newest life, and its state."""
+    newest = max(run.lives, default=0)
+    found: defaultdict[str, Row] = defaultdict(
+        lambda: {"state": "serving", "since": None, "version": None, "fences": 0, "reason": ""}
+    )
+    for life, record in run.system:
+        if life != newest:
+            continue
+        match record:
+            case events.ServerJoined() | events.ServerReturned() | events.ServerResumed():
+                found[record.server] |= {"state": "serving", "since": record.t, "reason": ""}
+            case events.ServerPaused():
+                found[record.server] |= {"state": "paused", "since": record.t}
+            case events.ServerFenced():
+                row = found[record.server]
+                row |= {"state": "fenced", "since": record.t, "reason": record.reason, "fences": row["fences"] + 1}
+            case events.ServerLeft():
+                found[record.server] |= {"state": "left", "since": record.t}
+            case events.ServerLoaded():
+                found[record.server]["version"] = record.version
+            case _:
+                pass
+    return [{"server": server, **row} for server, row in sorted(found.items())]
+
+
+def _lost(run: RunRecord) -> dict[str, int]:
+    records = [record for _, record in run.system if isinstance(record, events.Lost)]
+    return {"events": sum(r.num_events for r in records), "episodes": sum(r.num_episodes for r in records)}
+
+
+def _disk(run_dir: Path) -> dict[str, int]:
+    """Bytes of each directory in run_dir, and of the files beside them. Links are not followed."""
+    sizes: Counter[str] = Counter()
+    until = time.monotonic() + _WALK_S
+    for place, _, files in os.walk(run_dir):
+        inner = Path(place).relative_to(run_dir).parts
+        for file in files:
+            try:
+                sizes[inner[0] if inner else "files"] += os.lstat(os.path.join(place, file)).st_size
+            except OSError:
+                continue  # deleted meanwhile
+        if time.monotonic() > until:
+            break
+    return dict(sizes)

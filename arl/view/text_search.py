@@ -1,0 +1,99 @@
+"""Searches the text of all episodes, a slice at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from arl.api.errors import RunFileError
+from arl.eventlog.run_record import EpisodeRecord, RunRecord
+from arl.eventlog.segments import TokenRow
+from arl.view.texts import Texts
+
+_Frame = tuple[int, int, int]
+"""Life, segment, offset."""
+
+
+class TextSearch:
+    """Episodes whose tokens, example or error hold `text`, upper or lower case, newest first.
+
+    Each `advance` looks at some of those that it has not seen; episodes that come or end later are seen later.
+    """
+
+    def __init__(self, run: RunRecord, texts: Texts, text: str) -> None:
+        self._run = run
+        self._texts = texts
+        self._text = text.casefold()
+        self._seen: dict[int, int] = {}
+        """Index of an episode -> how many of its trajectories were looked at."""
+        self.found: set[int] = set()
+        """Indices."""
+
+    @property
+    def num_searched(self) -> int:
+        return len(self._seen)
+
+    @property
+    def num_wanted(self) -> int:
+        """Episodes that can be searched."""
+        return sum(_is_over(episode) for episode in self._run.episodes)
+
+    @property
+    def num_left(self) -> int:
+        """Episodes that are new, or whose tokens are."""
+        return sum(self._is_new(episode) for episode in self._run.episodes)
+
+    def advance(self) -> Iterator[None]:
+        """Look at all that is new; yields after every few episodes."""
+        new = [episode for episode in reversed(self._run.episodes) if self._is_new(episode)]
+        frames: defaultdict[_Frame, list[EpisodeRecord]] = defaultdict(list)
+        for number, episode in enumerate(new):
+            if self._holds(self._about(episode)):
+                self.found.add(episode.index)
+            for life, segment, offset, _ in episode.places.values():
+                frames[life, segment, offset].append(episode)
+            if not episode.places:
+                self._seen[episode.index] = 0
+            if number % 2000 == 1999:
+                yield
+        for frame, episodes in frames.items():
+            yield from self._look_into(frame, {e.episode: e for e in episodes})
+
+    def _look_into(self, frame: _Frame, episodes: dict[str, EpisodeRecord]) -> Iterator[None]:
+        rows: list[TokenRow] = []
+        try:
+            rows, columns = self._run.files.tokens(*frame)
+            starts = _starts(rows)
+            for first in range(0, len(rows), 64):
+                part = range(first, min(first + 64, len(rows)))
+                token_ids = [columns["token_ids"][starts[i] : starts[i + 1]].tolist() for i in part]
+                for i, text in zip(part, self._texts.many(token_ids), strict=True):
+                    if (episode := episodes.get(rows[i].episode)) and self._holds(text):
+                        self.found.add(episode.index)
+                yield
+        except (RunFileError, LookupError, TypeError):
+            pass  # its tokens were deleted or are damaged; the episode's page says so
+        for episode in episodes.values():
+            self._seen[episode.index] = len(episode.places)
+
+    def _is_new(self, episode: EpisodeRecord) -> bool:
+        return _is_over(episode) and self._seen.get(episode.index) != len(episode.places)
+
+    def _holds(self, text: str) -> bool:
+        return self._text in text.casefold()
+
+    def _about(self, episode: EpisodeRecord) -> str:
+        example = map(str, episode.group.example.values()) if episode.group else ()
+        return "\n".join((*example, episode.error, episode.message))
+
+
+def _is_over(episode: EpisodeRecord) -> bool:
+    return episode.ended is not None or episode.how == "lost"
+
+
+def _starts(rows: list[TokenRow]) -> list[int]:
+    """Where each row begins in the columns per token, and the end of the last."""
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + row.tokens)
+    return starts

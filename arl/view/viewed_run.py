@@ -1,0 +1,250 @@
+"""A run that is looked at: its record, and the one thread that reads on and answers questions about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
+
+import numpy as np
+
+from arl.api.errors import RunFileError
+from arl.eventlog.run_record import RunRecord
+from arl.view.details import MOST_TOKENS, WINDOW, episode_details, group_details
+from arl.view.episode_table import EpisodeTable, Row, whole
+from arl.view.text_search import TextSearch
+from arl.view.texts import Texts, find_texts
+
+log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
+
+_SLICE = 3000
+"""Records read at a time; questions are answered in between."""
+_SCAN_S = 0.1
+"""Time to search at once."""
+_FRESH_S = 0.9
+_MOST_SEARCHES = 4
+
+
+class Ending(NamedTuple):
+    """How a run ended, or that it goes on."""
+
+    how: str
+    why: str
+    what_next: str
+
+
+EndingOf = Callable[[Path], Ending | None]
+
+
+class ViewedRun:
+    """Everything but `ask`, `read_on`, `follow` and `close` runs on the run's own thread, within `ask`."""
+
+    def __init__(self, run_dir: Path, ending_of: EndingOf) -> None:
+        self.run_dir = run_dir
+        self.run = RunRecord(run_dir)
+        self.table = EpisodeTable(self.run)
+        self._ending_of = ending_of
+        self._texts: Texts | None = None
+        self._searches: dict[str, tuple[TextSearch, Iterator[None]]] = {}
+        self._problem = ""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-view")
+        self._read_at = -_FRESH_S
+        self._has_work = asyncio.Event()
+        self._has_work.set()
+
+    async def ask(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:
+        """Call it on the run's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def read_on(self) -> None:
+        """Read what the run has written since the last time, unless that was a moment ago."""
+        now = time.monotonic()
+        if now - self._read_at >= _FRESH_S and not self._has_work.is_set():
+            self._read_at = now
+            if await self.ask(self._work):
+                self._has_work.set()
+
+    async def follow(self) -> None:
+        """Loads the run, and searches, in slices. Waits for read_on and find."""
+        while True:
+            await self._has_work.wait()
+            while await self.ask(self._work):
+                pass
+            self._has_work.clear()
+
+    async def find(self, wanted: Mapping[str, str]) -> Row:
+        """A page of the table; see EpisodeTable.find. A search for text goes on in the background."""
+        found = await self.ask(self._find, wanted)
+        if (searched := found["searched"]) and searched["done"] < searched["total"]:
+            self._has_work.set()
+        return found
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def texts(self) -> Texts:
+        if self._texts is None or not self._texts.is_known:  # a run may write its tokenizer later
+            self._texts = find_texts(self.run_dir, self.run.settings)
+        return self._texts
+
+    def tick(self) -> Row:
+        """What a stream tells: equal ticks mean that nothing has come."""
+        rows = self.run.steps
+        live = self._is_live()
+        return {
+            "version": rows[-1]["version"] if rows else 0,
+            "num_episodes": len(self.run.episodes),
+            "num_running": int(self.table.having("how", "running").sum()) if live else 0,
+            "num_records": self.num_records,
+            "loading": self._loading(),
+            "is_live": live,
+        }
+
+    @property
+    def num_records(self) -> int:
+        return self.run.files.num_bytes_read
+
+    def about(self) -> Row:
+        run, ending = self.run, self._ending_of(self.run_dir)
+        settings = run.settings
+        steps = settings.get("steps")
+        return {
+            "name": self.run_dir.resolve().name,
+            "dir": str(self.run_dir),
+            "how": ending.how if ending else "unknown",
+            "why": ending.why if ending else "",
+            "next": ending.what_next if ending else "",
+            **self.tick(),
+            "steps": steps if isinstance(steps, int) else None,
+            "num_groups": len(run.groups),
+            "has_events": run.files.directory.is_dir(),
+            "has_text": self.texts.is_known,
+            "problems": self._problems(),
+            "lives": [
+                {"life": life, **{n: getattr(began, n) for n in ("t", "host", "pid", "version", "arl", "workflow")}}
+                for life, began in sorted(run.lives.items())
+            ],
+            "began": min((began.t for began in run.lives.values()), default=None),
+            "last": run.last,
+            "settings": settings,
+        }
+
+    def steps(self, since: float) -> Row:
+        rows = [row for row in self.run.steps if row["version"] > since]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {name: [_number(row.get(name)) for row in rows] for name in names}
+        return {"names": names, "columns": columns, "evaluations": self.run.evaluations}
+
+    def staleness(self) -> Row:
+        rollout = self.run.settings.get("rollout")
+        bound = rollout.get("max_staleness") if isinstance(rollout, dict) else None
+        return {**self.table.staleness(), "bound": bound}
+
+    def group(self, life: int, number: int) -> Row:
+        return group_details(self.run, self.table, self.texts, life, number)
+
+    def episode(self, life: int, name: str, wanted: Mapping[str, str]) -> Row:
+        start = whole(wanted, "start", 0)
+        stop = min(whole(wanted, "stop", start + WINDOW), start + MOST_TOKENS)
+        only = int(text) if (text := wanted.get("trajectory", "")).lstrip("-").isdecimal() else None
+        return episode_details(self.run, self.table, self.texts, self.run.episode(life, name), (start, stop, only))
+
+    def _work(self) -> bool:
+        """Read or search a little; returns whether there is more to do."""
+        try:
+            self.run.update(_SLICE)
+            self.table.refresh()
+        except OSError as error:
+            self._problem = f"{self.run_dir} cannot be read: {error}"
+            return False
+        except Exception as error:
+            log.warning("a record of %s cannot be read", self.run_dir, exc_info=True)
+            self._problem = f"A record in {self.run_dir} cannot be read, and is left out: {error!r}"
+        if self.run.files.num_bytes_waiting:
+            return True
+        return self._scan(next(reversed(self._searches), ""))
+
+    def _find(self, wanted: Mapping[str, str]) -> Row:
+        text = wanted.get("text", "")
+        if not text:
+            return {**self.table.find(wanted), "searched": None}
+        search = self._search(text)
+        self._scan(text)
+        found = self.table.find(wanted, np.fromiter(search.found, np.int64))
+        return {**found, "searched": {"done": search.num_searched, "total": search.num_wanted}}
+
+    def _search(self, text: str) -> TextSearch:
+        """The newest is worked on."""
+        search, rest = self._searches.pop(text, None) or (TextSearch(self.run, self.texts, text), iter(()))
+        self._searches[text] = search, rest
+        while len(self._searches) > _MOST_SEARCHES:
+            del self._searches[next(iter(self._searches))]
+        return search
+
+    def _scan(self, text: str) -> bool:
+        """Search for a moment; returns whether there is more to see."""
+        if text not in self._searches:
+            return False
+        search, rest = self._searches[text]
+        end = time.monotonic() + _SCAN_S
+        while time.monotonic() < end:
+            try:
+                next(rest)
+            except StopIteration:
+                if not search.num_left:
+                    return False
+                rest = search.advance()
+                self._searches[text] = search, rest
+        return True
+
+    def _is_live(self) -> bool:
+        ending = self._ending_of(self.run_dir)
+        return ending is not None and ending.how == "running"
+
+    def _loading(self) -> Row:
+        done = self.run.files.num_bytes_read
+        return {"done": done, "total": done + self.run.files.num_bytes_waiting}
+
+    def _problems(self) -> list[str]:
+        problems = [*self.run.problems, *([self._problem] if self._problem else [])]
+        if not self.run.files.directory.is_dir():
+            problems.append(
+                f"{self.run_dir} has no event log: its steps and evaluations are shown, its episodes cannot be. An "
+                "older arl wrote none, and log.events: null turns it off."
+            )
+        return problems
+
+
+def run_dirs(given: list[Path]) -> list[Path]:
+    """Those given; of a directory that holds runs, these. Raises RunFileError for one without a run."""
+    found: list[Path] = []
+    for path in given:
+        inner: list[Path] = []
+        with suppress(OSError):
+            inner = [path] if is_run(path) else sorted(child for child in path.iterdir() if is_run(child))
+        if not inner:
+            what = (
+                "does not exist" if not path.exists() else "is not a directory" if not path.is_dir() else "holds no run"
+            )
+            raise RunFileError(f"{path} {what}; name the run_dir of a run, or a directory with several")
+        found += inner
+    return list(dict.fromkeys(found))
+
+
+def is_run(path: Path) -> bool:
+    return path.is_dir() and any(
+        (path / n).exists() for n in ("events", "metrics.jsonl", "evaluations.jsonl", "run.lock")
+    )
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
