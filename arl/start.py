@@ -26,6 +26,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.cli import Stopped, exit_with, run_until_stopped
 from arl.data import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
+from arl.json_console import json_console
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
 from arl.rewards.threads import ThreadReward
 from arl.rollout.controller import Dataset
@@ -138,16 +139,18 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
             raise ConfigError("train() blocks, and an event loop runs here, as in a notebook: await arl.atrain(...)")
         if threading.current_thread() is not threading.main_thread():
             return asyncio.run(coroutine(*args, **kwargs))
-        config = kwargs.get("config")
-        try:
-            with asyncio.Runner() as runner:
-                notice_s = config.checkpoint.notice_s if isinstance(config, Config) else None
-                again = "arl.train with the same run_dir"
-                return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
-        except Stopped as stop:
-            if stop.number == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            exit_with(128 + stop.number, f"{stop}; call arl.train again with the same run_dir to continue")
+        given = kwargs.get("config")
+        config = given if isinstance(given, Config) else None
+        with json_console(config is not None and config.log.format == "json"):
+            try:
+                with asyncio.Runner() as runner:
+                    notice_s = config.checkpoint.notice_s if config else None
+                    again = "arl.train with the same run_dir"
+                    return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
+            except Stopped as stop:
+                if stop.number == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                exit_with(128 + stop.number, f"{stop}; call arl.train again with the same run_dir to continue")
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call

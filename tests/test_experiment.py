@@ -24,6 +24,7 @@ from arl.assembly import launch, serve
 from arl.cli import load_config
 from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.training.run_dir import RunLock
+from arl.training.run_end import how_it_ended
 
 EXAMPLES = [{"number": number} for number in range(8)]
 
@@ -125,6 +126,10 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
     said = capsys.readouterr().out
     assert said.startswith("held-out reward 0.000 -> 0.500 in 2 steps, ")
     assert said.endswith(f"; see {tmp_path}/summary.json and reward.png\n")
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert (end.how, end.evaluations["best"]) == ("finished", {"version": 2, "reward": 0.5})
+    assert end.what_next == f"set steps above 2 to train on; the trained model is {tmp_path}/trained"
 
 
 @pytest.mark.usefixtures("engine")
@@ -182,6 +187,9 @@ async def test_a_preparation_that_is_stopped_says_so_and_keeps_other_runs_out_un
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert (end.how, end.version) == ("interrupted", None)
     lock = RunLock(tmp_path)
     lock.take()
     lock.release()

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -165,7 +166,7 @@ def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: py
 def test_a_notice_of_preemption_lets_train_save_and_ends_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     saved: list[bool] = []
 
-    async def atrain() -> None:
+    async def atrain(config: arl.Config | None = None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             await asyncio.Event().wait()
@@ -173,7 +174,12 @@ def test_a_notice_of_preemption_lets_train_save_and_ends_the_script(capsys: pyte
             await asyncio.sleep(0)
             saved.append(True)
 
-    with pytest.raises(SystemExit) as ended:
-        _blocking(atrain)()
-    assert (ended.value.code, saved) == (143, [True])
-    assert "call arl.train again with the same run_dir" in capsys.readouterr().err
+    said: list[str] = []
+    for given in (None, arl.Config(model="none", log={"format": "json"})):
+        with pytest.raises(SystemExit) as ended:
+            _blocking(atrain)(config=given)
+        assert (ended.value.code, saved.pop()) == (143, True)
+        said.append(capsys.readouterr().err)
+    plain = "stopped by SIGTERM; call arl.train again with the same run_dir to continue"
+    assert said[0] == plain + "\n"
+    assert json.loads(said[1])["message"] == plain

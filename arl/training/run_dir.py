@@ -21,6 +21,7 @@ from arl.api.errors import ConfigError, RunFileError
 
 log = logging.getLogger(__name__)
 
+LOCK, THIS_ONE = "run.lock", ", which is this one"
 _TRIES, _TRY_AGAIN_S = 3, 0.02
 
 
@@ -67,7 +68,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "run.lock"
+        self._path = run_dir / LOCK
         self._file: IO[bytes] | None = None
         self._is_held = False
         _LOCKS.add(self)
@@ -172,7 +173,7 @@ def _holder(record: bytes) -> str:
         said = f"process {known['pid']} on {known['host']}, since {known['since']}"
     except (ValueError, TypeError, KeyError):
         return ""
-    return said + (", which is this one" if is_this_one else "")
+    return said + (THIS_ONE if is_this_one else "")
 
 
 @contextmanager

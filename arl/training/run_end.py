@@ -19,17 +19,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from arl.api import errors
 from arl.api.config import Config
+from arl.api.errors import StalledError
 from arl.offload import finished, offload
 from arl.stopping import SCRIPT_END, ScriptEnd
 from arl.training.display import display_of
-from arl.training.run_dir import RunLock, holder_of, is_locked, newest_checkpoint
+from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, is_locked, newest_checkpoint
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer
@@ -48,7 +48,7 @@ _LOGS: tuple[tuple[tuple[type[Exception], ...], tuple[str, ...]], ...] = (
     ((errors.ServerError, errors.TransportError), ("server-*.log", "sglang-*.log")),
     ((errors.WorkerError,), ("worker-*.log",)),
     ((errors.FailureBudgetError, errors.StarvedError, errors.RewardError), ("episodes.log",)),
-    ((errors.StalledError,), ("trainer.log", "server-*.log", "sglang-*.log", "worker-*.log")),
+    ((StalledError,), ("trainer.log", "server-*.log", "sglang-*.log", "worker-*.log")),
 )
 """Error -> the files of run_dir/logs that may say more."""
 
@@ -73,6 +73,8 @@ class RunEnd:
     began: str = ""
     """The time of this start, ISO 8601 in UTC."""
     ended: str = ""
+    process: str = ""
+    """Which process it was, on which host, and since when."""
     version: int | None = None
     """Batches trained, resumes included; None if the run ended before it knew."""
     steps: int | None = None
@@ -112,21 +114,34 @@ def how_it_ended(run_dir: Path) -> RunEnd | None:
 
     Reads two small files, and disturbs no run. A run on a machine whose locks are not seen here looks killed.
     """
-    lock = run_dir / "run.lock"
-    holder = holder_of(lock)
-    if holder and is_locked(lock):
-        return RunEnd(how="running", why=holder)
+    process = _process(holder_of(run_dir / LOCK))
+    if process and is_locked(run_dir / LOCK):
+        return RunEnd(how="running", why=f"{process} trains", process=process)
+    end = _written(run_dir / END)
+    if not process or (end and end.process == process):  # else it is the end of an earlier start
+        return end
+    checkpoint = newest_checkpoint(run_dir)
+    return RunEnd(
+        how="killed",
+        why=f"{process} ended without a word",
+        what_next="the same command " + (f"continues from {checkpoint}" if checkpoint else "begins anew"),
+        process=process,
+        checkpoint=_path(checkpoint),
+    )
+
+
+def _written(path: Path) -> RunEnd | None:
+    """What END.json says, if it is there and whole. Fields of other versions of arl are left out."""
     try:
-        said = json.loads((run_dir / END).read_text())
+        said = json.loads(path.read_text())
         known = {one.name: said[one.name] for one in fields(RunEnd) if one.name in said}
         return RunEnd(**{**known, "logs": tuple(known.get("logs", ()))})
     except (OSError, ValueError, TypeError):
-        pass
-    if not holder:
         return None
-    checkpoint = newest_checkpoint(run_dir)
-    again = f"the same command continues from {checkpoint}" if checkpoint else "the same command begins anew"
-    return RunEnd(how="killed", why=f"{holder} ended without a word", what_next=again, checkpoint=_path(checkpoint))
+
+
+def _process(holder: str) -> str:
+    return holder.removesuffix(THIS_ONE)
 
 
 class OpenRun:
@@ -175,16 +190,17 @@ class OpenRun:
 
     def stalled_now(self, reason: str) -> None:
         """Write that the run stalled, on any thread, before its process ends at once. Returns within seconds."""
-        self._write_soon(replace(self._end(None), how="stalled", why=reason, what_next=self._continued()))
+        self._write_soon(StalledError(reason))
 
     def _interrupted_now(self, reason: str) -> None:
-        self._write_soon(replace(self._end(CancelledError()), why=reason))
+        self._write_soon(CancelledError(reason))
 
-    def _write_soon(self, end: RunEnd) -> None:
+    def _write_soon(self, error: BaseException) -> None:
         """On a thread of its own, because a disk that hangs must not keep the process from ending."""
-        writing = threading.Thread(target=partial(self._write, end), name="arl-end", daemon=True)
-        writing.start()
-        writing.join(_HARD_END_S)
+        writing = threading.Thread(target=lambda: self._write(self._end(error)), name="arl-end", daemon=True)
+        with suppress(RuntimeError):  # no more threads can be started
+            writing.start()
+            writing.join(_HARD_END_S)
 
     def _leave(self, error: BaseException | None) -> None:
         try:
@@ -224,6 +240,7 @@ class OpenRun:
             traceback=_traceback(error),
             began=self._began,
             ended=_now(),
+            process=_process(holder_of(config.run_dir / LOCK)),
             steps=config.steps,
             checkpoint=_path(newest_checkpoint(config.run_dir)),
             logs=_logs_about(error, config.run_dir / "logs"),
@@ -242,7 +259,7 @@ class OpenRun:
                 return f"its script ended it after {trained} of {self._config.steps} steps"
             case SystemExit():
                 return f"its script called sys.exit({error.code!r})"
-            case CancelledError() | KeyboardInterrupt() | GeneratorExit():
+            case CancelledError() | KeyboardInterrupt() | GeneratorExit() if not str(error):
                 return f"{signal_name} asked it to end" if signal_name else "its task was cancelled"
             case _:
                 return str(error) or repr(error)
@@ -283,7 +300,7 @@ def _how(error: BaseException | None) -> How:
             return "finished"
         case SystemExit():
             return "failed" if error.code else "finished"
-        case errors.StalledError():
+        case StalledError():
             return "stalled"
         case CancelledError() | KeyboardInterrupt() | GeneratorExit():
             return "interrupted"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 from one_turn import OneTurn
 from training.trainer_run import run, running
 
+from arl.api.config import Config
 from arl.api.errors import FailureBudgetError, RunFileError, ServerError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
+from arl.training import run_end
 from arl.training.run_dir import RunLock
-from arl.training.run_end import RunEnd, disk_use, how_it_ended
+from arl.training.run_end import OpenRun, RunEnd, disk_use, how_it_ended
 from arl.training.run_files import RunLog
 
 
@@ -31,7 +34,8 @@ async def test_a_run_that_is_done_says_so_with_its_numbers_and_the_same_call_tha
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with running(tmp_path, evaluate=True, evaluation={"every": 1}, log={"console": True}) as trainer:
-        assert how_it_ended(tmp_path) == RunEnd(how="running", why=end_of(tmp_path).why)
+        assert end_of(tmp_path).how == "running"
+        assert not (tmp_path / "END.json").exists()
         async for _ in trainer:
             pass
     end = end_of(tmp_path)
@@ -135,9 +139,25 @@ def test_only_a_lock_that_was_not_released_tells_of_a_kill(tmp_path: Path) -> No
     assert end_of(tmp_path).how == "running"
     lock.close()  # as the kernel does at a kill
     assert end_of(tmp_path).how == "killed"
+    (tmp_path / "END.json").write_text('{"how": "finished", "why": "", "process": "an earlier one"}')
+    assert end_of(tmp_path).how == "killed"
+    (tmp_path / "END.json").write_text('{"how": "fini')
     lock.take()
     lock.release()
     assert how_it_ended(tmp_path) is None
+    (tmp_path / "END.json").write_text('{"how": "finished", "why": "", "of_another_arl": 1}')
+    assert end_of(tmp_path).how == "finished"
+
+
+def test_a_disk_that_hangs_does_not_keep_a_process_that_must_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free = threading.Event()
+    monkeypatch.setattr(run_end, "_HARD_END_S", 0.01)
+    monkeypatch.setattr(run_end, "newest_checkpoint", lambda _: is_free.wait())
+    OpenRun(Config(model="none", run_dir=tmp_path)).stalled_now("nothing moved")
+    assert how_it_ended(tmp_path) is None
+    is_free.set()
 
 
 def test_one_who_asks_how_it_ended_keeps_no_run_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
