@@ -26,6 +26,7 @@ from arl.web.process import is_loopback
 from arl.web.server import EventStream, Handler, boundary, require_key
 
 PAGE = Path(__file__).parent / "page"
+_API = "/api/"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -164,18 +165,20 @@ def _encoded(content: Any) -> bytes:
     """JSON. Numbers that are none are null; half a character, as in the name of a file, is a question mark."""
     try:
         return msgspec.json.encode(content)
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_whole_characters(content))
+    except (UnicodeEncodeError, OverflowError):
+        return msgspec.json.encode(_encodable(content))
 
 
-def _whole_characters(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     match value:
         case str():
             return value.encode(errors="replace").decode()
         case dict():
-            return {_whole_characters(name): _whole_characters(inner) for name, inner in value.items()}
+            return {_encodable(name): _encodable(inner) for name, inner in value.items()}
         case list() | tuple():
-            return [_whole_characters(inner) for inner in value]
+            return [_encodable(inner) for inner in value]
+        case int() if value.bit_length() > 63:
+            return None
         case _:
             return value
 
@@ -224,7 +227,7 @@ def _key_for_the_api(api_key: str) -> Any:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await (check(request, handler) if request.path.startswith("/api") else handler(request))
+        return await (check(request, handler) if request.path.startswith(_API) else handler(request))
 
     return guard
 
@@ -233,7 +236,7 @@ def _key_for_the_api(api_key: str) -> Any:
 async def _only_from_here(request: web.Request, handler: Handler) -> web.StreamResponse:
     if not _is_this_machine(request.headers.get("Host", "")):
         raise RequestError("open this page by the address that arl view printed", 403)
-    if request.path.startswith("/api") and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+    if request.path.startswith(_API) and request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise RequestError("another site may not read this", 403)
     return await handler(request)
 

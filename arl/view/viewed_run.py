@@ -104,14 +104,9 @@ class ViewedRun:
             "version": rows[-1]["version"] if rows else 0,
             "num_episodes": len(self.run.episodes),
             "num_running": int(self.table.having("how", "running").sum()) if live else 0,
-            "num_records": self.num_records,
             "loading": self._loading(),
             "is_live": live,
         }
-
-    @property
-    def num_records(self) -> int:
-        return self.run.files.num_bytes_read
 
     def about(self) -> Row:
         run, ending = self.run, self._ending_of(self.run_dir)

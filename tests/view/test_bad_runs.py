@@ -173,3 +173,13 @@ def test_what_holds_no_run_is_a_sentence(
         main(["view", str(tmp_path / name)])
     assert end.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+async def test_numbers_and_text_that_json_cannot_hold_are_answered_without(tmp_path: Path) -> None:
+    row = '{"version": 1, "huge": 1' + "0" * 400 + ', "inf": Infinity, "name": "\\ud800"}\n'
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        (tmp_path / name).write_text(row)
+    async with looking_at(tmp_path) as browser:
+        told = await browser.get("/api/runs/0/steps")
+    assert told["columns"] == {"version": [1], "huge": [None], "inf": [None], "name": [None]}
+    assert told["evaluations"] == [{"version": 1, "huge": None, "inf": None, "name": "?"}]
