@@ -197,7 +197,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
     settings = config.model_dump(mode="json", fallback=str)
-    trackers.open(TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
+    await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, played, type(given.workflow).__name__, learner)
     rollout = await offload(_rollout, config, given, engine, runner, buffer)

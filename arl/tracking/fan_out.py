@@ -29,6 +29,8 @@ from arl.tracking.tracker_process import TrackerProcess, failure
 
 CLOSING_S = 30.0
 """How long the end of a run waits for trackers."""
+_QUIET_SHARE = 0.1
+"""Of CLOSING_S. Then the log says what the end waits for."""
 MOST_WAITING = 256
 """Records that wait for one tracker. More are dropped."""
 MOST_FAILURES = 3
@@ -72,11 +74,14 @@ class Trackers(Tracker):
 
     def close(self, error: str | None) -> None:
         """Wait until the trackers have what they were given, and are closed. Logs which are not, and goes on."""
-        deadline = time.monotonic() + self._closing_s
+        began = time.monotonic()
         for line in self._lines:
             line.close(error)
+        is_done = [line.is_done(began + self._closing_s * _QUIET_SHARE) for line in self._lines]
+        if not all(is_done):
+            log.warning("waiting for trackers to take what they were given, %g s at most", self._closing_s)
         for line in self._lines:
-            line.join(deadline)
+            line.end(began + self._closing_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,8 @@ class _Line:
         self._error: str | None = None
         self._doing = "its start"
         self._is_out = True
+        self._is_left = False
+        """The run has ended without it."""
         self._num_dropped = 0
 
     def open(self, run: TrackedRun, ids: _RunIds) -> None:
@@ -125,12 +132,16 @@ class _Line:
         self._error = error
         self._calls.put(None)
 
-    def join(self, deadline: float) -> None:
-        """Wait until the tracker is closed. Does nothing if it was never opened."""
-        if self._thread.ident is None:
-            return
-        self._thread.join(max(deadline - time.monotonic(), 0.0))
-        if self._thread.is_alive():
+    def is_done(self, deadline: float) -> bool:
+        """Wait until the tracker is closed; returns whether it is, or was never opened."""
+        if self._thread.ident is not None:
+            self._thread.join(max(deadline - time.monotonic(), 0.0))
+        return not self._thread.is_alive()
+
+    def end(self, deadline: float) -> None:
+        """Wait as `is_done` does; then go on without it."""
+        if not self.is_done(deadline):
+            self._is_left = True
             log.error(
                 "the tracker %s is still busy with %s: %s; the run ends without it",
                 *(self._name, self._doing, self._whereabouts()),
@@ -148,11 +159,11 @@ class _Line:
     def _work(self) -> None:
         """Make calls until the end, or until the tracker has failed too often; then close it."""
         num_failures = 0
-        while (call := self._calls.get()) is not None and not self._is_out:
+        while not self._is_out and (call := self._calls.get()) is not None:
             failed = self._failure(call)
             num_failures = num_failures + 1 if failed else 0
             self._is_out = num_failures == MOST_FAILURES or bool(failed and call.is_needed)
-            if failed:
+            if failed and not self._is_left:
                 then = "the run goes on without it" if self._is_out else "the run goes on"
                 log.warning("the tracker %s failed in %s: %s; %s", self._name, call.about, failed, then)
             if failed and call.is_needed:
@@ -160,7 +171,7 @@ class _Line:
         was_out, self._is_out = self._is_out, True
         error = "the tracker failed too often" if was_out else self._error
         failed = self._failure(_TrackerCall(about="closing", make=lambda tracker: tracker.close(error)))
-        if failed and not was_out:
+        if failed and not was_out and not self._is_left:
             log.warning("the tracker %s failed in closing: %s", self._name, failed)
 
     def _failure(self, call: _TrackerCall) -> str | None:

@@ -157,6 +157,18 @@ async def test_a_tracker_that_raises_is_left_out_after_some_failures_in_a_row_an
     assert [line.endswith("; the run goes on without it") for line in lines] == [False] * (MOST_FAILURES - 1) + [True]
 
 
+def test_a_tracker_that_is_left_out_is_closed_at_once(tmp_path: Path) -> None:
+    is_closed = threading.Event()
+
+    class Failing(Recorder):
+        def close(self, error: str | None) -> None:
+            is_closed.set()
+
+    trackers = Trackers(own=[Failing(raising(ValueError()))])
+    given(tmp_path, trackers, MOST_FAILURES)
+    assert is_closed.wait(60)
+
+
 def test_failures_that_are_not_in_a_row_leave_no_tracker_out(tmp_path: Path) -> None:
     is_bad = iter([True, True, False] * 4)
 
