@@ -1,4 +1,5 @@
-"""Every setting of a run, in frozen sections. engine_config.py has the engines' sections, algorithm.py the algorithm's.
+"""Every setting of a run, in frozen sections. engine_config.py has the engines' sections, algorithm.py the
+algorithm's, tracker_config.py the trackers'.
 
 Each component gets only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`.
 """

@@ -16,7 +16,7 @@ class TrackioConfig(Section):
     kind: Literal["trackio"] = "trackio"
     project: str = "arl"
     name: str | None = None
-    """The run's name. Unset: run_dir's."""
+    """The run's name. Unset: run_dir's. Both get a random ending where runs of other directories go, too."""
     group: str | None = None
     """Shown with the other runs of this group."""
     directory: Path | None = None

@@ -9,6 +9,10 @@ from pathlib import Path
 from arl.api.errors import ConfigError
 from arl.api.tracker_config import MLflowConfig, TrackerConfig, TrackioConfig, WandbConfig
 from arl.api.tracking import Tracker
+from arl.tracking.mlflow_tracker import MLflowTracker
+from arl.tracking.tensorboard_tracker import TensorBoardTracker
+from arl.tracking.trackio_tracker import TrackioTracker, is_local
+from arl.tracking.wandb_tracker import WandbTracker
 
 
 def check_trackers(configs: Sequence[TrackerConfig], own: Sequence[object]) -> None:
@@ -30,19 +34,11 @@ def check_trackers(configs: Sequence[TrackerConfig], own: Sequence[object]) -> N
 def ready_made(config: TrackerConfig) -> Tracker:
     """The tracker of this kind. It imports its package when it opens."""
     if isinstance(config, TrackioConfig):
-        from arl.tracking.trackio_tracker import TrackioTracker
-
         return TrackioTracker(config)
     if isinstance(config, WandbConfig):
-        from arl.tracking.wandb_tracker import WandbTracker
-
         return WandbTracker(config)
     if isinstance(config, MLflowConfig):
-        from arl.tracking.mlflow_tracker import MLflowTracker
-
         return MLflowTracker(config)
-    from arl.tracking.tensorboard_tracker import TensorBoardTracker
-
     return TensorBoardTracker(config)
 
 
@@ -53,5 +49,4 @@ def environment(config: TrackerConfig, run_dir: Path, given: Mapping[str, str]) 
     if not isinstance(config, TrackioConfig):
         return {}
     directory = (config.directory or run_dir / "trackio").absolute()
-    is_local = not (config.space_id or given.get("TRACKIO_SPACE_ID") or given.get("TRACKIO_SERVER_URL"))
-    return {"TRACKIO_DIR": str(directory)} | ({"HF_HUB_OFFLINE": "1"} if is_local else {})
+    return {"TRACKIO_DIR": str(directory)} | ({"HF_HUB_OFFLINE": "1"} if is_local(config, given) else {})

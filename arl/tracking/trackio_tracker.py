@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arl.api.tracker_config import TrackioConfig
 from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, StepStats, new_id
 from arl.tracking.rows import COLUMNS, evaluation_metrics, rows
+
+
+def is_local(config: TrackioConfig, variables: Mapping[str, str]) -> bool:
+    """Whether the run stays on this machine. variables: of the process."""
+    return not (config.space_id or variables.get("TRACKIO_SPACE_ID") or variables.get("TRACKIO_SERVER_URL"))
 
 
 class TrackioTracker(Tracker):
@@ -38,7 +44,7 @@ class TrackioTracker(Tracker):
     def _new_name(self, run: TrackedRun) -> str:
         """trackio finds a run by its name, which must be this run's alone where other runs go, too."""
         name = self._config.name or run.name
-        is_alone = self._config.directory is None and self._config.space_id is None
+        is_alone = self._config.directory is None and is_local(self._config, os.environ)
         return name if is_alone else f"{name}-{new_id()[:6]}"
 
     def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from training.trainer_run import running
 
-from arl.api.tracker_config import TensorBoardConfig, TrackerConfig
+from arl.api.tracker_config import MLflowConfig, TensorBoardConfig, TrackerConfig, TrackioConfig
 from arl.api.tracking import TrackedRun
 from arl.tracking.rows import COLUMNS
 from arl.tracking.tracker_process import TrackerError, TrackerProcess
@@ -161,6 +161,29 @@ async def test_its_own_reader_finds_one_run_with_all_steps_evaluations_settings_
     assert "batch_size" in found.settings
     assert sorted(found.tables) == [1, 3]
     assert all(name in str(found.tables[3]) for name in COLUMNS[:-1])
+
+
+def tracked(config: TrackerConfig, run_dir: Path, run_id: str | None = None) -> str | None:
+    """The id of a run that a tracker begins, or continues, and ends."""
+    process = TrackerProcess(config)
+    try:
+        return process.open(TrackedRun(run_dir=run_dir, settings={"steps": 3}, run_id=run_id))
+    finally:
+        process.close(None)
+
+
+def test_runs_that_share_a_trackio_directory_are_two_even_if_their_names_are_equal(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    config = TrackioConfig(directory=tmp_path / "shared")
+    first, second = (tracked(config, tmp_path / where / "run") for where in ("a", "b"))
+    assert first != second
+    assert tracked(config, tmp_path / "a" / "run", first) == first
+
+
+def test_a_run_that_the_mlflow_server_does_not_know_begins_anew(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    begun = tracked(MLflowConfig(), tmp_path, "0123456789abcdef0123456789abcdef")
+    assert begun not in (None, "0123456789abcdef0123456789abcdef")
 
 
 @pytest.fixture
