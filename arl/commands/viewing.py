@@ -53,11 +53,12 @@ async def _serve(options: argparse.Namespace) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"http://{host}:{port}/" + ("#key=KEY, with your key for KEY" if key else "")
 
-    await answer_until(stop, ViewServer(runs, key).app, _socket(options.host, options.port), ready)
+    await answer_until(stop, ViewServer(runs, key).app, listening_socket(options.host, options.port), ready)
     sys.stdout.write("\n")
 
 
-def _socket(host: str, port: int | None) -> socket.socket:
+def listening_socket(host: str, port: int | None) -> socket.socket:
+    """port: None for the usual one, or any free one if that is taken. Raises ConfigError."""
     if port is None:
         with suppress(ConfigError):
             return bind(host, PORT)

@@ -18,6 +18,8 @@ from arl.view.episode_table import EpisodeTable, Row, number, whole
 WINDOW_S = 60.0
 MOST_SPANS = 20_000
 _MOST_CALLS = 200_000
+_SOME_CALLS = 20_000
+"""Read of a window that has more than _MOST_CALLS."""
 _MOST_CHILDREN = 200
 """Beneath one episode."""
 _BINS = 240
@@ -160,7 +162,7 @@ def _calls(run: RunRecord, lanes: _Lanes, problems: list[str]) -> list[Event]:
     """Those that overlap the window. With all turns at hand, servers get spans of how busy they were."""
     first, last = lanes.first, lanes.last
     is_whole = run.files.num_calls(first, last + _LATE_S) <= _MOST_CALLS
-    found = list(run.files.calls(first, last + _LATE_S, most=_MOST_CALLS))
+    found = list(run.files.calls(first, last + _LATE_S, most=_MOST_CALLS if is_whole else _SOME_CALLS))
     calls = [call for call in found if call.t - getattr(call, "seconds", 0.0) <= last]
     if is_whole:
         _busy(lanes, [call for call in calls if isinstance(call, TurnEnded) and call.server])

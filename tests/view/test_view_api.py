@@ -24,6 +24,7 @@ from made_run import (
 )
 
 from arl.api.events import GroupAdmitted, KeptTokens
+from arl.view import timeline
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
@@ -349,3 +350,18 @@ async def test_a_run_that_has_ended_says_how(run_dir: Path) -> None:
         (run,) = await browser.get("/api/runs")
     assert (run["how"], run["why"], run["next"]) == ("failed", "no memory", "use less")
     assert (run["is_live"], run["num_running"]) == (False, 0)
+
+
+async def test_a_window_with_too_many_calls_shows_some_and_says_so(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "_MOST_CALLS", 5)
+    monkeypatch.setattr(timeline, "_SOME_CALLS", 1)
+    time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 200}")
+    assert "choose less time" in time["problems"][0]
+    assert time["left_out"]["calls"] > 0
+    assert {span["kind"] for lane in time["lanes"] if lane["kind"] == "server" for span in lane["spans"]} == {
+        "paused",
+        "loading",
+        "fenced",
+    }
