@@ -14,7 +14,7 @@ from typing import Any
 
 from faulty_proxy import KINDS
 from nursery import Forked, Nursery
-from promises import check_files, check_output, check_processes, check_run_dir, promised, rows_of
+from promises import check_end, check_files, check_output, check_processes, check_run_dir, promised, rows_of
 from recovery.invariants import newest_checkpoint
 
 from arl.api.settings import laid_over
@@ -248,6 +248,7 @@ class Run:
             kill(self.second)  # it may have begun after the end of the first
         # A process that is held meanwhile goes on, notices that its parent is gone, and ends.
         check_processes(self.mark, self.forked_pids, meanwhile=self._do_what_is_due)
+        check_end(self._run_dir, code)
         before = self.version
         self.version, self.outcomes = check_run_dir(self._run_dir, batch_size=BATCH_SIZE, max_staleness=MAX_STALENESS)
         promised(self.version >= before, f"it was at version {before}, and is at {self.version}")

@@ -13,6 +13,8 @@ from typing import Any
 from life import NUM_EXAMPLES, SEEN
 from recovery.invariants import check_ledger, newest_checkpoint
 
+from arl.training.run_end import how_it_ended
+
 MARK = "ARL_CHAOS"
 UNTIDY = (
     "Traceback (most recent call last)",
@@ -94,6 +96,16 @@ def check_tokens(row: dict[str, Any], max_staleness: int) -> None:
 def check_output(output: str) -> None:
     found = [line for line in output.splitlines() if any(sign in line for sign in UNTIDY)]
     assert not found, f"the output has {found[0]!r}"
+
+
+def check_end(run_dir: Path, code: int) -> None:
+    """What it leaves says how it ended, unless it had no room. A signal may come before a start has taken run_dir."""
+    end = how_it_ended(run_dir)
+    how = end and end.how
+    assert how != "running", f"END.json is missing and run.lock is held after the exit code {code}: {end}"
+    assert code != 0 or how in ("finished", None), f"the run ended with 0 and says that it was {how}: {end}"
+    is_stopped = code in (130, 138, 143)
+    assert not (is_stopped and how == "finished"), f"the run ended with {code} and says that it has finished: {end}"
 
 
 # What a run leaves on the machine.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from life import NUM_EXAMPLES, TwoTurns
-from promises import check_output, check_run_dir, rows_of
+from promises import check_end, check_output, check_run_dir, rows_of
 from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_fakes
 
@@ -96,6 +96,12 @@ def test_a_traceback_in_the_output_is_noticed() -> None:
     check_output("error: no server took version 5\n")
     with pytest.raises(AssertionError, match="never retrieved"):
         check_output("trained 1\nFuture exception was never retrieved\n")
+
+
+def test_a_run_that_says_another_end_than_it_had_is_noticed(whole: Path) -> None:
+    check_end(whole, 0)
+    with pytest.raises(AssertionError, match="ended with 143 and says that it has finished"):
+        check_end(whole, 143)
 
 
 @pytest.mark.slow
