@@ -10,16 +10,43 @@ export function h(tag, props = {}, ...children) {
     else if (name === "style") for (const [key, text] of Object.entries(value)) node.style.setProperty(key, text);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...said(children));
   return node;
 }
 
+// What is null, undefined or false is left out.
+const said = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+
 export function show(place, ...children) {
-  place.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  place.replaceChildren(...said(children));
   return place;
 }
 
-export const loading = (what) => h("p", { class: "state", role: "status" }, h("span", { class: "spin", "aria-hidden": "true" }), `Reading ${what} …`);
+export const button = (text, onclick, props = {}) => h("button", { type: "button", onclick, ...props }, text);
+export const tag = (text, tone = "", title = null) => h("span", { class: `tag ${tone}`, title }, text);
+export const soft = (...children) => h("span", { class: "soft" }, children);
+export const item = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
+export const facts = (entries) =>
+  h("dl", { class: "facts" }, entries.filter(([, value]) => value).map(([name, value]) => h("div", {}, item(name, value))));
+export const option = (value, text = value, selected = false) => h("option", { value, selected }, text);
+
+// Names and numbers under each other, without those that are not known.
+export function pairs(entries, format = number) {
+  const known = entries.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const made = (value) => (value instanceof Node || Array.isArray(value) ? value : num(value, format));
+  return known.length ? h("dl", { class: "pairs" }, known.map(([name, value]) => item(name, made(value)))) : null;
+}
+
+// rows: lists of cells
+export function table(title, head, rows) {
+  if (!rows.length) return h("p", { class: "soft" }, "None.");
+  const cells = (row) => h("tr", {}, row.map((cell) => h("td", { class: "wrap" }, cell)));
+  const top = h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name))));
+  return h("div", { class: "sheet" }, h("table", {}, h("caption", { class: "skip" }, title), top, h("tbody", {}, rows.map(cells))));
+}
+
+export const loading = (what) =>
+  h("p", { class: "state", role: "status" }, h("span", { class: "spin", "aria-hidden": "true" }), `Reading ${what} …`);
 export const empty = (sentence) => h("p", { class: "state" }, sentence);
 export const failed = (error) => h("p", { class: "state error", role: "alert" }, String(error?.message ?? error));
 

@@ -1,8 +1,9 @@
 // One episode: its conversation token by token, its rewards, calls and branches.
 
 import { get } from "./server.js";
-import { empty, failed, h, moment, num, number, seconds, show, visible } from "./dom.js";
-import { ended, exampleOf, pairs } from "./episodes.js";
+import { button, empty, facts, failed, h, moment, num, number, option, pairs, seconds, show, soft, tag, visible } from "./dom.js";
+import { ended } from "./episodes.js";
+import { exampleOf } from "./group.js";
 import { TokenText, colouring, measures, numbersOf } from "./tokens.js";
 
 const WINDOW = 4000;
@@ -15,7 +16,7 @@ export async function episodeView({ place, path, query, run, link, go, back, set
   let chosen = Math.max(0, episode.trajectories.findIndex((one) => String(one.number) === query.trajectory));
   let colour = query.colour ?? "";
   const opened = new Set();
-  const numbers = h("div", { class: "card numbers", "aria-live": "off" }, h("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: its numbers come here."));
+  const numbers = h("div", { class: "card numbers" }, soft("Point at a token, or walk with the arrow keys: its numbers come here."));
   const turns = h("div");
   const legend = h("div", { class: "legend", role: "status" });
   const tree = h("nav", { "aria-label": "Trajectories" });
@@ -29,35 +30,38 @@ export async function episodeView({ place, path, query, run, link, go, back, set
   function drawTurns() {
     const trajectory = episode.trajectories[chosen];
     if (!trajectory) {
-      const waits = episode.how === "running" ? "The episode still runs. Its tokens come when it has ended." : "The tokens of this episode are not kept.";
-      return show(turns, empty(visible(episode.problem || waits)));
+      const isOver = episode.how !== "running";
+      const why = isOver ? "The tokens of this episode are not kept." : "The episode still runs. Its tokens come when it has ended.";
+      return show(turns, empty(visible(episode.problem || why)));
     }
     const found = measures(trajectory, episode.step);
-    show(select, h("option", { value: "" }, "nothing"), Object.entries(found).map(([key, measure]) => h("option", { value: key, selected: key === colour }, measure.label)));
+    show(select, option("", "nothing"), Object.entries(found).map(([key, { label }]) => option(key, label, key === colour)));
     const shade = found[colour] ? colouring(found[colour], trajectory.pieces.length) : null;
-    show(legend, shade?.legend ?? null, shade && colour !== "sampled" ? h("span", { class: "soft" }, "grey text: no value") : null,
-      shade && trajectory.columns.clipped ? h("span", {}, h("span", { class: "t clipped" }, "clipped")) : null);
+    show(legend, shade?.legend, shade && colour !== "sampled" && soft("grey text: no value"),
+      shade && trajectory.columns.clipped && h("span", { class: "t clipped" }, "clipped"));
     const look = (k) => show(numbers, numbersOf(trajectory, found, k));
     const calls = callsOfTurns(episode, trajectory);
     show(turns, parts(trajectory).map((part) => turnOf(part, trajectory, shade, look, calls)), loadMore(trajectory));
   }
 
   function turnOf(part, trajectory, shade, look, calls) {
-    const all = Array.from({ length: Math.min(part.stop, trajectory.start + trajectory.pieces.length) - part.start }, (_, k) => part.start + k - trajectory.start);
+    const [first, last] = [part.start - trajectory.start, Math.min(part.stop - trajectory.start, trajectory.pieces.length)];
+    const all = Array.from({ length: last - first }, (_, k) => first + k);
     const id = `${trajectory.number}/${part.start}`;
     const isLong = !part.isSampled && all.length > FOLDED * 1.5 && !opened.has(id);
     const text = new TokenText(part.isSampled ? `sampled, turn ${part.turn}` : "given", look);
     const draw = (tokens) => text.set(trajectory, tokens, shade ? shade.of : null);
     draw(isLong ? all.slice(0, FOLDED) : all);
-    const more = isLong && h("button", { type: "button", onclick: () => {
+    const more = isLong && button(`Show ${number(all.length - FOLDED)} more tokens`, () => {
       opened.add(id);
       draw(all);
       more.remove();
       text.node.focus();
-    } }, `Show ${number(all.length - FOLDED)} more tokens`);
+    });
     const call = part.isSampled ? calls[part.turn - 1] : null;
+    const title = part.isSampled ? `Turn ${part.turn}` : part.start === 0 ? "Prompt" : "Given";
     return h("section", { class: `turn${part.isSampled ? " sampled" : ""}` },
-      h("div", { class: "head" }, h("b", {}, part.isSampled ? `Turn ${part.turn}` : part.start === 0 ? "Prompt" : "Given"), h("span", {}, num(part.stop - part.start), " tokens"),
+      h("div", { class: "head" }, h("b", {}, title), h("span", {}, num(part.stop - part.start), " tokens"),
         part.reward ? h("span", {}, "reward ", num(part.reward)) : null, versionsOf(part, trajectory), call && turnCall(call)),
       text.node, more, call?.tools.length ? h("div", { class: "head" }, call.tools.map(toolCall)) : null);
   }
@@ -65,30 +69,35 @@ export async function episodeView({ place, path, query, run, link, go, back, set
   function loadMore(trajectory) {
     const have = trajectory.start + trajectory.pieces.length;
     if (have >= trajectory.num_tokens) return null;
-    const button = h("button", { type: "button", id: "more", onclick: async () => {
-      button.disabled = true;
+    const to = number(Math.min(have + WINDOW, trajectory.num_tokens));
+    const more = button(`Load tokens ${number(have)} to ${to} of ${number(trajectory.num_tokens)}`, async () => {
+      more.disabled = true;
       try {
         const next = await get(where, { start: have, stop: have + WINDOW, trajectory: trajectory.number }, signal);
         append(trajectory, next.trajectories.find((one) => one.number === trajectory.number));
         drawTurns();
       } catch (error) {
-        if (!signal.aborted) button.replaceWith(failed(error));
+        if (!signal.aborted) more.replaceWith(failed(error));
       }
-    } }, `Load tokens ${number(have)} to ${number(Math.min(have + WINDOW, trajectory.num_tokens))} of ${number(trajectory.num_tokens)}`);
-    return button;
+    }, { id: "more" });
+    return more;
   }
 
   function drawTree() {
-    const part = (k) => episode.trajectories[k];
-    const item = ({ k, at, below }) => h("li", {}, h("a", { href: link("episode", path, { trajectory: part(k).number }), "aria-current": k === chosen ? "true" : null, onclick: (event) => {
+    const choose = (k) => (event) => {
       event.preventDefault();
       chosen = k;
       remember();
       drawTree();
       drawTurns();
-    } }, part(k).number === -1 ? "what it last saw" : `${part(k).role} ${part(k).number}`, " ", num(part(k).reward)), at === null ? null : h("span", { class: "soft" }, ` from token ${number(at)}`),
-    below.length ? h("ul", { class: "tree" }, below.map(item)) : null);
-    show(tree, episode.trajectories.length > 1 ? [h("h2", {}, "Trajectories"), h("ul", { class: "tree" }, treeOf(episode).map(item))] : null);
+    };
+    const branch = ({ k, at, below }) => {
+      const { number: name, role, reward } = episode.trajectories[k];
+      const props = { href: link("episode", path, { trajectory: name }), "aria-current": k === chosen ? "true" : null, onclick: choose(k) };
+      return h("li", {}, h("a", props, name === -1 ? "what it last saw" : `${role} ${name}`, " ", num(reward)),
+        at !== null && soft(` from token ${number(at)}`), below.length > 0 && h("ul", { class: "tree" }, below.map(branch)));
+    };
+    show(tree, episode.trajectories.length > 1 && [h("h2", {}, "Trajectories"), h("ul", { class: "tree" }, treeOf(episode).map(branch))]);
   }
 
   const siblings = episode.siblings ?? [];
@@ -97,12 +106,14 @@ export async function episodeView({ place, path, query, run, link, go, back, set
   const beside = (by) => here >= 0 && siblings[here + by] && (location.hash = to(siblings[here + by]));
   show(place,
     h("div", { class: "bar pinned" }, h("h1", {}, `Episode ${episode.episode}`), ended(episode),
-      h("span", { class: "soft" }, episode.group !== null && h("a", { href: link("group", [run.run, life, episode.group]) }, `group ${episode.group}`),
-        episode.evaluation !== null ? `evaluation ${episode.evaluation}` : "", episode.step === null ? "" : `, step ${episode.step}`),
+      soft(episode.group !== null && h("a", { href: link("group", [run.run, life, episode.group]) }, `group ${episode.group}`),
+        episode.evaluation !== null && `evaluation ${episode.evaluation}`, episode.step !== null && `, step ${episode.step}`),
       h("label", { class: "push", for: "colour" }, "Colour by ", select), legend),
-    h("dl", { class: "facts" }, [["Reward", num(episode.reward)], ["Staleness", num(episode.staleness)], ["Versions", versionRange(episode)], ["Turns", num(episode.turns)], ["Tokens", [num(episode.tokens), ", sampled ", num(episode.trained)]],
-      ["Took", num(episode.seconds, seconds)], ["Advantage", num(episode.advantage)], ["Largest weight", num(episode.weight)], ["Attempts", num(episode.attempts)]]
-      .filter(([, value]) => value).map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", {}, value)))),
+    facts([
+      ["Reward", num(episode.reward)], ["Staleness", num(episode.staleness)], ["Versions", versionRange(episode)], ["Turns", num(episode.turns)],
+      ["Tokens", [num(episode.tokens), ", sampled ", num(episode.trained)]], ["Took", num(episode.seconds, seconds)],
+      ["Advantage", num(episode.advantage)], ["Largest weight", num(episode.weight)], ["Attempts", num(episode.attempts)],
+    ]),
     (episode.error || episode.message) && h("p", { class: "state error" }, visible([episode.error, episode.message].filter(Boolean).join(": "))),
     h("div", { class: "split" },
       h("div", {}, exampleOf(episode.example), tree, h("h2", {}, "Conversation"), turns),
@@ -170,8 +181,13 @@ function callsOfTurns(episode, trajectory) {
   return episode.trajectories.length === 1 && found.length === trajectory.turns.length ? found : [];
 }
 
-const turnCall = (call) => [h("span", { title: `${call.server}\nqueued ${seconds(call.queued_s ?? 0)}` }, num(call.seconds, seconds), call.stop ? `, ${call.stop}` : "", call.sends > 1 ? `, sent ${call.sends} times` : "")];
-const toolCall = (call) => h("span", {}, h("span", { class: `tag ${call.failure ? "bad" : ""}` }, visible(call.tool)), " ", num(call.seconds, seconds), call.failure ? ` ${call.failure}` : "");
+function turnCall(call) {
+  const told = [call.stop, call.sends > 1 && `sent ${call.sends} times`].filter(Boolean).join(", ");
+  return h("span", { title: `${visible(call.server ?? "")}, queued ${seconds(call.queued_s ?? 0)}` }, num(call.seconds, seconds), told && `, ${told}`);
+}
+
+const toolCall = (call) =>
+  h("span", {}, tag(visible(call.tool), call.failure ? "bad" : ""), " ", num(call.seconds, seconds), call.failure ? ` ${call.failure}` : "");
 
 function rewardsOf(episode) {
   const made = (episode.parts ?? []).map((part, k) => [
@@ -185,17 +201,24 @@ function rewardsOf(episode) {
 function callsTable(episode) {
   if (!episode.calls?.length) return null;
   const title = (call) => ({ TurnEnded: "turn", ToolEnded: `tool ${call.tool}`, RewardEnded: `reward ${call.reward}` })[call.event];
-  const bad = (call) => call.failure || call.error || (call.event === "TurnEnded" && call.stop && !["stop", "length", "abort"].includes(call.stop) ? call.stop : "");
-  const row = (call) => h("tr", {}, h("td", {}, visible(title(call)), bad(call) ? h("span", { class: "tag bad" }, visible(bad(call))) : null), h("td", { class: "n", title: moment(call.began) }, seconds(call.began - episode.began)), h("td", { class: "n" }, num(call.seconds, seconds)));
-  const rows = h("tbody", {}, episode.calls.slice(0, 200).map(row));
-  return [h("h2", {}, `${episode.calls.length} calls`), h("div", { class: "sheet" }, h("table", {}, rows))];
+  const wrong = (call) => call.failure || call.error || (["stop", "length", "abort"].includes(call.stop) ? "" : call.stop);
+  const row = (call) => h("tr", {}, h("td", {}, visible(title(call)), wrong(call) && tag(visible(wrong(call)), "bad")),
+    h("td", { class: "n", title: moment(call.began) }, seconds(call.began - episode.began)), h("td", { class: "n" }, num(call.seconds, seconds)));
+  return [h("h2", {}, `${episode.calls.length} calls`),
+    h("div", { class: "sheet" }, h("table", {}, h("tbody", {}, episode.calls.slice(0, 200).map(row))))];
 }
 
-const attemptsOf = (episode) => episode.failed_attempts?.length ? [h("h2", {}, "Failed attempts"),
-  episode.failed_attempts.map((one) => h("p", { class: "finding", style: { "--tone": "var(--bad)" } }, `${one.attempt}: ${visible(one.error)}: ${visible(one.message)}`))] : null;
+function attemptsOf({ failed_attempts: attempts }) {
+  const told = (one) => h("p", { class: "finding", style: { "--tone": "var(--bad)" } }, `${one.attempt}: ${visible(`${one.error}: ${one.message}`)}`);
+  return attempts?.length > 0 && [h("h2", {}, "Failed attempts"), attempts.map(told)];
+}
 
-const links = (list, to, episode, withStep = false) => h("ul", { class: "tree" }, list.map((one) => h("li", {},
-  h("a", { href: to(one), "aria-current": one.episode === episode.episode && one.life === episode.life ? "page" : null }, withStep ? (one.evaluation !== null && one.evaluation !== undefined ? `evaluation ${one.evaluation}` : one.step === null ? one.how : `step ${one.step}`) : one.episode, " ", num(one.reward)))));
+function links(list, to, episode, withStep = false) {
+  const when = (one) => (typeof one.evaluation === "number" ? `evaluation ${one.evaluation}` : one.step === null ? one.how : `step ${one.step}`);
+  const isThis = (one) => one.episode === episode.episode && one.life === episode.life;
+  return h("ul", { class: "tree" }, list.map((one) =>
+    h("li", {}, h("a", { href: to(one), "aria-current": isThis(one) ? "page" : null }, withStep ? when(one) : one.episode, " ", num(one.reward)))));
+}
 
 // Trajectories under the one that they branched from: the latest before them with at least as long a common beginning.
 function treeOf(episode) {

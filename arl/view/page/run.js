@@ -3,7 +3,7 @@
 import { get } from "./server.js";
 import { Chart, heatChart } from "./chart.js";
 import { runColour } from "./colour.js";
-import { clock, empty, h, moment, num, number, seconds, show } from "./dom.js";
+import { button, clock, empty, facts, h, moment, num, number, option, seconds, show, soft } from "./dom.js";
 
 const percent = (value) => (typeof value === "number" ? `${number(value * 100, 1)} %` : "–");
 const share = (part, other) => (row) => (row(part) === null || row(other) === null ? null : row(part) / (row(part) + row(other) || 1));
@@ -11,15 +11,20 @@ const share = (part, other) => (row) => (row(part) === null || row(other) === nu
 // Each line is [metric or a function of a row, label, style].
 const CHARTS = [
   { name: "reward", title: "Reward", lines: [["reward", "training batch"], ["@reward", "held out", "points"]] },
-  { name: "staleness", title: "Staleness", what: "versions between sampling and training a token", lines: [["staleness/mean", "mean"], ["staleness/max", "largest", "thin"]] },
+  { name: "staleness", title: "Staleness", what: "versions between sampling and training a token",
+    lines: [["staleness/mean", "mean"], ["staleness/max", "largest", "thin"]] },
   { name: "throughput", title: "Throughput", what: "episodes of the batch per second", lines: [["samples_per_s", "episodes/s"]] },
-  { name: "waiting", title: "Who waited", what: "share of each step's time; the rest is training", lines: [[share("time/wait_s", "time/train_s"), "the trainer, for data"]], filled: true, format: percent, range: () => [0, 1] },
+  { name: "waiting", title: "Who waited", what: "share of each step's time; the rest is training", filled: true, format: percent,
+    range: () => [0, 1], lines: [[share("time/wait_s", "time/train_s"), "the trainer, for data"]] },
   { name: "loss", title: "Loss", lines: [["loss", "loss"]] },
   { name: "entropy", title: "Entropy", what: "nats per trained token", lines: [["entropy", "entropy"]] },
-  { name: "kl", title: "KL", what: "from the sampler, and from the reference", lines: [["behavior_kl_proximal", "proximal"], ["behavior_kl_current", "current", "dashed"], ["kl_reference", "reference", "thin"]] },
+  { name: "kl", title: "KL", what: "from the sampler, and from the reference",
+    lines: [["behavior_kl_proximal", "proximal"], ["behavior_kl_current", "current", "dashed"], ["kl_reference", "reference", "thin"]] },
   { name: "ess", title: "Effective sample size", what: "1: all tokens weigh the same", lines: [["effective_sample_size", "share"]] },
-  { name: "clip", title: "Clipped", what: "share of trained tokens", lines: [["clip_fraction", "clipped"], ["behavior_weight_zero", "weight 0", "thin"]], format: percent },
-  { name: "length", title: "Length", what: "tokens of a trajectory", lines: [["length/tokens", "mean"], ["length/trained_tokens", "trained", "dashed"], ["length/tokens_max", "longest", "thin"]] },
+  { name: "clip", title: "Clipped", what: "share of trained tokens", format: percent,
+    lines: [["clip_fraction", "clipped"], ["behavior_weight_zero", "weight 0", "thin"]] },
+  { name: "length", title: "Length", what: "tokens of a trajectory",
+    lines: [["length/tokens", "mean"], ["length/trained_tokens", "trained", "dashed"], ["length/tokens_max", "longest", "thin"]] },
 ];
 
 export async function runView({ place, query, runs, shown, setQuery, signal, link }) {
@@ -29,7 +34,7 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   const charts = new Map();
   const heats = new Map();
   const grid = h("div", { class: "charts" });
-  const facts = h("div");
+  const about = h("div");
   const picker = h("select", { "aria-label": "Add a chart of any metric" });
   const axis = h("span", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, ["step", "time"].map((name) =>
     h("button", { type: "button", "aria-pressed": String((name === "time") === byTime), onclick: (event) => {
@@ -68,22 +73,24 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   function draw() {
     const wanted = [...CHARTS, ...more.map((name) => ({ name, title: name, lines: [[name, ""]], isMore: true }))];
     for (const options of wanted) {
-      const series = options.lines.flatMap((one) => shown.map((k) => ({ ...line(k, one), filled: options.filled }))).filter(({ xs, ys }) => xs.length && ys.some((y) => typeof y === "number"));
+      const series = options.lines.flatMap((one) => shown.map((k) => ({ ...line(k, one), filled: options.filled })))
+        .filter(({ xs, ys }) => xs.length && ys.some((y) => typeof y === "number"));
       let chart = charts.get(options.name);
       if (!series.length) continue;
       if (!chart) {
         chart = new Chart({ ...options, xName: "" });
         charts.set(options.name, chart);
         grid.append(chart.node);
-        if (options.isMore) chart.node.querySelector("figcaption h3").after(h("button", { type: "button", "aria-label": `Remove ${options.name}`, onclick: () => drop(options.name) }, "×"));
+        const remove = button("×", () => drop(options.name), { "aria-label": `Remove ${options.name}` });
+        if (options.isMore) chart.node.querySelector("h3").after(remove);
       }
       chart.options.xName = byTime ? "s" : "step";
       chart.set(series);
     }
     for (const k of shown.toReversed()) drawStaleness(k);
     const names = [...new Set(shown.flatMap((k) => tables.get(k).names))].sort();
-    show(picker, h("option", { value: "" }, "Add a metric …"), names.filter((name) => !charts.has(name)).map((name) => h("option", { value: name }, name)));
-    if (!grid.children.length) show(grid, h("div", { class: "chart" }, empty("No step yet: the first numbers come when the first batch has been trained.")));
+    show(picker, option("", "Add a metric …"), names.filter((name) => !charts.has(name)).map((name) => option(name)));
+    if (!grid.children.length) show(grid, h("div", { class: "chart" }, empty("No step yet: the first batch is not trained.")));
     else grid.querySelector(".state")?.parentNode.remove();
     drawFacts();
   }
@@ -112,26 +119,26 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   }
 
   function drawFacts() {
-    show(facts, shown.map((k) => {
+    show(about, shown.map((k) => {
       const run = runs[k];
       const { columns, evaluations } = tables.get(k);
-      const pair = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
       const held = evaluations.filter((row) => typeof row.reward === "number");
       return [
         shown.length > 1 && h("h1", {}, h("span", { class: "dot", style: { "--tone": runColour(k), display: "inline-block" } }), ` ${run.name}`),
-        h("dl", { class: "facts" },
-          pair("State", h("span", { title: run.why || null }, run.how)),
-          pair("Version", [num(run.version), run.steps ? [" of ", num(run.steps)] : null]),
-          pair("Reward", num(columns.reward?.at(-1) ?? null)),
-          pair("Held out", held.length ? [num(held[0].reward), " → ", num(held.at(-1).reward)] : "–"),
-          pair("Episodes", [num(run.num_episodes), run.num_running ? [", ", num(run.num_running), " running"] : null]),
-          pair("Groups", num(run.num_groups)),
-          pair("Began", h("span", { title: moment(run.began) }, clock(run.began))),
-          pair("Training time", num(columns.time_s?.at(-1) ?? null, seconds)),
-          pair("Lives", num(run.lives?.length ?? null))),
+        facts([
+          ["State", h("span", { title: run.why || null }, run.how)],
+          ["Version", [num(run.version), run.steps ? [" of ", num(run.steps)] : null]],
+          ["Reward", num(columns.reward?.at(-1) ?? null)],
+          ["Held out", held.length ? [num(held[0].reward), " → ", num(held.at(-1).reward)] : "–"],
+          ["Episodes", [num(run.num_episodes), run.num_running ? [", ", num(run.num_running), " running"] : null]],
+          ["Groups", num(run.num_groups)],
+          ["Began", h("span", { title: moment(run.began) }, clock(run.began))],
+          ["Training time", num(columns.time_s?.at(-1) ?? null, seconds)],
+          ["Lives", num(run.lives?.length ?? null)],
+        ]),
         run.why && !["finished", "running"].includes(run.how) && h("p", { class: "soft" }, `${run.why} ${run.next ?? ""}`),
         !run.has_events && h("p", { class: "soft" }, "This run has no event log: only the metrics of its steps can be shown."),
-        run.has_events && run.problems?.length ? h("p", { class: "soft" }, h("a", { href: link("health") }, `${run.problems.length} part(s) of its log cannot be read.`)) : null,
+        run.has_events && run.problems?.length ? h("p", {}, h("a", { href: link("health") }, "Parts of its log cannot be read.")) : null,
       ];
     }));
   }
@@ -143,7 +150,8 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   });
 
   await Promise.all(shown.map(read));
-  show(place, facts, h("div", { class: "bar" }, h("label", {}, "by ", axis), picker, h("span", { class: "soft push" }, "drag to zoom, double-click to see all")), grid, await settings(runs, shown, signal));
+  const bar = h("div", { class: "bar" }, h("label", {}, "by ", axis), picker, soft("drag to zoom, double-click to see all"));
+  show(place, about, bar, grid, await settings(runs, shown, signal));
   draw();
 
   let isReading = false;
@@ -178,7 +186,8 @@ function joined(known, found) {
   const before = known.columns.version?.length ?? 0;
   const after = found.columns.version?.length ?? 0;
   const column = (table, name, count) => table.columns[name] ?? Array(count).fill(null);
-  const columns = Object.fromEntries([...new Set([...names, "version"])].map((name) => [name, [...column(known, name, before), ...column(found, name, after)]]));
+  const whole = (name) => [name, [...column(known, name, before), ...column(found, name, after)]];
+  const columns = Object.fromEntries([...new Set([...names, "version"])].map(whole));
   return { names, columns, evaluations: found.evaluations };
 }
 
@@ -188,19 +197,24 @@ const flat = (value, name = "") =>
     : [[name, value]];
 const said = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? "–");
 
+function sheet(id, head, rows) {
+  const row = ([name, ...values]) => h("tr", {}, h("th", { scope: "row" }, name), values.map((value) => h("td", { class: "wrap mono" }, said(value))));
+  const top = head && h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name))));
+  return h("div", { class: "sheet" }, h("table", { id }, top, h("tbody", {}, rows.map(row))));
+}
+
 async function settings(runs, shown, signal) {
   const made = [];
   if (shown.length > 1) {
-    const found = await get("compare-settings", {}, signal);
-    const rows = found.settings.map(({ name, values }) => h("tr", {}, h("th", { scope: "row" }, name), shown.map((k) => h("td", { class: "wrap mono" }, said(values[k])))));
-    const head = h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Setting"), shown.map((k) => h("th", { scope: "col" }, runs[k].name))));
-    made.push(h("h2", {}, "How their settings differ"), rows.length ? h("div", { class: "sheet" }, h("table", { id: "differences" }, head, h("tbody", {}, rows))) : empty("Their settings are the same."));
+    const { settings } = await get("compare-settings", {}, signal);
+    const rows = settings.map(({ name, values }) => [name, ...shown.map((k) => values[k])]);
+    made.push(h("h2", {}, "How their settings differ"),
+      rows.length ? sheet("differences", ["Setting", ...shown.map((k) => runs[k].name)], rows) : empty("Their settings are the same."));
   }
   for (const k of shown) {
     const rows = flat(runs[k].settings ?? {}).filter(([name]) => name);
-    const table = h("table", {}, h("tbody", {}, rows.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "wrap mono" }, said(value))))));
     made.push(h("h2", {}, shown.length > 1 ? `Settings of ${runs[k].name}` : "Settings"),
-      rows.length ? h("details", {}, h("summary", {}, `${rows.length} settings`), h("div", { class: "sheet" }, table)) : empty("The log does not say the settings."));
+      rows.length ? h("details", {}, h("summary", {}, `${rows.length} settings`), sheet(null, null, rows)) : empty("The log does not say the settings."));
   }
   return made;
 }

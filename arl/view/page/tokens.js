@@ -1,8 +1,7 @@
 // Tokens in text, coloured by one of their numbers, and the numbers of the one that is looked at.
 
 import { ink, scale } from "./colour.js";
-import { h, marked, num, piece, show, visible } from "./dom.js";
-import { pairs } from "./episodes.js";
+import { h, marked, num, pairs, piece, show, visible } from "./dom.js";
 
 const NAMES = {
   behavior_logprobs: "behavior logprob", proximal_logprobs: "proximal logprob", current_logprobs: "current logprob", reference_logprobs: "reference logprob",
