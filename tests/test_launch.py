@@ -291,6 +291,6 @@ def test_a_warning_says_that_servers_would_get_rounded_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, transport: str, count: int
 ) -> None:
     config = small(tmp_path, train={"dtype": dtype, "lora": {"rank": 4}}, weights={"transport": transport})
-    given = _Given(workflow=SayDigits(), dataset=[{}], eval_dataset=None, keep=None, curriculum=None)
+    given = _Given(workflow=SayDigits(), dataset=[{}], eval_dataset=None, keep=None, curriculum=None, trackers=())
     _check(config, given)
     assert caplog.text.count("rounded away") == count
