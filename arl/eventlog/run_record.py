@@ -322,7 +322,11 @@ def _token_record(rows: list[TokenRow], columns: dict[str, np.ndarray], place: i
     start = sum(row.tokens for row in rows[:place])
     row = rows[place]
     per_token = {name: column[start : start + row.tokens] for name, column in columns.items() if name in _PER_TOKEN}
-    mask = per_token["loss_mask"]
+    token_ids, mask, *_ = (per_token[name] for name in _PER_TOKEN[:4])
+    if any(len(column) != row.tokens for column in per_token.values()):
+        raise ValueError(f"not all columns have {row.tokens} entries")
+    if token_ids.dtype.kind not in "iu" or mask.dtype != bool:
+        raise ValueError(f"token_ids are {token_ids.dtype}, and loss_mask is {mask.dtype}")
     begin = sum(row.trained for row in rows[:place])
     for name, column in columns.items():
         if name not in _PER_TOKEN and row.trained:
@@ -333,6 +337,7 @@ def _token_record(rows: list[TokenRow], columns: dict[str, np.ndarray], place: i
 
 
 _PER_TOKEN = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "token_rewards")
+"""All but the last are always there."""
 
 
 class _Rows:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ _EQUAL = {"example": "row", "group": "group", "life": "life", "evaluation": "eva
 """Parameter -> column."""
 _AMONG = ("how", "outcome", "reason", "error", "kind")
 MOST_ROWS = 1000
+_STALEST = 1000
+_HIGHEST = 2.0**53
 
 
 def evaluated_of(name: str) -> tuple[int, int] | None:
@@ -33,6 +34,12 @@ def evaluated_of(name: str) -> tuple[int, int] | None:
     if evaluation[:1] == "e" and evaluation[1:].isdecimal() and index.isdecimal():
         return int(evaluation[1:]), int(index)
     return None
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of one value or more. Infinite where statistics.fmean raises OverflowError."""
+    listed = list(values)
+    return sum(listed) / len(listed)
 
 
 def row_of(episode: EpisodeRecord, versions: Mapping[tuple[int, int], int]) -> Row:
@@ -54,7 +61,7 @@ def row_of(episode: EpisodeRecord, versions: Mapping[tuple[int, int], int]) -> R
         "outcome": group.outcome if group else "",
         "reason": group.reason if group else "",
         "reward": episode.reward,
-        "rewards": {name: fmean(part.rewards[name] for part in parts if name in part.rewards) for name in names},
+        "rewards": {name: mean(part.rewards[name] for part in parts if name in part.rewards) for name in names},
         "began": episode.began,
         "seconds": None if episode.ended is None else episode.ended - episode.began,
         "tokens": episode.num_tokens,
@@ -69,10 +76,10 @@ def row_of(episode: EpisodeRecord, versions: Mapping[tuple[int, int], int]) -> R
         "error": episode.error,
         "message": episode.message,
         "is_undone": episode.is_undone,
-        "advantage": fmean(one.advantage for one in trained) if trained else None,
+        "advantage": mean(one.advantage for one in trained) if trained else None,
         "weight": max((one.weight for one in trained), default=None),
-        "clipped": fmean(one.clipped for one in trained) if trained else None,
-        "entropy": fmean(one.entropy for one in trained) if trained else None,
+        "clipped": mean(one.clipped for one in trained) if trained else None,
+        "entropy": mean(one.entropy for one in trained) if trained else None,
         "has_tokens": bool(episode.places),
         "trajectories": len(parts),
     }
@@ -133,10 +140,10 @@ class EpisodeTable:
         """Trained tokens by step and by the staleness of their trajectory's oldest token."""
         step, stale, trained = (self.column(name) for name in ("step", "staleness", "trained"))
         valid = self.having("kind", "training") & ~np.isnan(step) & ~np.isnan(stale) & (self.column("is_undone") == 0)
-        steps, at = np.unique(step[valid].astype(int), return_inverse=True)
-        values = np.clip(stale[valid].astype(int), 0, 1000)
+        steps, at = np.unique(np.clip(step[valid], 0, _HIGHEST).astype(int), return_inverse=True)
+        values = np.clip(stale[valid], 0, _STALEST).astype(int)
         counts = np.zeros((len(steps), int(values.max(initial=0)) + 1), np.int64)
-        np.add.at(counts, (at, values), trained[valid].astype(np.int64))
+        np.add.at(counts, (at, values), np.clip(trained[valid], 0, _HIGHEST).astype(np.int64))
         return {"steps": steps.tolist(), "staleness": list(range(counts.shape[1])), "tokens": counts.tolist()}
 
     def _conditions(self, wanted: Mapping[str, str]) -> list[np.ndarray]:

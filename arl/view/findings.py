@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Literal
 
 from arl.eventlog.run_record import RunRecord
-from arl.view.episode_table import Row
+from arl.view.episode_table import Row, mean
 
 _STEPS = 20
 """The last steps of a run, which rules look at."""
@@ -99,7 +98,7 @@ def _values(rows: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
 
 def _mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
     values = _values(rows, metric)
-    return fmean(values) if values else None
+    return mean(values) if values else None
 
 
 def _entropy(_: RunRecord, rows: list[Row]) -> Row | None:

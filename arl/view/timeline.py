@@ -176,7 +176,7 @@ def _calls(run: RunRecord, lanes: _Lanes, problems: list[str]) -> list[Event]:
 def _busy(lanes: _Lanes, turns: list[TurnEnded]) -> None:
     """How many requests each server had at once, on average in each of the window's bins."""
     width = (lanes.last - lanes.first) / _BINS
-    if width <= 0:
+    if not 0 < width < np.inf:
         return
     edges = lanes.first + width * np.arange(_BINS + 1)
     by_server: defaultdict[str, list[TurnEnded]] = defaultdict(list)
@@ -185,7 +185,8 @@ def _busy(lanes: _Lanes, turns: list[TurnEnded]) -> None:
     for server, own in by_server.items():
         starts = np.sort([turn.t - max(turn.seconds - turn.queued_s, 0.0) for turn in own])
         stops = np.sort([turn.t for turn in own])
-        busy = np.diff(_time_before(edges, starts) - _time_before(edges, stops)) / width
+        with np.errstate(all="ignore"):  # of a damaged log's times
+            busy = np.diff(_time_before(edges, starts) - _time_before(edges, stops)) / width
         lane = lanes.server(server)
         for i, n in enumerate(np.round(busy, 1).tolist()):
             if n > 0:

@@ -3,12 +3,24 @@
 import json
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from made_run import PROMPT, T0, Browser, began, episode, life, looking_at, trajectory, write_run
 
 from arl.__main__ import main
-from arl.api.events import KeptTokens, ServerJoined, ServerLoaded
-from arl.eventlog.segments import packed_frame
+from arl.api.events import (
+    BatchTrained,
+    EpisodeEnded,
+    GroupAdmitted,
+    KeptTokens,
+    ServerJoined,
+    ServerLoaded,
+    TrainedSummary,
+    TrajectorySummary,
+    TurnEnded,
+)
+from arl.eventlog.segments import TokenRow, pack_tokens, packed_frame
 
 PATHS = ("steps", "staleness", "episodes", "episodes?text=x", "time", "time?from=0&to=1e300", "health")
 
@@ -183,3 +195,65 @@ async def test_numbers_and_text_that_json_cannot_hold_are_answered_without(tmp_p
         told = await browser.get("/api/runs/0/steps")
     assert told["columns"] == {"version": [1], "huge": [None], "inf": [None], "name": [None]}
     assert told["evaluations"] == [{"version": 1, "huge": None, "inf": None, "name": "?"}]
+
+
+ROW = TokenRow(episode="e0.0", number=0, tokens=2, turns=[(-3, 9, 0.0)])
+COLUMNS = {
+    "token_ids": np.array([5, 6]),
+    "loss_mask": np.array([False, True]),
+    "behavior_logprobs": np.zeros(2, np.float32),
+    "versions": np.zeros(2, np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (ROW, COLUMNS | {"token_ids": np.array([5.5, 6.5])}),
+        (ROW, COLUMNS | {"loss_mask": np.array([0, 1])}),
+        (ROW, COLUMNS | {"versions": np.zeros(1, np.int32)}),
+        (ROW, {name: COLUMNS[name] for name in ("token_ids", "loss_mask")}),
+        (msgspec.structs.replace(ROW, tokens=-2), COLUMNS),
+        (msgspec.structs.replace(ROW, tokens=10**9), COLUMNS),
+        (msgspec.structs.replace(ROW, trained=7), COLUMNS | {"advantages": np.zeros(7, np.float32)}),
+    ],
+    ids=[
+        "ids that are no integers",
+        "no mask",
+        "short",
+        "a column missing",
+        "negative",
+        "too long",
+        "too many trained",
+    ],
+)
+async def test_columns_that_contradict_their_row_are_a_sentence(
+    tmp_path: Path, row: TokenRow, columns: dict[str, np.ndarray]
+) -> None:
+    part = trajectory(PROMPT, "x")
+    life(tmp_path, [began(), *episode("e0.0", T0, [part]), KeptTokens(rows=[("e0.0", 0, part)])])
+    file = tmp_path / "events" / "0001-0001.tokens.zst"
+    file.write_bytes(packed_frame(pack_tokens([row], columns), 1, T0, T0))
+    async with looking_at(tmp_path) as browser:
+        await ask_all(browser)
+        told = await browser.get("/api/runs/0/episodes/1/e0.0")
+        assert "the tokens of episode e0.0 are damaged" in told["problem"]
+
+
+async def test_the_largest_numbers_are_answered(tmp_path: Path) -> None:
+    trained = TrainedSummary("0.0", 0, 1e308, 0.0, 0.0, 0.0)
+    huge = TrajectorySummary(reward=1e308, rewards={"a": 1e308}, tokens=2**62, trained=2**62, oldest=-(2**62))
+    life(
+        tmp_path,
+        [
+            began(rollout={"max_staleness": "many"}, model="\x00"),
+            GroupAdmitted(group=0, epoch=0, row=-1, stamp=0, t=-1e308),
+            EpisodeEnded(episode="0.0", how="finished", began=-1e308, reward=1e308, trajectories=[huge, huge], t=1e308),
+            BatchTrained(version=2**62, groups=[0], seconds=1e308, trajectories=[trained] * 2),
+            TurnEnded(episode="0.0", rid="", server="s", seconds=1e308, prompt=0, output=0, t=5.0),
+        ],
+    )
+    async with looking_at(tmp_path) as browser:
+        await ask_all(browser)
+        assert (await browser.rows())[0]["rewards"] == {"a": None}
+        await browser.get("/api/runs/0/episodes/1/0.0")
