@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
@@ -26,16 +30,18 @@ from arl.api.engine_config import (
     SGLangEngineConfig,
 )
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
+from arl.api.events import NOWHERE, Events, RunBegan
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.model_files import load_tokenizer, local_directory, model_digest, served_model
+from arl.engine.model_files import copy_tokenizer, load_tokenizer, local_directory, model_digest, served_model
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.eventlog.writer import EventLog
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
@@ -175,6 +181,7 @@ def _check(config: Config, given: _Given) -> None:
 
 
 async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: RolloutWorkflow) -> Trainer:
+    events = _events(stack, config)
     thread = TrainThread()
     stack.callback(thread.close)
     display = display_of(config.log, config.steps)
@@ -182,7 +189,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     trackers = Trackers(config.log.trackers, given.trackers)
     stack.push_async_exit(partial(_close_trackers, trackers))
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engine = await _engines(stack, config, given.workflow, thread)
+        learner, engine = await _engines(stack, config, given.workflow, thread, events)
     transport = await thread(_transport, config, learner.engine)
     stack.callback(transport.close)
     is_decoded = config.log.trajectories or (trackers.has_any and config.log.track_trajectories)
@@ -197,9 +204,10 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
     settings = config.model_dump(mode="json", fallback=str)
+    events.emit(_beginning(given, settings, learner.version))
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    runner = _runner(stack, config, played, type(given.workflow).__name__, learner)
+    runner = _runner(stack, config, given, played, learner, events)
     rollout = await offload(_rollout, config, given, engine, runner, buffer)
     kept = config.rollout
     replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
@@ -209,6 +217,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         await offload(rollout.load_state_dict, state.values["rollout"], state.groups)
         replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
+    if config.log.events:
+        await offload(copy_tokenizer, config.model, config.run_dir / "events")
     return Trainer(
         config=config,
         learner=learner,
@@ -222,6 +232,24 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         thread=thread,
         replay=replay,
         totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
+        events=events,
+    )
+
+
+def _events(stack: AsyncExitStack, config: Config) -> Events:
+    return stack.enter_context(EventLog(config.run_dir, config.log.events).open()) if config.log.events else NOWHERE
+
+
+def _beginning(given: _Given, settings: dict[str, Any], version: int) -> RunBegan:
+    return RunBegan(
+        version=version,
+        arl=metadata.version("arl"),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        workflow=type(given.workflow).__name__,
+        num_examples=len(given.dataset),
+        num_eval_examples=len(given.eval_dataset or ()),
+        settings=settings,
     )
 
 
@@ -232,7 +260,7 @@ async def _close_trackers(trackers: Trackers, kind: type[BaseException] | None, 
 
 
 async def _engines(
-    stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, thread: TrainThread
+    stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, thread: TrainThread, events: Events
 ) -> tuple[RemoteLearner, InferenceEngine]:
     """Both at once: the train engine loads while servers start."""
     loading = thread.submit(_load_learner, config, workflow)
@@ -243,18 +271,29 @@ async def _engines(
         await thread.finish(loading)  # a broken model raises the better error here
         raise
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
-    return learner, await stack.enter_async_context(await _client(config, addresses, api_key, processes))
+    return learner, await stack.enter_async_context(await _client(config, addresses, api_key, processes, events))
 
 
 async def _client(
-    config: Config, addresses: Sequence[str], api_key: str | None, processes: ServerProcesses | None
+    config: Config,
+    addresses: Sequence[str],
+    api_key: str | None,
+    processes: ServerProcesses | None,
+    events: Events = NOWHERE,
 ) -> RemoteSGLangEngine:
     model = await offload(served_model, config.model)
-    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, model=model, processes=processes)
+    return RemoteSGLangEngine(
+        addresses, config.engine, api_key=api_key, model=model, processes=processes, events=events
+    )
 
 
 def _runner(
-    stack: AsyncExitStack, config: Config, played: RolloutWorkflow, name: str, learner: RemoteLearner
+    stack: AsyncExitStack,
+    config: Config,
+    given: _Given,
+    played: RolloutWorkflow,
+    learner: RemoteLearner,
+    events: Events,
 ) -> EpisodeRunner:
     """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
     failures = FailureLog(config.run_dir / "logs" / "episodes.log")
@@ -262,17 +301,22 @@ def _runner(
     rollout = config.rollout
     return EpisodeRunner(
         workflow=played,
-        workflow_name=name,
+        workflow_name=type(given.workflow).__name__,
         timeout_s=rollout.episode_timeout_s,
         retries=rollout.episode_retries,
         failures=failures,
         limits=learner.engine.limits,
         newest_version=lambda: learner.version,
+        events=events,
     )
 
 
 def _rollout(
-    config: Config, given: _Given, engine: InferenceEngine, runner: EpisodeRunner, buffer: ReplayBuffer
+    config: Config,
+    given: _Given,
+    engine: InferenceEngine,
+    runner: EpisodeRunner,
+    buffer: ReplayBuffer,
 ) -> RolloutController:
     return RolloutController(
         engine,

@@ -66,6 +66,7 @@ def load_learner(config: Config) -> Learner:
             critic=engines[1] if len(engines) > 1 else None,
             max_staleness=config.rollout.max_staleness,
             seed=config.seed,
+            events=config.log.events,
         )
         stack.pop_all()
     return learner

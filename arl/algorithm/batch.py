@@ -127,13 +127,19 @@ class Batch:
         """Views of [T] values, one for each trajectory."""
         return values.split(self.lengths)
 
+    @property
+    def members(self) -> list[list[int]]:
+        """The places of each group's trajectories."""
+        members: list[list[int]] = [[] for _ in self.groups]
+        for i, group in enumerate(self.group):
+            members[group].append(i)
+        return members
+
     def take(self, groups: Sequence[int]) -> Batch:
         """A batch of the groups at these places, in this order."""
         if list(groups) == list(range(len(self.groups))):
             return self
-        members: list[list[int]] = [[] for _ in self.groups]
-        for i, group in enumerate(self.group):
-            members[group].append(i)
+        members = self.members
         rows = [i for group in groups for i in members[group]]
         sizes = [sum(self.lengths[i] for i in own) for own in members]
 

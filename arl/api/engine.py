@@ -294,6 +294,8 @@ class TokenLosses:
         default_factory=dict[str, "tuple[torch.Tensor, torch.Tensor]"]
     )
     """name -> (a, b). Reported: sum(a) / sum(b), unless sum(b) is 0."""
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    """Not reported, but kept for TrainEngine.kept."""
     sample_sizes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
     """name -> weights w. Reported: the effective sample size sum(w)^2 / (N sum(w^2)) of N tokens (Kish 1965), 1 for
     equal weights."""
@@ -366,6 +368,12 @@ class TrainEngine(WeightSource, Protocol):
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         """One optimizer step for each minibatch, then version += 1. Metrics are means over the minibatches."""
+        ...
+
+    @property
+    def kept(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """What the loss of the last train_batch kept: for each minibatch, name -> float32[T] over all its tokens, nan
+        where loss_mask is 0."""
         ...
 
     def save(self, directory: Path) -> Saving:

@@ -115,6 +115,7 @@ class ScriptedTrainEngine:
         self._on_train = on_train
         self._version = 0
         self.batches: list[list[list[TrainSequence]]] = []
+        self.kept: list[dict[str, torch.Tensor]] = []
 
     @property
     def version(self) -> int:

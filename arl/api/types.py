@@ -111,6 +111,12 @@ class ModelResponse:
     stop_reason: StopReason
     temperature: float = 1.0
     """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
+    server: str = ""
+    """The address of the server that gave the last token, if there is one."""
+    queued_s: float = 0.0
+    """How long the request waited for a server, in seconds."""
+    sends: int = 1
+    """How often it was sent: pauses that abort, and servers that fail, make it more than one."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,3 +127,15 @@ def load_part(auto_class: Any, name: str | Path, what: str, **options: object) -
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
+def copy_tokenizer(model: str | Path, directory: Path) -> None:
+    """Copy the model's tokenizer.json, if it has one, so that logs can be read where the model is not."""
+    source: Any = Path(model) / "tokenizer.json"
+    if not Path(model).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        source = try_to_load_from_cache(str(model), "tokenizer.json")
+    with contextlib.suppress(OSError, TypeError):  # TypeError: the hub's model has none, or is not here
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, directory / "tokenizer.json")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from arl.api.config import EventsConfig
-from arl.api.events import CALLS, Event, KeptTokens, Lost, TokensKept, Warned
+from arl.api.events import CALLS, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned
 from arl.api.types import Trajectory
 from arl.eventlog.segments import STREAMS, SegmentName, Stream, TokenRow, pack_tokens, packed_frame, segments
 
@@ -76,6 +76,11 @@ class EventLog:
         thread.start()
         try:
             yield self
+        except BaseException as error:
+            self.emit(RunEnded(how=type(error).__name__, why=str(error)))
+            raise
+        else:
+            self.emit(RunEnded(how="finished"))
         finally:
             logging.getLogger("arl").removeHandler(handler)
             self._is_over.set()

@@ -6,11 +6,13 @@ import asyncio
 import inspect
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Generic, ParamSpec, cast
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.events import EPISODE, RewardEnded
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.pool import RewardPool, is_typed_in
@@ -71,7 +73,23 @@ class WorkflowReward(Shared):
 
     async def __call__(self, answer: str, data: Example) -> Score:
         """Raises RewardError, RewardTimeoutError, and the errors of a user's own reward class."""
-        return score_of(await self._reward(answer, data), f"reward {self.name}")
+        began = time.monotonic()
+        try:
+            score = score_of(await self._reward(answer, data), f"reward {self.name}")
+        except BaseException as error:
+            self._report(time.monotonic() - began, error=type(error).__name__)
+            raise
+        self._report(time.monotonic() - began, score)
+        return score
+
+    def _report(self, seconds: float, score: Score | None = None, error: str = "") -> None:
+        if context := EPISODE.get():
+            value, parts = (score.value, dict(score.parts)) if score else (None, {})
+            context.events.emit(
+                RewardEnded(
+                    episode=context.episode, reward=self.name, seconds=seconds, value=value, parts=parts, error=error
+                )
+            )
 
     async def _open(self, opened: AsyncExitStack) -> None:
         if isinstance(self._reward, Shared):

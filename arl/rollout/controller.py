@@ -27,13 +27,15 @@ from typing import Any, Protocol
 from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
 from arl.api.errors import first_error
+from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
-from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun
+from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
+from arl.rollout.report import EpisodeReport, shown
 from arl.rollout.watches import FailureBudget, LagMonitor, RolloutTotals, StarvationWatch
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class RolloutController:
         rules: GroupRules = GroupRules(),  # noqa: B008 - it is frozen
         curriculum: Curriculum | None = None,
     ) -> None:
+        self._events = runner.events
         self._engine = engine
         self._runner = runner
         self.pulse = runner.pulse
@@ -137,7 +140,12 @@ class RolloutController:
     async def _admit(self) -> GroupRun:
         slot = await self._buffer.admit()
         issue = self.ledger.issue()
-        play = partial(self._play, self._dataset[issue.example_id[1]])  # read once: its episodes get the same example
+        epoch, row = issue.example_id
+        example = self._dataset[row]  # read once: its episodes get the same one
+        self._events.emit(
+            GroupAdmitted(group=issue.group_id, epoch=epoch, row=row, stamp=slot.stamp, example=shown(example))
+        )
+        play = partial(self._play, example)
         run = GroupRun(slot, issue, self._config, self._rules, self._places, play)
         self._running[slot.number] = run
         return run
@@ -149,9 +157,11 @@ class RolloutController:
         sampler = EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
         epoch, row = run.issue.example_id
         name = f"{'the greedy episode' if index == GREEDY else f'episode {index}'} of example {row}, epoch {epoch}"
+        report = EpisodeReport(self._events, episode_name(run.issue.group_id, index))
         try:
-            episode = await self._runner.run(sampler, example, name=name, oldest_allowed=run.slot.stamp)
+            episode = await self._runner.run(sampler, example, name=name, report=report, oldest_allowed=run.slot.stamp)
         except asyncio.CancelledError:
+            report.cancelled("straggler" if run.is_cut else "overtaken" if run.is_full else "stopped")
             if index != GREEDY:
                 self._totals.count_cancelled(run, clock.time() - began)
             raise
@@ -164,6 +174,7 @@ class RolloutController:
         self._totals.count_group(run, judged)
         if run.reward is not None and not run.is_cut:
             self.ledger.note_reward(run.issue.example_id, run.reward)
+        self._report(run, judged)
         if isinstance(judged, Group):
             self._starvation.fruitful()
             await self._buffer.finish(run.slot, judged)
@@ -172,6 +183,22 @@ class RolloutController:
         if not run.is_cut:
             await self._buffer.release(run.slot)
         self._starvation.fruitless(judged)
+
+    def _report(self, run: GroupRun, judged: Group | Fruitless) -> None:
+        number = run.issue.group_id
+        if isinstance(judged, Group):
+            self._events.emit(GroupEnded(group=number, outcome="kept"))
+            return
+        outcome, reason = judged.outcome.name.lower(), judged.reason.name.lower()
+        self._events.emit(GroupEnded(group=number, outcome=outcome, reason=reason, detail=judged.detail))
+        rows = [
+            (episode_name(number, index), i, trajectory)
+            for index in run.kept
+            if (episode := run.episodes[index])
+            for i, trajectory in enumerate(episode.trajectories)
+        ]
+        if rows:
+            self._events.keep(KeptTokens(rows=rows))
 
     async def _cut_stragglers(self, after_s: float) -> None:
         """Cut groups that keep the trainer waiting. Their places are free at once, though episodes may end later."""
@@ -201,10 +228,12 @@ async def run_examples(
     max_concurrent: int,
     seed: int | None = None,
     on_end: Callable[[], None] = lambda: None,
+    number: int = 0,
 ) -> list[Episode]:
     """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
 
     seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends.
+    number: of the evaluation, for the event log.
     """
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))
@@ -212,7 +241,16 @@ async def run_examples(
     async def run_next_ones() -> None:
         for index in indices:
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
-            episodes[index] = await runner.run(sampler, examples[index], name=f"evaluation of example {index}")
+            report = EpisodeReport(runner.events, f"e{number}.{index}")
+            name = f"evaluation of example {index}"
+            try:
+                episode = episodes[index] = await runner.run(sampler, examples[index], name=name, report=report)
+            except asyncio.CancelledError:
+                report.cancelled("stopped")
+                raise
+            if episode.trajectories:
+                rows = [(report.episode, i, trajectory) for i, trajectory in enumerate(episode.trajectories)]
+                runner.events.keep(KeptTokens(rows=rows))
             on_end()
 
     async with asyncio.TaskGroup() as tasks:

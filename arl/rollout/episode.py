@@ -19,8 +19,10 @@ from typing import Any, TypeVar, cast
 
 from arl.api.engine import ModelLimits, Sampler
 from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RunFileError, TrajectoryError
+from arl.api.events import NOWHERE, Events
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.rollout.report import EpisodeReport
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -190,6 +192,8 @@ class EpisodeRunner:
     """How often an episode that failed runs again; one that timed out never does."""
     failures: FailureLog = field(default_factory=FailureLog)
     pulse: Pulse = field(default_factory=Pulse)
+    events: Events = NOWHERE
+    """Where callers have their episodes reported."""
     limits: ModelLimits | None = None
     """The trained model's; None: not checked."""
     newest_version: Callable[[], int] | None = None
@@ -200,23 +204,38 @@ class EpisodeRunner:
         """The workflow, in messages."""
         return self.workflow_name or type(self.workflow).__name__
 
-    async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
+    async def run(
+        self,
+        sampler: Sampler,
+        example: Example,
+        *,
+        name: str,
+        report: EpisodeReport | None = None,
+        oldest_allowed: int = 0,
+    ) -> Episode:
         """Run one episode. What it raises is noted once and returned; a cancellation from outside passes.
 
-        sampler: of this episode alone. name: what the log calls the episode. oldest_allowed: a trained token of an
-        older version is an error.
+        sampler: of this episode alone. name: what the log calls the episode. report: gets what happens in it; the
+        caller reports a cancellation. oldest_allowed: a trained token of an older version is an error.
         """
         clock = asyncio.get_running_loop()
         began = clock.time()
+        report = report or EpisodeReport()
+        report.begin()
+        sampler = report.watching(sampler)
         for attempt in range(1, self.retries + 2):
             result = await self.attempt(sampler, example, began + self.timeout_s, oldest_allowed)
             self.pulse.beats += 1
             if not isinstance(result, Exception):
-                return Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
+                episode = Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
+                report.end(result, episode.reward if result else None, attempt, None)
+                return episode
             is_last = attempt > self.retries or isinstance(result, EpisodeTimeoutError)
             which = f"{name} (attempt {attempt} of {self.retries + 1})"
             self.failures.note(result, which, "it does not run again" if is_last else "it runs again")
+            report.attempt_failed(attempt, result, is_last=is_last)
             if is_last:
+                report.end((), None, attempt, result)
                 return Episode(error=result, attempts=attempt, elapsed_s=clock.time() - began)
         raise AssertionError("the last attempt returns")
 

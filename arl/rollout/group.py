@@ -18,6 +18,11 @@ GREEDY = -1
 """The index of the episode that is decoded greedily, as a baseline."""
 
 
+def episode_name(group_id: int, index: int) -> str:
+    """What the event log calls an episode."""
+    return f"{group_id}.greedy" if index == GREEDY else f"{group_id}.{index}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
     """Which groups can be trained on, beside what the rollout section says."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from arl.api.engine import InferenceEngine, PublishStats, WeightSource, WeightTransport, WeightUpdate
 from arl.api.errors import TransportError
+from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
 
@@ -41,6 +42,7 @@ class Delivery:
     thread: TrainThread
     tasks: asyncio.TaskGroup
     """Where deliveries run; what they raise ends the run."""
+    events: Events = NOWHERE
     published: PublishStats | None = None
     """The newest weights that every serving server holds, and what it cost to bring them there."""
 
@@ -66,6 +68,7 @@ class Delivery:
         now = time.monotonic()
         self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
         self.newest = update.version
+        self.events.emit(SnapshotTaken(version=update.version, seconds=now - began, num_bytes=update.num_bytes))
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
@@ -97,6 +100,7 @@ class Delivery:
                 pause_s=cost.pause_s,
                 num_bytes=snapshot.update.num_bytes,
             )
+            self.events.emit(Published(**asdict(self.published)))
             async with self._publication:
                 self._publication.notify_all()
 

@@ -20,10 +20,12 @@ from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
+from arl.api.config import EventsConfig
 from arl.api.engine import Saving, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Group
+from arl.training.kept_tokens import KeptBatch, TrainedBatch, kept_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +36,11 @@ class PreparedBatch:
     """The sequences of each optimizer step."""
     advantages: list[float | None]
     """For each trajectory of the new groups, the mean over its trained tokens; None without trained tokens."""
+    batch: Batch
+    num_new: int
+    """How many of its groups are new."""
+    rows: list[list[int]]
+    """The places in `batch` of each minibatch's trajectories."""
 
 
 class Learner:
@@ -50,8 +57,11 @@ class Learner:
         critic: TrainEngine | None = None,
         max_staleness: int = 0,
         seed: int = 0,
+        events: EventsConfig | None = None,
     ) -> None:
+        """events: what `train` keeps of a batch's tokens; None: nothing."""
         self.engine = engine
+        self._events = events
         self._critic = critic
         self._config = config
         self._max_staleness = max_staleness
@@ -72,18 +82,27 @@ class Learner:
         batch = Batch.of([*groups, *replayed], config.overlong)
         batch = with_advantages(self._with_forward_passes(batch), config)
         minibatches: list[FlatSequences] = []
+        members, rows = batch.members, list[list[int]]()
         for indices in self._minibatches(len(groups), len(replayed)):
             part = batch.take(indices)
             part = replace(part, selected=selected_tokens(part, config.selection, seed=self._seed + self.version))
             weights = loss_weights(part, config.aggregation, sequence_tokens=config.sequence_tokens)
             minibatches.append(replace(part, loss_weights=weights).sequences())
+            rows.append([i for group in indices for i in members[group]])
         num_new = sum(len(group.trajectories) for group in groups)
-        return PreparedBatch(minibatches=minibatches, advantages=_mean_advantages(batch)[:num_new])
+        return PreparedBatch(
+            minibatches=minibatches,
+            advantages=_mean_advantages(batch)[:num_new],
+            batch=batch,
+            num_new=len(groups),
+            rows=rows,
+        )
 
-    def train(self, batch: PreparedBatch) -> dict[str, float]:
-        """Make one optimizer step for each minibatch, then version += 1. Returns metrics."""
+    def train(self, batch: PreparedBatch) -> TrainedBatch:
+        """Make one optimizer step for each minibatch, then version += 1."""
         config, version = self._config, self.version
-        loss = PolicyLoss.of(config, version=version, max_staleness=self._max_staleness)
+        keeps = self._events is not None
+        loss = PolicyLoss.of(config, version=version, max_staleness=self._max_staleness, keeps_tokens=keeps)
         metrics = self._train_critic(batch.minibatches)
         if config.critic and version < config.critic.warmup_batches:
             self.engine.train_batch([], loss)  # the policy stands still, and has nothing to report
@@ -92,7 +111,7 @@ class Learner:
         kl = config.kl
         if kl.coefficient > 0 and kl.update_every is not None and self.version % kl.update_every == 0:
             self.engine.update_reference()
-        return metrics
+        return TrainedBatch(metrics=metrics, kept=self._kept(batch))
 
     def save(self, directory: Path) -> Saving:
         if self._critic is None:
@@ -135,6 +154,12 @@ class Learner:
         if self._critic:
             known["values"] = torch.cat(self._critic.forward(sequences, "values"))
         return replace(batch, **known)
+
+    def _kept(self, batch: PreparedBatch) -> KeptBatch | None:
+        if self._events is None or self.version % self._events.every:
+            return None
+        parts = [*zip(batch.rows, self.engine.kept, strict=False)]  # the engine has none where the policy stood still
+        return kept_batch(batch.batch, batch.num_new, parts, self._events)
 
     def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
         """The groups of each minibatch: equally many new ones, nearly equally many replayed ones.

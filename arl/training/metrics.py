@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 
 from arl.api.config import EvaluationConfig
 from arl.api.engine import InferenceEngine, PublishStats
+from arl.api.events import EvaluationEnded
 from arl.api.types import Evaluation, Group, Trajectory
 from arl.rollout.controller import Dataset, run_examples
 from arl.rollout.episode import EpisodeRunner, episode_reward
@@ -27,6 +28,7 @@ class Evaluator:
         seed: int | None = None,
     ) -> None:
         """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed."""
+        self._num_begun = 0
         self._engine = engine
         self._runner = runner
         self._dataset = dataset
@@ -43,6 +45,7 @@ class Evaluator:
         Failed and rejected episodes count as reward 0. on_end: called after each episode.
         """
         began, version = time.monotonic(), self._engine.version
+        self._num_begun = number = self._num_begun + 1
         episodes = await run_examples(
             self._engine,
             self._runner,
@@ -50,8 +53,9 @@ class Evaluator:
             max_concurrent=self._config.max_concurrent_episodes,
             seed=self._seed,
             on_end=on_end,
+            number=number,
         )
-        return Evaluation(
+        evaluation = Evaluation(
             version=version,
             reward=fmean(episode.reward for episode in episodes),
             num_episodes=len(episodes),
@@ -62,6 +66,18 @@ class Evaluator:
                 **mean_rewards(episode.trajectories for episode in episodes),
             },
         )
+        self._runner.events.emit(
+            EvaluationEnded(
+                number=number,
+                version=version,
+                reward=evaluation.reward,
+                num_episodes=evaluation.num_episodes,
+                num_failed=evaluation.num_failed,
+                seconds=evaluation.wall_s,
+                metrics=dict(evaluation.metrics),
+            )
+        )
+        return evaluation
 
 
 # Metrics of batches and runs, computed from records alone.

@@ -19,6 +19,7 @@ from arl.api.types import Group, new_id
 from arl.object_process import ObjectProcess
 from arl.remote_calls import Kept, KeptSaving, KeptSnapshot
 from arl.training.flat_groups import flatten, restore
+from arl.training.kept_tokens import TrainedBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,8 +48,8 @@ class LearnerHost:
         self._batch = self._learner.prepare(groups[:num_new], groups[num_new:])
         return self._batch.advantages
 
-    def train(self) -> tuple[dict[str, float], int]:
-        """Train the batch that was prepared last; returns its metrics and the new version."""
+    def train(self) -> tuple[TrainedBatch, int]:
+        """Train the batch that was prepared last; returns its numbers and the new version."""
         if self._batch is None:
             raise RuntimeError("no batch is prepared")
         batch, self._batch = self._batch, None
@@ -101,15 +102,15 @@ class RemoteLearner:
         header, arrays = flatten([*groups, *replayed])
         return RemoteBatch(advantages=self._process.call("prepare", header, arrays, len(groups)))
 
-    def train(self, batch: RemoteBatch) -> dict[str, float]:
+    def train(self, batch: RemoteBatch) -> TrainedBatch:
         """Train `batch`, the one that was prepared last."""
         try:
-            metrics, self.version = self._process.call("train")
+            trained, self.version = self._process.call("train")
         except BaseException:
             with suppress(ArlError):  # the process has ended, so the version stays what it was
                 self.version = self.engine.version
             raise
-        return metrics
+        return trained
 
     def save(self, directory: Path) -> KeptSaving:
         self._process.call("save", key := new_id(), Path(directory).absolute())

@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from arl.api.config import CheckpointConfig
+from arl.api.events import NOWHERE, CheckpointWritten, Events
 from arl.offload import TrainThread, offload
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.remote_learner import RemoteLearner
@@ -24,6 +26,7 @@ class Saver:
     checkpoints: Checkpoints
     learner: RemoteLearner
     thread: TrainThread
+    events: Events = NOWHERE
 
     def __post_init__(self) -> None:
         self._writing: asyncio.Future[None] | None = None
@@ -50,7 +53,7 @@ class Saver:
         """
         if version in (0, self.checkpoints.newest_version()):
             return None
-        self._begun_at = time.monotonic()
+        began = self._begun_at = time.monotonic()
         begun = self.thread.submit(self.checkpoints.begin, version, self.learner.save, state())
         try:
             saving = await self.thread.finish(begun)
@@ -59,7 +62,13 @@ class Saver:
                 self._writing = offload(begun.result().wait)
             raise
         self._writing = offload(saving.wait)
+        self._writing.add_done_callback(partial(self._report, version, began))
         return self._writing
+
+    def _report(self, version: int, began: float, saving: asyncio.Future[None]) -> None:
+        error = None if saving.cancelled() else saving.exception()
+        seconds, why = time.monotonic() - began, "" if error is None else f"{type(error).__name__}: {error}"
+        self.events.emit(CheckpointWritten(version=version, seconds=seconds, error=why))
 
 
 async def written(saving: asyncio.Future[None]) -> None:

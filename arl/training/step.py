@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from arl.api.events import BatchTrained, Events, KeptTokens, TrainedSummary
 from arl.api.types import Group, StepStats
+from arl.rollout.group import episode_name
+from arl.training.kept_tokens import TrainedBatch
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog
 
@@ -24,7 +27,7 @@ class Step:
     """When the wait for the batch began."""
     taken: float
     """When the wait ended."""
-    call: asyncio.Future[dict[str, float]]
+    call: asyncio.Future[TrainedBatch]
     trained: float | None = None
     """When training ended."""
 
@@ -52,3 +55,24 @@ def log_step(
     totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # a cancelled step counts, too
     log.step(stats, step.groups, step.advantages)
     return stats
+
+
+def report_step(events: Events, step: Step, version: int, seconds: float) -> None:
+    """Give the event log the step that led to `version`."""
+    names = [
+        (episode_name(group.group_id, index), group.episode_indices[:i].count(index), trajectory)
+        for group in step.groups
+        for i, (index, trajectory) in enumerate(zip(group.episode_indices, group.trajectories, strict=True))
+    ]
+    kept = step.call.result().kept
+    numbers = kept.numbers if kept else []
+    events.emit(
+        BatchTrained(
+            version=version,
+            groups=[group.group_id for group in step.groups],
+            seconds=seconds,
+            trajectories=[TrainedSummary(*name[:2], *own) for name, own in zip(names, numbers, strict=False)],
+        )
+    )
+    if kept and kept.rows:
+        events.keep(KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns))

@@ -36,6 +36,7 @@ from typing import Self
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, end_with, first_error
+from arl.api.events import NOWHERE, BatchTaken, Events
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -46,7 +47,7 @@ from arl.training.metrics import Evaluator, RunTotals, publish_metrics
 from arl.training.remote_learner import RemoteLearner
 from arl.training.run_files import RunLog
 from arl.training.saver import Saver, written
-from arl.training.step import Step, log_step
+from arl.training.step import Step, log_step, report_step
 from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Trainer:
     thread: TrainThread
     replay: Replay = field(default_factory=Replay)
     totals: RunTotals = field(default_factory=RunTotals)
+    events: Events = NOWHERE
     last_words: Callable[[str], object] = lambda reason: None
     """Called with the reason before a process that cannot end its run is ended."""
 
@@ -83,6 +85,7 @@ class Trainer:
             buffer=self.buffer,
             thread=self.thread,
             tasks=self._tasks,
+            events=self.events,
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._num_in_hand = 1
@@ -90,7 +93,11 @@ class Trainer:
         self._training = asyncio.Lock()
         """Held while a batch is trained, or state is copied: never both at once."""
         self._saver = Saver(
-            config=self.config.checkpoint, checkpoints=self.checkpoints, learner=self.learner, thread=self.thread
+            config=self.config.checkpoint,
+            checkpoints=self.checkpoints,
+            learner=self.learner,
+            thread=self.thread,
+            events=self.events,
         )
         self._is_evaluation_due = False
         self._batch: Sequence[Group] = ()
@@ -147,6 +154,14 @@ class Trainer:
 
     async def _train(self, groups: Sequence[Group], began: float) -> StepStats:
         replayed, taken = self.replay.take(self.version), time.monotonic()
+        self.events.emit(
+            BatchTaken(
+                version=self.version,
+                groups=[group.group_id for group in groups],
+                replayed=[group.group_id for group in replayed],
+                waited_s=taken - began,
+            )
+        )
         batch = await self.thread(self.learner.prepare, groups, replayed)
         self._open_step = Step(
             groups=groups,
@@ -334,19 +349,20 @@ class Trainer:
         step = self._open_step
         if step is None:
             raise RuntimeError("there is no trained step to record")
-        now = time.monotonic()
+        now, trained = time.monotonic(), step.call.result()
         known = {
             "time_s": self._wall_s(),
             "time/wait_s": step.taken - step.began,
             "time/train_s": (step.trained or now) - step.taken,
             "samples_per_s": sum(group.num_episodes for group in step.groups) / max(now - self._recorded_at, 1e-9),
-            **step.call.result(),
+            **trained.metrics,
             **publish_metrics(self._delivery.published),
             **self.rollout.counters(),
             **self.inference_engine.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
         stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, is_masked)
+        report_step(self.events, step, self.version, known["time/train_s"])
         self._open_step, self._recorded_at, self.last_step = None, now, stats
         return stats
 

@@ -23,12 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec import structs
+
 from arl.api.engine import Sampler
 from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_with, left
+from arl.api.events import EPISODE
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import OtherTracebackError, portable
-from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Failure, Play, Ready, Request, Said, Stop
+from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Failure, Noted, Play, Ready, Request, Said, Stop
 from arl.workers.sent_workflow import sent_workflow
 from arl.workers.worker_process import WorkerProcess, outlast
 
@@ -126,6 +129,7 @@ class _Episode:
         self._engine = engine
         self._calls = calls
         self._send = send
+        self._context = EPISODE.get()
         self._running: dict[int, asyncio.Task[Answered]] = {}
         self._is_over = False
         self._is_gone = asyncio.Event()
@@ -141,10 +145,13 @@ class _Episode:
         await outlast(self._is_gone.wait, limit_s)
         return self._is_gone.is_set()  # also if the time was over because the event loop was blocked
 
-    def take(self, message: Request | Drop | Ended) -> None:
+    def take(self, message: Request | Drop | Ended | Noted) -> None:
         match message:
             case Ended():
                 self.end(message)
+            case Noted():
+                if self._context:
+                    self._context.events.emit(structs.replace(message.event, episode=self._context.episode))
             case Drop():
                 if call := self._running.get(message.request):
                     call.cancel()
@@ -305,7 +312,7 @@ class _Worker:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Request() | Drop() | Ended():
+            case Request() | Drop() | Ended() | Noted():
                 if episode := self._episodes.get(message.episode):
                     episode.take(message)
                 elif isinstance(message, Request):  # of a task that has outlived its episode

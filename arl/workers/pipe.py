@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from arl.api.events import Event
 from arl.api.types import ModelResponse, SamplingParams, Trajectory
 from arl.remote_calls import Message, portable
 
@@ -93,6 +94,13 @@ class Ended(NamedTuple):
     failure: Failure | None = None
     is_interrupt: bool = False
     """The workflow raised KeyboardInterrupt, which ends the run."""
+
+
+class Noted(NamedTuple):
+    """A record of the event log, of what a tool or a reward did in an episode."""
+
+    episode: int
+    event: Event
 
 
 class Said(NamedTuple):

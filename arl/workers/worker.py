@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from arl.api.errors import ArlError, WorkerError, first_error
+from arl.api.events import EPISODE, EpisodeContext, Event, KeptTokens
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import Message, OtherTracebackError
@@ -39,6 +40,7 @@ from arl.workers.pipe import (
     Drop,
     Ended,
     Failure,
+    Noted,
     Pipe,
     Play,
     Ready,
@@ -63,6 +65,20 @@ class _Engine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         return await self._worker.ask(self._episode, request)
+
+
+class _Notes:
+    """The Events of one episode: the controller's process gets them."""
+
+    def __init__(self, pipe: Pipe, episode: int) -> None:
+        self._pipe = pipe
+        self._episode = episode
+
+    def emit(self, event: Event) -> None:
+        self._pipe.send(Noted(self._episode, event))
+
+    def keep(self, tokens: KeptTokens) -> None:
+        raise NotImplementedError("tokens are kept in the controller's process")
 
 
 class _Host:
@@ -155,6 +171,7 @@ class _Host:
             example = pickle.loads(play.example)
         except Exception as error:  # noqa: BLE001 (unpickling runs what users wrote)
             return _failed(play.episode, error)
+        EPISODE.set(EpisodeContext("", _Notes(self._pipe, play.episode)))
         try:
             returned = await self._runner.attempt(_Engine(self, play.episode), example)
         except ArlError:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
 from arl.api.errors import ArlError, ConfigError, ToolError
+from arl.api.events import EPISODE, ToolEnded
 from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
@@ -167,7 +169,9 @@ async def arun_tools(
 
     async def run(indices: Iterable[int]) -> None:
         for index in indices:
+            began = time.monotonic()
             results[index] = await _result(calls[index], index, named, limits)
+            _report(results[index], time.monotonic() - began)
 
     lines = _lines(calls, named)
     if len(lines) == 1:
@@ -175,6 +179,14 @@ async def arun_tools(
     else:
         await together(run(line) for line in lines)
     return [results[index] for index in range(len(calls))]
+
+
+def _report(result: ToolResult, seconds: float) -> None:
+    if context := EPISODE.get():
+        name = result.call.name if isinstance(result.call, ToolCall) else ""
+        context.events.emit(
+            ToolEnded(episode=context.episode, tool=name, seconds=seconds, failure=result.failure or "")
+        )
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:

@@ -87,7 +87,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing()
     policy, critic = ScriptedTrainEngine(), ScriptedTrainEngine()
     config = preset("ppo", minibatches=1, critic={"warmup_batches": 1}, kl={"coefficient": 0.0})
     learner = Learner(policy, config, critic=critic)
-    metrics = [learner.train(learner.prepare([pair(0)])) for _ in range(2)]
+    metrics = [learner.train(learner.prepare([pair(0)])).metrics for _ in range(2)]
     assert [len(batch) for batch in policy.batches] == [0, 1]
     assert [len(batch) for batch in critic.batches] == [1, 1]
     assert [sorted(m) for m in metrics] == [["critic/loss"], ["critic/loss", "loss"]]

@@ -56,15 +56,20 @@ class PolicyLoss:
     """Of the weights with which the batch was taken."""
     max_staleness: int
     """The run's bound, which sets the buckets of the metrics by staleness."""
+    keeps_tokens: bool = False
+    """Keep each token's current_logprobs, proximal_logprobs (where known), weights (w), clipped and entropy."""
 
     @classmethod
-    def of(cls, config: AlgorithmConfig, *, version: int = 0, max_staleness: int = 0) -> PolicyLoss:
+    def of(
+        cls, config: AlgorithmConfig, *, version: int = 0, max_staleness: int = 0, keeps_tokens: bool = False
+    ) -> PolicyLoss:
         is_current = config.proximal == "recomputed" and not config.needs_proximal_forward
         return cls(
             config=config,
             proximal="current" if is_current else config.proximal,
             version=version,
             max_staleness=max_staleness,
+            keeps_tokens=keeps_tokens,
         )
 
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
@@ -91,8 +96,16 @@ class PolicyLoss:
             "behavior_kl_current": divergence_from_sampler(current.detach() - behavior),
             "entropy": outputs.entropy.detach(),
         }
+        kept = {
+            "current_logprobs": current.detach(),
+            **({"proximal_logprobs": known} if is_known else {}),
+            "weights": weight,
+            "clipped": values["clip_fraction"],
+            "entropy": values["entropy"],
+        }
         return TokenLosses(
             loss=loss,
+            kept=kept if self.keeps_tokens else {},
             means={
                 **values,
                 "behavior_weight": weight,

@@ -125,6 +125,10 @@ class PartialResponse:
         """It was not cut before, and another server may continue it."""
         self._tail = ""  # the end of the text so far, long enough to hold a stop string
         self.stop_reason: StopReason | None = None
+        self.server = ""
+        """Where it was sent last."""
+        self.queued_s = 0.0
+        self.sends = 0
 
     @property
     def num_tokens(self) -> int:
@@ -181,6 +185,9 @@ class PartialResponse:
             output_versions=tuple(self._versions),
             stop_reason=self.stop_reason,
             temperature=self._sampling.logprob_temperature,
+            server=self.server,
+            queued_s=self.queued_s,
+            sends=self.sends,
         )
 
     def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:

@@ -32,6 +32,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from arl.api.events import (
+    NOWHERE,
+    Events,
+    ServerFenced,
+    ServerJoined,
+    ServerLeft,
+    ServerLoaded,
+    ServerPaused,
+    ServerResumed,
+    ServerReturned,
+)
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.greeting import Greeting
@@ -109,6 +120,9 @@ class Server:
     """How long its next probe waits."""
     pauses: int = 0
     """How often it was paused so far."""
+    loading_since: float = 0.0
+    """When its last load began, and below when it was last fenced, by the event loop's clock."""
+    fenced_at: float = 0.0
     adapters: list[str] = field(default_factory=list[str])
     """All adapters that this engine began to load and did not unload, the newest last; some may not be there."""
     attempts: set[Attempt] = field(default_factory=set[Attempt])
@@ -168,7 +182,8 @@ class Expectation:
 class ServerPool:
     """The servers, the requests that they run, and the version that all of those in service hold."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, events: Events = NOWHERE) -> None:
+        self._events = events
         self.is_held = False
         """All generation is paused: no server gets requests, not even one that serves."""
         self.newest_sent = version
@@ -258,13 +273,17 @@ class ServerPool:
     def join(self, client: ServerClient) -> Server:
         server = Server(client, HeldWeights(version=self._version), reason="it is being added")
         self.servers.append(server)
+        self._events.emit(ServerJoined(server=server.address))
         return server
 
     def admit(self, server: Server) -> None:
+        if server.state is _FENCED:
+            self._events.emit(ServerReturned(server=server.address, out_s=_now() - server.fenced_at))
         self._move(server, "admit")
 
     def pause(self, server: Server) -> None:
         self._move(server, "pause")
+        self._events.emit(ServerPaused(server=server.address))
         server.pauses += 1
         if server in self.expectation.servers:
             self.expectation.began = min(self.expectation.began, asyncio.get_running_loop().time())
@@ -277,25 +296,31 @@ class ServerPool:
         self._move(server, "begin_load")
         self._num_loads += 1
         server.weights = replace(server.weights, is_whole=False, load_number=self._num_loads)
+        server.loading_since = _now()
 
     def end_load(self, server: Server, version: int) -> None:
         self._move(server, "end_load")
         self._give(server, version, None, server.weights.load_number)
+        seconds = _now() - server.loading_since
+        self._events.emit(ServerLoaded(server=server.address, version=version, seconds=seconds))
 
     def turn_to(self, server: Server, version: int, adapter: str) -> None:
         """Let requests name this adapter, which the server has, from now on. No request sees half of the change."""
         self._move(server, "turn_to")
         self._num_loads += 1
         self._give(server, version, adapter, self._num_loads)
+        self._events.emit(ServerLoaded(server=server.address, version=version, seconds=0.0))
 
     def resume(self, server: Server) -> None:
         self._move(server, "resume")
+        self._events.emit(ServerResumed(server=server.address))
 
     def fence(self, server: Server, reason: str) -> bool:
         """Give it no more requests. False if it was out of service before."""
         was_in_service = server.is_in_service
         if was_in_service:
-            server.reason, server.probed = reason, ""
+            server.reason, server.probed, server.fenced_at = reason, "", _now()
+            self._events.emit(ServerFenced(server=server.address, reason=reason))
         self._move(server, "fence")
         if was_in_service and not self.in_service:  # failed together, as with a network: may return together
             self.expectation = Expectation(tuple(self.servers), is_outage=True)
@@ -312,6 +337,7 @@ class ServerPool:
     def drop(self, server: Server) -> None:
         if server in self.servers:
             self.servers.remove(server)
+            self._events.emit(ServerLeft(server=server.address))
         self._move(server, "drop")
 
     # What is known of a server, whatever its state
@@ -370,3 +396,7 @@ class ServerPool:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -41,6 +41,7 @@ from arl.api.errors import (
     TrajectoryError,
     left,
 )
+from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
@@ -78,10 +79,11 @@ class RemoteSGLangEngine:
         version: int = 0,
         model: ServedModel | None = None,
         processes: ServerProcesses | None = None,
+        events: Events = NOWHERE,
     ) -> None:
         """model: what the servers should serve. Without it, token ids and the servers' model are not checked.
 
-        processes: of the servers that arl started, to start one again that hangs.
+        processes: of the servers that arl started, to start one again that hangs. events: gets what happens to servers.
         """
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
@@ -91,7 +93,7 @@ class RemoteSGLangEngine:
         self._updating = asyncio.Lock()
         self._model = model or ServedModel(name="the model")
         self._tasks = asyncio.TaskGroup()
-        self._pool = ServerPool(version)
+        self._pool = ServerPool(version, events)
         self._line = Line(self._pool)
         self._watch = ServerWatch(self._pool, config, processes)
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
@@ -135,11 +137,15 @@ class RemoteSGLangEngine:
         """
         partial = PartialResponse(request)
         self._check_tokens(request, partial)
-        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._config.request_timeout_s
         faults = 0
         failed: Server | None = None
         while partial.stop_reason is None:
+            asked = now()
             server = await self._choose(request, deadline, avoid=failed)
+            partial.server, partial.sends = server.address, partial.sends + 1
+            partial.queued_s += now() - asked
             try:
                 fault = await self._attempt(server, partial, self._name(request), deadline)
             except PromptTooLongError:

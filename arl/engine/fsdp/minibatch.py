@@ -140,6 +140,48 @@ def _unit_numbers(units: Sequence[int]) -> torch.Tensor:
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
+class KeptValues:
+    """A minibatch's TokenLosses.kept. `add` each microbatch, then read `columns`."""
+
+    def __init__(self, flat: FlatSequences) -> None:
+        self._flat = flat
+        self._parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    def add(self, members: Sequence[int], batch: Microbatch, losses: TokenLosses) -> None:
+        """Does not wait for the device. members: the microbatch's sequences."""
+        if losses.kept and members:
+            chosen = torch.tensor(members)
+            begins = self._flat.starts[chosen]
+            places = runs(begins, self._flat.starts[chosen + 1] - begins)[batch.trained]
+            self._parts.append((places, dict(losses.kept)))
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Name -> float32[T] over the minibatch's tokens, on the CPU; nan for those that were not trained."""
+        if not self._parts:
+            return {}
+        places = torch.cat([places for places, _ in self._parts])
+        columns: dict[str, torch.Tensor] = {}
+        for name in self._parts[0][1]:
+            columns[name] = torch.full((len(self._flat.token_ids),), math.nan)
+            columns[name][places] = torch.cat([kept[name] for _, kept in self._parts]).float().cpu()
+        return columns
+
+
+def joined_columns(
+    flat: FlatSequences, shares: Sequence[tuple[Sequence[int], Mapping[str, torch.Tensor]]]
+) -> dict[str, torch.Tensor]:
+    """The columns of a minibatch from those of its shares. shares: (sequences of the share, its columns)."""
+    columns: dict[str, torch.Tensor] = {}
+    for members, kept in shares:
+        chosen = torch.tensor(members, dtype=torch.int64)
+        begins = flat.starts[chosen]
+        places = runs(begins, flat.starts[chosen + 1] - begins)
+        for name, values in kept.items():
+            column = columns.setdefault(name, torch.full((len(flat.token_ids),), math.nan))
+            column[places] = values
+    return columns
+
+
 _KINDS = ("loss", "mean", "weighted", "above", "below", "size", "square")
 
 

@@ -77,9 +77,12 @@ class RankActor:
         self._engine.update_reference(share)
 
     @reported
-    def train_batch(self, shares: Sequence[FlatSequences], loss: TokenLoss) -> dict[str, float]:
-        """shares: this rank's part of each minibatch."""
-        return self._engine.train_batch(shares, loss)
+    def train_batch(
+        self, shares: Sequence[FlatSequences], loss: TokenLoss
+    ) -> tuple[dict[str, float], list[dict[str, np.ndarray]]]:
+        """shares: this rank's part of each minibatch. Returns the metrics, and what the loss kept."""
+        metrics = self._engine.train_batch(shares, loss)
+        return metrics, [{name: column.numpy() for name, column in kept.items()} for kept in self._engine.kept]
 
     @reported
     def load(self, directory: Path) -> int:

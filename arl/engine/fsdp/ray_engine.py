@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from arl.algorithm.flat_sequences import FlatSequences
@@ -25,7 +26,7 @@ from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, TrainingError
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import new_id
-from arl.engine.fsdp.minibatch import divide
+from arl.engine.fsdp.minibatch import divide, joined_columns
 from arl.engine.fsdp.ray_cluster import Placement, RayLease
 from arl.remote_calls import KeptSnapshot
 
@@ -51,6 +52,7 @@ class RayTrainEngine:
         self._config = config
         self._num_shares = config.num_ranks // config.tensor_parallel
         self._version = 0
+        self.kept: list[dict[str, torch.Tensor]] = []
         with ExitStack() as stack:
             deadline = time.monotonic() + config.startup_timeout_s
             self._ranks, self._lease, address = _start_ranks(config, stack, deadline)
@@ -90,13 +92,21 @@ class RayTrainEngine:
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         """Metrics are FSDPTrainEngine's, of all ranks. Raises TypeError for a loss that does not pickle."""
         loss_ref = self._ranks.put(loss)
-        packed: list[list[FlatSequences]] = [[] for _ in range(self._num_shares)]
-        for flat in map(FlatSequences.of, minibatches):
-            for share, indices in zip(packed, self._divide(flat), strict=True):
-                share.append(flat.take(indices))
+        flats = [*map(FlatSequences.of, minibatches)]
+        divided = [self._divide(flat) for flat in flats]
+        packed = [
+            [flat.take(shares[number]) for flat, shares in zip(flats, divided, strict=True)]
+            for number in range(self._num_shares)
+        ]
         self._check_room([part for share in packed for part in share])
         arguments = [(share, loss_ref) for (share,) in self._to_ranks(packed)]
-        metrics = self._agreed(self._ranks.train("train_batch", arguments))
+        answers = self._ranks.train("train_batch", arguments)
+        metrics = self._agreed([metrics for metrics, _ in answers])
+        kept = [kept for _, kept in answers[:: self._config.tensor_parallel]]
+        self.kept = [
+            joined_columns(flat, [(share, _tensors(kept[k][number])) for k, share in enumerate(shares)])
+            for number, (flat, shares) in enumerate(zip(flats, divided, strict=True))
+        ]
         self._version += 1
         return metrics
 
@@ -167,6 +177,11 @@ class RayTrainEngine:
                     self._ranks.end(reason)
                     raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
         return metrics[0]
+
+
+def _tensors(columns: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Copies, because arrays in Ray's shared memory are read-only."""
+    return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
 
 
 class RanksSaving:

@@ -30,6 +30,7 @@ from arl.api.errors import ConfigError, EngineClosedError, TrainingError
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
+    KeptValues,
     Microbatch,
     MinibatchTally,
     empty_microbatch,
@@ -74,6 +75,7 @@ class FSDPTrainEngine:
         self._num_updates = 0
         self.num_computed = 0
         """Microbatches computed so far. While it grows, training goes on."""
+        self.kept: list[dict[str, torch.Tensor]] = []
         self._device = rank_device(config.device)
         self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
@@ -142,6 +144,7 @@ class FSDPTrainEngine:
         minibatches; maxima and counts are over all minibatches.
         """
         self._enter()
+        self.kept = []
         metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
         self._version += 1
         return metrics
@@ -199,15 +202,18 @@ class FSDPTrainEngine:
             raise ConfigError("there is no reference yet for reference_logprobs; call update_reference first")
 
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
-        tally = MinibatchTally(budget=self._config.max_tokens_per_microbatch)
+        flat = FlatSequences.of(sequences)
+        tally, kept = MinibatchTally(budget=self._config.max_tokens_per_microbatch), KeptValues(flat)
         try:
-            for _, batch in self._microbatches(sequences):
+            for members, batch in self._microbatches(flat):
                 losses = loss(self._compute(batch), batch.tokens)
                 weighted = (losses.loss * batch.tokens.loss_weights).sum()
                 weighted.backward()
                 tally.add(batch, weighted.detach(), losses)
+                kept.add(members, batch, losses)
             tally.reduce(self._device, self._group)
             self._update(tally)
+            self.kept.append(kept.columns())
         except BaseException:  # also if interrupted: a caller may go on with this engine
             self._release_weights()
             raise

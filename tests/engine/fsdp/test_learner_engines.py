@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from train_sequences import assert_same_metrics, random_sequences
 from arl.api.config import Config
 from arl.api.errors import ConfigError, ModelError, TrainingError, TransportError
 from arl.trainer_process import host_learner, load_learner
+from arl.training.kept_tokens import TrainedBatch
 from arl.training.learner import Learner
 from arl.training.remote_learner import RemoteLearner
 
@@ -52,7 +54,7 @@ def config(model_dir: Path, critic: dict[str, Any], train: dict[str, Any]) -> Co
 
 def test_the_critic_learns_beside_the_policy(make_learner: Make):
     learner = make_learner(train={"optimizer": {"lr": 5e-3, "eps": 1e-3}})
-    metrics = [learner.train(learner.prepare(random_groups(0))) for _ in range(10)]
+    metrics = [learner.train(learner.prepare(random_groups(0))).metrics for _ in range(10)]
     assert learner.version == 10
     assert metrics[-1]["critic/value_error"] < 0.8 * metrics[0]["critic/value_error"]
     assert metrics[0]["lr"] == pytest.approx(5e-3)
@@ -64,9 +66,9 @@ def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path):
     for _ in range(2):
         learner.train(learner.prepare(random_groups(0)))
     learner.save(tmp_path / "saved").wait()
-    expected = learner.train(learner.prepare(random_groups(1)))
+    expected = learner.train(learner.prepare(random_groups(1))).metrics
     again.load(tmp_path / "saved")
-    assert again.train(again.prepare(random_groups(1))) == expected
+    assert again.train(again.prepare(random_groups(1))).metrics == expected
 
 
 def test_a_critic_begins_as_the_reward_model_that_is_named(make_learner: Make, critic_dir: Path):
@@ -95,20 +97,32 @@ def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bi
             groups, replayed = random_groups(seed), random_groups(seed + 10)[:seed]
             expected, prepared = here.prepare(groups, replayed), there.prepare(groups, replayed)
             assert prepared.advantages == expected.advantages
-            assert there.train(prepared) == here.train(expected)
+            theirs, ours = there.train(prepared), here.train(expected)
+            assert theirs.metrics == ours.metrics
+            assert_same_kept(theirs, ours)
             assert there.version == here.version == seed + 1
         assert written(there, tmp_path / "there") == written(here, tmp_path / "here")
         there.save(tmp_path / "saved").wait()
-        next_metrics = there.train(there.prepare(random_groups(3)))
+        next_metrics = there.train(there.prepare(random_groups(3))).metrics
         there.load(tmp_path / "saved")
         assert there.version == 2
-        assert there.train(there.prepare(random_groups(3))) == next_metrics
+        assert there.train(there.prepare(random_groups(3))).metrics == next_metrics
         os.kill(there._process.pid, signal.SIGKILL)
         with pytest.raises(TrainingError, match="the trainer's process was ended by SIGKILL; continue"):
             there.train(there.prepare(random_groups(4)))
         assert there.version == 3
     finally:
         there.close()
+
+
+def assert_same_kept(ours: TrainedBatch, theirs: TrainedBatch, rtol: float = 0.0, atol: float = 0.0) -> None:
+    assert ours.kept is not None
+    assert theirs.kept is not None
+    assert ours.kept.rows == theirs.kept.rows
+    assert ours.kept.columns.keys() == theirs.kept.columns.keys() >= {"proximal_logprobs", "weights", "entropy"}
+    for name, column in theirs.kept.columns.items():
+        np.testing.assert_allclose(ours.kept.columns[name], column, rtol, atol, err_msg=name)
+    np.testing.assert_allclose(ours.kept.numbers, theirs.kept.numbers, rtol, atol)
 
 
 def written(learner: Learner | RemoteLearner, directory: Path) -> dict[str, bytes]:
@@ -138,5 +152,7 @@ def test_a_policy_and_a_critic_of_two_ranks_each_train_as_one_process_does(
         monkeypatch.setattr(tempfile, "tempdir", directory)
         ranks = make_learner(train={"num_ranks": 2})
         for seed in range(2):
-            assert_same_metrics(ranks.train(ranks.prepare(random_groups(seed))), expected[seed], 1e-4)
+            trained = ranks.train(ranks.prepare(random_groups(seed)))
+            assert_same_metrics(trained.metrics, expected[seed].metrics, 1e-4)
+            assert_same_kept(trained, expected[seed], rtol=1e-4, atol=1e-5)
         ranks.close()

@@ -1,0 +1,175 @@
+"""EpisodeReport: what the event log gets of one episode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from arl.api.errors import EpisodeTimeoutError
+from arl.api.events import (
+    EPISODE,
+    NOWHERE,
+    AttemptFailed,
+    EpisodeBegan,
+    EpisodeContext,
+    EpisodeEnded,
+    Events,
+    KeptTokens,
+    TrajectorySummary,
+    TurnEnded,
+)
+from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
+
+if TYPE_CHECKING:
+    from arl.api.engine import Sampler
+
+LAST_SEEN = -1
+"""The number of a trajectory made of the last request: what the model last saw and said."""
+
+
+_LONGEST = 2000
+"""Characters of an example's column that the event log holds."""
+
+
+def shown(example: Example) -> dict[str, Any]:
+    """The example as JSON values, long ones cut."""
+    return {str(name): _shown(value) for name, value in example.items()}
+
+
+def _shown(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception as error:  # noqa: BLE001 (a repr of users' own)
+        text = f"{type(value).__name__}, whose repr raised {type(error).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class EpisodeReport:
+    """Reports one episode to `events`, under the name `episode`."""
+
+    def __init__(self, events: Events = NOWHERE, episode: str = "") -> None:
+        self.episode = episode
+        self._events = events
+        self._began = 0.0
+        self._last: tuple[ModelRequest, ModelResponse] | None = None
+
+    def begin(self) -> None:
+        """Tools and rewards that run in the calling task, or in tasks that it makes, report as this episode's."""
+        self._began = time.time()
+        EPISODE.set(EpisodeContext(self.episode, self._events))
+        self._events.emit(EpisodeBegan(t=self._began, episode=self.episode))
+
+    def watching(self, engine: Sampler) -> Sampler:
+        return engine if self._events is NOWHERE else _Watched(engine, self)
+
+    def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
+        self._last = request, response
+        versions = response.output_versions
+        self._events.emit(
+            TurnEnded(
+                episode=self.episode,
+                rid=request.rid,
+                session=request.session_id or "",
+                server=response.server,
+                queued_s=response.queued_s,
+                seconds=seconds,
+                prompt=len(request.input_ids),
+                output=len(versions),
+                oldest=min(versions, default=None),
+                newest=max(versions, default=None),
+                sends=response.sends,
+                stop=response.stop_reason,
+            )
+        )
+
+    def unanswered(self, request: ModelRequest, error: BaseException, seconds: float) -> None:
+        prompt, stop = len(request.input_ids), type(error).__name__
+        self._events.emit(
+            TurnEnded(episode=self.episode, rid=request.rid, seconds=seconds, prompt=prompt, output=0, stop=stop)
+        )
+
+    def attempt_failed(self, attempt: int, error: Exception, *, is_last: bool) -> None:
+        self._events.emit(
+            AttemptFailed(
+                episode=self.episode,
+                attempt=attempt,
+                error=type(error).__name__,
+                message=str(error),
+                runs_again=not is_last,
+            )
+        )
+
+    def end(
+        self, trajectories: Sequence[Trajectory], reward: float | None, attempts: int, error: Exception | None
+    ) -> None:
+        how = "finished" if trajectories else "rejected"
+        if error is not None:
+            how = "timed_out" if isinstance(error, EpisodeTimeoutError) else "failed"
+        self._events.emit(
+            EpisodeEnded(
+                episode=self.episode,
+                how=how,
+                began=self._began,
+                attempts=attempts,
+                reward=reward,
+                error=type(error).__name__ if error else "",
+                message=str(error) if error else "",
+                trajectories=[_summary(trajectory) for trajectory in trajectories],
+            )
+        )
+        if not trajectories and self._last is not None and self._events is not NOWHERE:
+            self._events.keep(KeptTokens(rows=[(self.episode, LAST_SEEN, _seen(*self._last))]))
+
+    def cancelled(self, how: str) -> None:
+        """how: overtaken, straggler or stopped."""
+        self._events.emit(EpisodeEnded(episode=self.episode, how=how, began=self._began))
+
+
+class _Watched:
+    """A Sampler whose answers `report` gets."""
+
+    def __init__(self, engine: Sampler, report: EpisodeReport) -> None:
+        self._engine = engine
+        self._report = report
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        began = time.monotonic()
+        try:
+            response = await self._engine.agenerate(request)
+        except BaseException as error:
+            self._report.unanswered(request, error, time.monotonic() - began)
+            raise
+        self._report.answered(request, response, time.monotonic() - began)
+        return response
+
+
+def _summary(trajectory: Trajectory) -> TrajectorySummary:
+    return TrajectorySummary(
+        role=trajectory.role,
+        reward=trajectory.total_reward,
+        rewards=dict(trajectory.rewards),
+        metrics=dict(trajectory.metrics),
+        tokens=len(trajectory.token_ids),
+        trained=trajectory.num_trained_tokens,
+        turns=len(trajectory.turns),
+        oldest=trajectory.oldest_version,
+        newest=trajectory.newest_version,
+        is_truncated=trajectory.is_truncated,
+    )
+
+
+def _seen(request: ModelRequest, response: ModelResponse) -> Trajectory:
+    import numpy as np
+
+    given, said = np.asarray(request.input_ids, dtype=np.int32), len(response.output_ids)
+    none = np.zeros(len(given))
+    return Trajectory(
+        token_ids=np.concatenate([given, np.array(response.output_ids, dtype=np.int32)]),
+        loss_mask=np.zeros(len(given) + said, dtype=np.bool_),
+        behavior_logprobs=np.concatenate([none, response.output_logprobs]),
+        versions=np.concatenate([none.astype(np.int32) + NOT_SAMPLED, np.array(response.output_versions, np.int32)]),
+        reward=0.0,
+    )

@@ -1,0 +1,122 @@
+"""What training computed for the tokens of a batch, for the event log: some trajectories whole, all in numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from arl.api.config import EventsConfig
+from arl.api.types import Group, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+    from arl.algorithm.batch import Batch
+
+MOST_TOKENS = 500_000
+"""A larger batch keeps the tokens of some of its trajectories only, unless log.events.tokens says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptBatch:
+    """Of a batch's new groups, whose N trajectories are numbered in order."""
+
+    rows: list[int]
+    """The numbers of the trajectories whose tokens are kept."""
+    columns: dict[str, np.ndarray]
+    """Name -> float32: for the trained tokens of these trajectories end to end. nan where training left a token out."""
+    numbers: list[tuple[float, float, float, float]]
+    """[N] Mean advantage, largest weight, clipped share and mean entropy over the trained tokens; 0.0 without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedBatch:
+    """What training a batch gave."""
+
+    metrics: dict[str, float]
+    kept: KeptBatch | None = None
+    """For the event log, if there is one."""
+
+
+def kept_batch(
+    batch: Batch,
+    num_groups: int,
+    parts: Sequence[tuple[Sequence[int], Mapping[str, torch.Tensor]]],
+    config: EventsConfig,
+) -> KeptBatch:
+    """num_groups: how many of the batch's groups are new. parts: for each minibatch, in the order of training, the
+    numbers of its trajectories in `batch`, and TrainEngine.kept of it: later ones prevail.
+    """
+    starts = batch.starts
+    columns = {"advantages": batch.advantages.float().numpy()}
+    for name in ("reference_logprobs", "values", "returns"):
+        if (column := getattr(batch, name)).any():
+            columns[name] = column.float().numpy()
+    for rows, kept in parts:
+        places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(0, np.int64)])
+        for name, values in kept.items():
+            column = columns.setdefault(name, np.full(starts[-1], np.nan, np.float32))
+            column[places] = values.numpy()
+    num_new = sum(len(group.trajectories) for group in batch.groups[:num_groups])
+    numbers = _numbers(batch, columns)[:num_new]
+    chosen = choose(batch.groups[:num_groups], [number[1] for number in numbers], config)
+    is_trained = batch.loss_mask.numpy()
+    for column in columns.values():
+        column[~is_trained] = np.nan
+    places = np.concatenate(
+        [starts[row] + batch.trajectories[row].loss_mask.nonzero()[0] for row in chosen] or [np.zeros(0, np.int64)]
+    )
+    return KeptBatch(rows=chosen, columns={name: column[places] for name, column in columns.items()}, numbers=numbers)
+
+
+def _numbers(batch: Batch, columns: Mapping[str, np.ndarray]) -> list[tuple[float, float, float, float]]:
+    """For each trajectory."""
+    mask, zeros = batch.loss_mask.numpy(), np.zeros(len(batch.loss_mask), np.float32)
+    values = {
+        name: np.where(mask, np.nan_to_num(columns.get(name, zeros)), 0.0)
+        for name in ("advantages", "weights", "clipped", "entropy")
+    }
+    begins = batch.starts[:-1]
+    if not begins:
+        return []
+    counts = np.maximum(batch.counts, 1)
+    means = {name: np.add.reduceat(column, begins, dtype=np.float64) / counts for name, column in values.items()}
+    largest = np.maximum.reduceat(values["weights"], begins)
+    found = zip(means["advantages"], largest, means["clipped"], means["entropy"], strict=True)
+    return [(float(a), float(w), float(c), float(e)) for a, w, c, e in found]
+
+
+def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConfig) -> list[int]:
+    """The numbers of the trajectories whose tokens are kept. weights: the largest weight of each."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    keeps = config.tokens or ("all" if sum(len(t.token_ids) for t in trajectories) <= MOST_TOKENS else "some")
+    if keeps != "some":
+        return list(range(len(trajectories))) if keeps == "all" else []
+    chosen = {i for i, group in enumerate(_group_of_each(groups)) if is_in_share(group.group_id, config.share)}
+    ranks = (
+        lambda i: trajectories[i].total_reward,
+        lambda i: -trajectories[i].total_reward,
+        lambda i: len(trajectories[i].token_ids),
+        lambda i: -_oldest(trajectories[i]),
+        lambda i: weights[i],
+    )
+    for rank in ranks:
+        chosen.update(sorted(range(len(trajectories)), key=rank, reverse=True)[: config.notable])
+    return sorted(chosen)
+
+
+def is_in_share(group_id: int, share: float) -> bool:
+    """The same groups in every process, spread evenly."""
+    return zlib.crc32(str(group_id).encode()) < share * (1 << 32)
+
+
+def _group_of_each(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups for _ in group.trajectories]
+
+
+def _oldest(trajectory: Trajectory) -> float:
+    return np.inf if trajectory.oldest_version is None else trajectory.oldest_version

@@ -1,0 +1,122 @@
+"""What training keeps of each token, for the event log: the numbers that the loss used, at the right tokens."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_groups import random_groups
+
+from arl.algorithm.batch import Batch
+from arl.api.config import Config, EventsConfig
+from arl.api.types import Group
+from arl.trainer_process import load_learner
+from arl.training.kept_tokens import KeptBatch, choose
+from arl.training.learner import Learner
+
+Make = Callable[..., Learner]
+
+
+@pytest.fixture
+def make_learner(model_dir: Path) -> Iterator[Make]:
+    learners: list[Learner] = []
+
+    def make(budget: int = 60, minibatches: int = 1, epochs: int = 1, **events: Any) -> Learner:
+        settings = {
+            "model": str(model_dir),
+            "rollout": {"batch_size": 4, "group_size": 2},
+            "train": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "max_tokens_per_microbatch": budget},
+            "algorithm": {"preset": "decoupled_ppo", "minibatches": minibatches, "epochs": epochs},
+            "log": {"events": events},
+        }
+        learners.append(load_learner(Config.model_validate(settings)))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        learner.close()
+
+
+def kept_of(learner: Learner, groups: list[Group], replayed: list[Group] | None = None) -> KeptBatch:
+    kept = learner.train(learner.prepare(groups, replayed or [])).kept
+    assert kept is not None
+    return kept
+
+
+def trained(values: torch.Tensor, batch: Batch) -> np.ndarray:
+    return values[batch.loss_mask].numpy()
+
+
+def test_each_tokens_numbers_are_those_of_the_loss(make_learner: Make):
+    learner, groups = make_learner(minibatches=2), random_groups(0)
+    batch = Batch.of(groups)
+    before = torch.cat(learner.engine.forward(batch.sequences(), "logprobs"))
+    prepared = learner.prepare(groups)
+    kept = learner.train(prepared).kept
+    assert kept is not None
+    assert kept.rows == list(range(len(batch)))
+    proximal, behavior = trained(before, batch), trained(batch.behavior_logprobs, batch)
+    np.testing.assert_allclose(kept.columns["proximal_logprobs"], proximal, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(kept.columns["weights"], np.minimum(np.exp(proximal - behavior), 2.0), rtol=1e-4)
+    np.testing.assert_allclose(kept.columns["advantages"], trained(prepared.batch.advantages.float(), batch))
+    first = sum(batch.counts[row] for row in prepared.rows[0])
+    current, ratio = kept.columns["current_logprobs"], np.exp(kept.columns["current_logprobs"] - proximal)
+    np.testing.assert_allclose(current[:first], proximal[:first], rtol=1e-5, atol=1e-5)  # before the first update
+    assert np.abs(current[first:] - proximal[first:]).max() > 1e-4  # after it
+    assert set(np.unique(kept.columns["clipped"])) <= {0.0, 1.0}
+    assert not kept.columns["clipped"][np.abs(ratio - 1) < 0.1].any()
+    assert (kept.columns["entropy"] > 0).all()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_they_do_not_depend_on_how_the_batch_is_packed(make_learner: Make, epochs: int):
+    groups, replayed = random_groups(1), random_groups(9)[:2]
+    small, large = (
+        kept_of(make_learner(budget=budget, minibatches=2, epochs=epochs), groups, replayed) for budget in (40, 4000)
+    )
+    assert small.rows == large.rows == list(range(sum(len(group.trajectories) for group in groups)))
+    for name, column in large.columns.items():
+        np.testing.assert_allclose(small.columns[name], column, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_a_trajectorys_numbers_sum_up_its_tokens(make_learner: Make):
+    groups = random_groups(2)
+    kept, batch = kept_of(make_learner(), groups), Batch.of(groups)
+    ends = np.cumsum([0, *batch.counts])
+    for row, (advantage, weight, clipped, entropy) in enumerate(kept.numbers):
+        own = {name: column[ends[row] : ends[row + 1]] for name, column in kept.columns.items()}
+        means = (
+            [float(own[name].mean()) for name in ("advantages", "clipped", "entropy")] if own["weights"].size else []
+        )
+        assert [advantage, clipped, entropy] == pytest.approx(means or [0.0] * 3, abs=1e-6)
+        assert weight == pytest.approx(own["weights"].max(initial=0.0))
+
+
+def test_of_a_large_batch_the_notable_trajectories_and_a_share_of_whole_groups_are_kept(make_learner: Make):
+    groups = random_groups(3)
+    every = kept_of(make_learner(), groups)
+    some = kept_of(make_learner(tokens="some", share=0.0, notable=1), groups)
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.total_reward for t in trajectories]
+    lengths = [len(t.token_ids) for t in trajectories]
+    weights = [number[1] for number in every.numbers]
+    notable = {rewards.index(max(rewards)), rewards.index(min(rewards)), lengths.index(max(lengths))}
+    assert notable | {weights.index(max(weights))} <= set(some.rows)
+    assert len(some.rows) <= 5 < len(every.rows)
+    ends = np.cumsum([0, *Batch.of(groups).counts])
+    places = np.concatenate([np.arange(ends[row], ends[row + 1]) for row in some.rows])
+    np.testing.assert_allclose(some.columns["weights"], every.columns["weights"][places], rtol=1e-5)
+    assert kept_of(make_learner(tokens="none"), groups).rows == []
+
+
+def test_a_share_takes_whole_groups_the_same_ones_each_time():
+    groups = [replace(group, group_id=number) for number, group in enumerate(random_groups(4) * 15)]
+    config = EventsConfig(tokens="some", share=0.3, notable=0)
+    chosen = choose(groups, [0.0] * 1000, config)
+    of = [group.group_id for group in groups for _ in group.trajectories]
+    names = {of[row] for row in chosen}
+    assert chosen == [row for row, name in enumerate(of) if name in names] == choose(groups, [0.0] * 1000, config)
+    assert 5 < len(names) < 35
