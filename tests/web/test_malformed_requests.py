@@ -23,6 +23,8 @@ from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.engine.weights.package import MAGIC, PREAMBLE, Replica, block_digest, file_digest
 from arl.sandbox.contract import Limits, LocalSandbox, ProgramOutcome
 from arl.sandbox.remote import application
+from arl.view.view_server import ViewServer
+from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 
@@ -157,6 +159,17 @@ async def mirror(directory: Path) -> AsyncIterator[Door]:
         yield Door(port=int(opened.address.rpartition(":")[2]), sound=[version, put, put, put])
 
 
+@asynccontextmanager
+async def viewer(directory: Path) -> AsyncIterator[Door]:
+    (directory / "metrics.jsonl").write_text('{"version": 1}\n')
+    paths = ("", "/0/steps?since=0", "/0/episodes?text=a&sort=step&limit=2", "/0/groups/1/2", "/0/health",
+             "/0/episodes/1/2.3?stop=9", "/0/time?from=0&to=1&limit=5", "/0/staleness")  # fmt: skip
+    sound = [Sound(method="GET", path=f"/api/runs{path}", headers=BEARER) for path in paths]
+    run = ViewedRun(directory, lambda _: None)
+    async with serving(ViewServer([run], KEY).app, bind("127.0.0.1", 0)) as port:
+        yield Door(port=port, sound=sound)
+
+
 async def ask(port: int, request: bytes) -> bytes:
     """The answer; empty if the server waits for more of the request, and then for none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -186,7 +199,7 @@ def faults(request: bytes, answer: bytes) -> list[str]:
     return [] if (status < 500 or status == NO_ROOM) and says_why else [f"{request[:700]!r} -> {answer[:700]!r}"]
 
 
-@pytest.mark.parametrize("opened", [embedded, endpoint, sandbox, mirror])
+@pytest.mark.parametrize("opened", [embedded, endpoint, sandbox, mirror, viewer])
 async def test_every_malformed_request_is_refused_with_a_sentence_and_the_server_goes_on(
     opened: Callable[[Path], AbstractAsyncContextManager[Door]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
