@@ -49,7 +49,7 @@ def episode_details(
     try:
         tokens = run.tokens(episode)
         if not tokens:
-            problem = "The tokens of this episode were not kept: see log.events.tokens." if episode.ended else ""
+            problem = _why_none(episode)
     except RunFileError as error:
         problem = str(error)
     siblings = episode.group.episodes if episode.group else []
@@ -82,6 +82,14 @@ def call_fields(call: Event) -> Row:
 def fields_of(record: msgspec.Struct, *names: str) -> Row:
     """With those fields, too, that have their default."""
     return {name: getattr(record, name) for name in names}
+
+
+def _why_none(episode: EpisodeRecord) -> str:
+    if episode.ended is None:
+        return ""
+    if episode.trajectories:
+        return "The tokens of this episode were not kept: see the settings log.events."
+    return "This episode returned no trajectory, and nothing that it saw before was kept."
 
 
 def _answer(run: RunRecord, texts: Texts, episode: EpisodeRecord) -> str:

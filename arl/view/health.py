@@ -83,7 +83,11 @@ def _warnings(run: RunRecord) -> list[Row]:
         if isinstance(record, events.Warned):
             row = _count(found, (record.level, record.logger, normalised(record.text)), record.t, {})
             row["text"] = record.text[: 10 * _LONGEST]
-    return [{"level": level, "logger": logger, **row} for (level, logger, _), row in _most(found)]
+    shown = ("text", "count", "first", "last")
+    return [
+        {"level": level, "logger": logger, **{name: row[name] for name in shown}}
+        for (level, logger, _), row in _most(found)
+    ]
 
 
 def _count(found: dict[Any, Row], key: Any, t: float, example: Row) -> Row:

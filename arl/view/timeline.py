@@ -254,7 +254,7 @@ def _arrows(run: RunRecord, lanes: _Lanes, lane_of: Mapping[int, str]) -> list[R
                 trained[record.version] = record.t
             case events.Published() if lanes.first <= record.t <= lanes.last:
                 if record.version in trained:
-                    start = record.t - record.transfer_s
+                    start = max(record.t - record.transfer_s, trained[record.version])
                     arrows.append(_arrow("trainer", trained[record.version], "publishing", start, "publishes"))
             case events.ServerLoaded() if lanes.first <= record.t <= lanes.last:
                 if record.version in trained:

@@ -243,7 +243,14 @@ async def test_a_failed_episode_tells_its_attempts(browser: Browser) -> None:
     (attempt,) = episode["failed_attempts"]
     assert (attempt["error"], attempt["message"], attempt["attempt"]) == ("ValueError", "bad call 1 at 0x7f10", 1)
     assert episode["trajectories"] == []
-    assert "not kept" in episode["problem"]
+    assert "returned no trajectory" in episode["problem"]
+
+
+async def test_an_episode_whose_tokens_were_not_kept_says_so(tmp_path: Path) -> None:
+    life(tmp_path, [began(), *episode("e0.0", T0, [trajectory(PROMPT, "x")])])
+    async with looking_at(tmp_path) as browser:
+        told = await browser.get("/api/runs/0/episodes/1/e0.0")
+    assert "were not kept: see the settings log.events" in told["problem"]
 
 
 async def test_a_time_line_has_lanes_for_trainer_servers_and_episodes(browser: Browser) -> None:
