@@ -6,17 +6,27 @@ import asyncio
 import inspect
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Generic, ParamSpec, cast
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.api.events import EPISODE, RewardEnded
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.pool import RewardPool, is_typed_in
-from arl.rewards.score import ResultT, Reward, Score, check_limits, checked, is_finite, name_of, ran_too_long, score_of
+from arl.rewards.score import (
+    ResultT,
+    Reward,
+    Score,
+    check_limits,
+    checked,
+    is_finite,
+    name_of,
+    ran_too_long,
+    reported,
+    reports,
+    score_of,
+)
 from arl.rewards.threads import ThreadReward, together
 
 log = logging.getLogger(__name__)
@@ -36,6 +46,7 @@ class AsyncReward(Generic[P, ResultT]):
         self._name = name_of(function)
         self._timeout_s = timeout_s
 
+    @reported
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         limit = asyncio.timeout(self._timeout_s)
         try:
@@ -55,6 +66,7 @@ class InlineReward(Generic[P, ResultT]):
         self._function = function
         self._name = name_of(function)
 
+    @reported
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         try:
             result = self._function(*args, **kwargs)
@@ -73,23 +85,12 @@ class WorkflowReward(Shared):
 
     async def __call__(self, answer: str, data: Example) -> Score:
         """Raises RewardError, RewardTimeoutError, and the errors of a user's own reward class."""
-        began = time.monotonic()
-        try:
-            score = score_of(await self._reward(answer, data), f"reward {self.name}")
-        except BaseException as error:
-            self._report(time.monotonic() - began, error=type(error).__name__)
-            raise
-        self._report(time.monotonic() - began, score)
-        return score
+        return await (self._ask(answer, data) if reports(self._reward) else self._ask_users_own(answer, data))
 
-    def _report(self, seconds: float, score: Score | None = None, error: str = "") -> None:
-        if context := EPISODE.get():
-            value, parts = (score.value, dict(score.parts)) if score else (None, {})
-            context.events.emit(
-                RewardEnded(
-                    episode=context.episode, reward=self.name, seconds=seconds, value=value, parts=parts, error=error
-                )
-            )
+    async def _ask(self, answer: str, data: Example) -> Score:
+        return score_of(await self._reward(answer, data), f"reward {self.name}")
+
+    _ask_users_own = reported(_ask)
 
     async def _open(self, opened: AsyncExitStack) -> None:
         if isinstance(self._reward, Shared):
@@ -177,6 +178,7 @@ class WeightedReward(Shared):
         for reward in self._rewards.values():
             await opened.enter_async_context(reward)
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> Score:
         given = await together(_part(name, reward, answer, data) for name, reward in self._rewards.items())
         scores = dict(zip(self._rewards, given, strict=True))

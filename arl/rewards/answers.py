@@ -17,7 +17,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from arl.api.errors import ConfigError, RewardError
 from arl.api.types import Example
 from arl.rewards.pool import RewardPool
-from arl.rewards.score import Score, shown
+from arl.rewards.score import Score, reported, shown
 
 _DIGITS = r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-\u2212])?\$?(?P<above>{_DIGITS})(?: ?/ ?(?P<below>{_DIGITS}))?")
@@ -86,6 +86,7 @@ class ExactMatch:
     """Finds the answer in the text; unset, the whole text is the answer."""
     ignore_case: bool = False
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> float:
         expected = [self._plain(reference) for reference in references(data, self.column)]
         found = self.extract(answer) if self.extract else answer
@@ -115,6 +116,7 @@ class NumericMatch:
                 f"tolerance is {self.tolerance}, relative_tolerance {self.relative_tolerance}; neither may be below 0"
             )
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> float:
         expected = [last_number(reference) for reference in references(data, self.column)]
         if None in expected:
@@ -141,6 +143,7 @@ class Tags:
         self._names = names
         self._is_first_open = is_first_open
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> float:
         rest = f"<{self._names[0]}>{answer}" if self._is_first_open else answer
         for name in self._names:
@@ -164,6 +167,7 @@ class JsonFormat:
         except PydanticUserError as error:
             raise ConfigError(f"no answer can be checked against {type!r}: {error}") from None
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> float:
         fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", answer, re.DOTALL)
         try:

@@ -25,7 +25,7 @@ from arl.api.errors import (
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.offload import offload
-from arl.rewards.score import Score, shown
+from arl.rewards.score import Score, reported, shown
 from arl.web.client import JsonClient
 
 
@@ -202,6 +202,7 @@ class JudgeReward(Shared):
     async def _open(self, opened: AsyncExitStack) -> None:
         await opened.enter_async_context(self._server)
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> Score:
         prompt = self._filled(answer, data)
         form = [self._pattern.pattern, *self._scale]

@@ -26,7 +26,7 @@ from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
 from arl.offload import finished, offload
 from arl.rewards.fork_server import load_into_fork_server
-from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
+from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long, reported
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +190,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         if pool is not None:
             await self._stop(pool)
 
+    @reported
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         if self._pool is not None and not self._pool.active:  # a worker died between calls
             await self._replace(self._pool)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.events import EPISODE, RewardEnded
 from arl.api.types import Example
 
 
@@ -89,3 +91,42 @@ def checked(result: ResultT, name: str) -> ResultT:
     """The result: a Score as it is, a number as a float. Raises RewardError for anything else."""
     score = score_of(result, f"reward function {name}")
     return cast("ResultT", result if isinstance(result, Score) else score.value)
+
+
+P = ParamSpec("P")
+
+
+def reported(call: Callable[P, Coroutine[Any, Any, ResultT]]) -> Callable[P, Coroutine[Any, Any, ResultT]]:
+    """A reward's `__call__`, whose results the event log gets as those of the episode that it runs in."""
+
+    @functools.wraps(call)
+    async def reporting(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if (context := EPISODE.get()) is None:
+            return await call(*args, **kwargs)
+        name, began = _own_name(args[0]), time.monotonic()
+        try:
+            result = await call(*args, **kwargs)
+        except BaseException as error:
+            seconds = time.monotonic() - began
+            context.events.emit(
+                RewardEnded(episode=context.episode, reward=name, seconds=seconds, error=type(error).__name__)
+            )
+            raise
+        value, parts = (result.value, dict(result.parts)) if isinstance(result, Score) else (result, {})
+        seconds = time.monotonic() - began
+        context.events.emit(
+            RewardEnded(episode=context.episode, reward=name, seconds=seconds, value=value, parts=parts)
+        )
+        return result
+
+    cast("Any", reporting).reports = True
+    return reporting
+
+
+def reports(reward: object) -> bool:
+    """Whether its `__call__` is `reported`."""
+    return hasattr(type(reward).__call__, "reports")
+
+
+def _own_name(reward: Any) -> str:
+    return getattr(reward, "_name", None) or getattr(reward, "name", None) or type(reward).__name__

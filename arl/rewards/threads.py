@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from arl.api.errors import ArlError, RewardError, ToolsHungError, first_error
-from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
+from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long, reported
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +207,7 @@ class ThreadReward(Generic[P, ResultT]):
         self._timeout_s = timeout_s
         self.threads = CallThreads(max_threads=workers, max_hung=workers)
 
+    @reported
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Raises RewardTimeoutError; RewardError if the function raises or returns no finite number."""
         try:

@@ -15,7 +15,7 @@ from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards import examiner
-from arl.rewards.score import Score
+from arl.rewards.score import Score, reported
 from arl.rewards.threads import together
 from arl.sandbox.contract import Limits, ProgramOutcome, Sandbox
 
@@ -142,6 +142,7 @@ class UnitTestsReward(Shared):
     async def _open(self, opened: AsyncExitStack) -> None:
         await opened.enter_async_context(self._sandbox)
 
+    @reported
     async def __call__(self, answer: str, data: Example) -> Score:
         """Raises DatasetError for an example without tests, RewardError if the sandbox fails."""
         tests = self._tests_of(data)
