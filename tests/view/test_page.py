@@ -207,7 +207,7 @@ async def test_the_numbers_of_a_token_are_the_logs(page: Page, address: str, run
     record = read_run(run.run_dir)
     (tokens,) = record.tokens(record.episode(1, "4.1"))
     columns = tokens.columns
-    await show(page, address, "episode/0/1/4.1?colour=current_logprobs-behavior_logprobs")
+    await show(page, address, "episode/0/1/4.1?colour=current-behavior")
     for k in (0, *np.flatnonzero(columns["loss_mask"])[[0, 3, -1]]):
         await page.locator(f"#t0-{k}").hover()
         cells = 'Array.from(document.querySelectorAll(".numbers dd .num"), (cell) => cell.title || cell.textContent)'
@@ -384,7 +384,7 @@ async def test_pictures_of_all_views(page: Page, address: str) -> None:
     place = Path(os.environ["ARL_SCREENSHOTS"])
     for scheme in ("light", "dark"):
         await page.emulate_media(color_scheme=scheme)
-        for view in (*VIEWS, f"episode/0/1/{BRANCHED}?colour=proximal_logprobs-behavior_logprobs"):
+        for view in (*VIEWS, f"episode/0/1/{BRANCHED}?colour=proximal-behavior"):
             await show(page, address, view)
             name = view.replace("/", "-").replace("?", "-")
             for size, viewport in (("wide", {"width": 1360, "height": 900}), ("phone", PHONE)):

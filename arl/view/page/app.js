@@ -2,7 +2,7 @@
 
 import { KeyNeeded, follow, get, queryOf, setKey } from "./server.js";
 import { runColour } from "./colour.js";
-import { failed, h, loading, show } from "./dom.js";
+import { button, failed, h, loading, show } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { episodesView } from "./episodes.js";
 import { groupView } from "./group.js";
@@ -48,7 +48,7 @@ function frame(at) {
   show(document.getElementById("runs"), runs.length > 1 && runs.map((run, k) => {
     const dot = h("span", { class: "dot", style: { "--tone": runColour(k) } });
     const isOn = toggle ? shown.includes(k) : k === current;
-    return h("button", { class: "chip", type: "button", "aria-pressed": String(isOn), title: run.dir, onclick: () => choose(k, toggle) }, dot, run.name);
+    return button([dot, run.name], () => choose(k, toggle), { class: "chip", "aria-pressed": String(isOn), title: run.dir });
   }));
   document.title = `${TABS[tab]} · ${runs[current]?.name ?? "arl view"}`;
 }
@@ -87,7 +87,8 @@ async function mount() {
     if (isList) list = location.hash;
   };
   try {
-    const made = await VIEWS[at.name]({ place: main, path: at.path, query: at.query, runs, shown: chosen, run: runs[current], link, go, back, setQuery, signal });
+    const given = { place: main, path: at.path, query: at.query, runs, shown: chosen, run: runs[current], link, go, back, setQuery, signal };
+    const made = await VIEWS[at.name](given);
     if (!signal.aborted) view = made;
   } catch (error) {
     if (signal.aborted) return;
@@ -131,7 +132,8 @@ function askForKey() {
     setKey(field.value);
     start();
   };
-  show(main, h("form", { class: "state", onsubmit: send }, h("p", {}, h("label", { for: "key" }, "The key that arl view printed: ")), field, " ", h("button", {}, "Open")));
+  const label = h("label", { for: "key" }, "The key of this arl view: ");
+  show(main, h("form", { class: "state", onsubmit: send }, h("p", {}, label), field, " ", h("button", {}, "Open")));
   field.focus();
 }
 
@@ -170,7 +172,7 @@ async function start() {
     await mount();
   } catch (error) {
     if (error instanceof KeyNeeded) askForKey();
-    else show(main, failed(error), h("p", { class: "state" }, h("button", { type: "button", onclick: start }, "Try again")));
+    else show(main, failed(error), h("p", { class: "state" }, button("Try again", start)));
   }
 }
 

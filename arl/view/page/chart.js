@@ -3,7 +3,7 @@
 import { ink, scale } from "./colour.js";
 import { h, num, number, show } from "./dom.js";
 
-const STYLES = { line: {}, dashed: { dash: [6, 4] }, thin: { dash: [1, 3], width: 1.25 }, points: { points: { show: true, size: 7, width: 1.5 } } };
+const STYLES = { line: {}, dashed: { dash: [6, 4] }, thin: { dash: [1, 3], width: 1.25 }, points: { paths: () => null, points: { show: true, size: 7, width: 1.5 } } };
 const HEIGHT = 190;
 
 // series: [{label, line, xs, ys, colour, style, filled}]: of several runs, the series of one line stand together.
@@ -49,8 +49,8 @@ export class Chart {
       axes: [{ ...axis, size: 26, space: 60, values: marks(number) }, { ...axis, size: heat ? 34 : 52, space: 32, values: marks(format) }],
       cursor: { y: false, drag: { x: true, y: false }, sync: { key: "arl", scales: ["x", null], setSeries: false }, points: { show: !heat } },
       series: [{}, ...this.series.map(({ colour, style, filled }) => ({
-        stroke: colour, width: 1.75, fill: filled ? `${colour}33` : undefined, spanGaps: true, paths: style === "points" ? () => null : undefined, show: !heat,
-        ...STYLES[style ?? "line"], points: { show: style === "points" ? true : undefined, ...STYLES[style ?? "line"].points, stroke: colour, fill: ink("panel") },
+        stroke: colour, width: 1.75, fill: filled ? `${colour}33` : undefined, spanGaps: true, show: !heat,
+        ...STYLES[style ?? "line"], points: { ...STYLES[style ?? "line"].points, stroke: colour, fill: ink("panel") },
       }))],
       hooks: { setCursor: [(u) => this.#read(u.cursor.idx)], ...(heat ? { drawAxes: [heat] } : {}) },
     }, data, this.plot);
@@ -68,7 +68,8 @@ export class Chart {
       const shown = [h("span", { class: `key ${style ?? ""}`, style: { "--tone": colour } }), num(value, format), " "];
       lines.set(line, [...(lines.get(line) ?? []), ...shown]);
     });
-    show(this.readout, k === null || k === undefined ? null : h("span", {}, `${xName} `, num(data[0][k])), [...lines].map(([line, shown]) => h("span", {}, `${line} `, shown)));
+    show(this.readout, typeof k === "number" && h("span", {}, `${xName} `, num(data[0][k])),
+      [...lines].map(([line, shown]) => h("span", {}, `${line} `, shown)));
   }
 
   #key(event) {
@@ -104,8 +105,9 @@ export function heatChart(options, { steps, staleness, tokens, bound }) {
   const total = tokens.map((row) => row.reduce((a, b) => a + b, 0));
   const tell = (k) => {
     const at = k ?? steps.length - 1;
-    return [h("span", {}, `${k === null || k === undefined ? "last step" : "step"} `, num(steps[at])),
-      staleness.filter((_, s) => tokens[at]?.[s]).map((old, _) => h("span", {}, `${old} old `, num((100 * tokens[at][staleness.indexOf(old)]) / total[at], (v) => `${v.toFixed(0)} %`)))];
+    const shareOf = (s) => num((100 * tokens[at][s]) / total[at], (v) => `${v.toFixed(0)} %`);
+    return [h("span", {}, `${typeof k === "number" ? "step" : "last step"} `, num(steps[at])),
+      staleness.map((old, s) => tokens[at]?.[s] > 0 && h("span", {}, `${old} old `, shareOf(s)))];
   };
   const heat = (u) => {
     const { colour } = scale([], { low: 0, high: 1 });

@@ -15,7 +15,12 @@ export const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 };
-export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// One of the style sheet's colours, for a canvas: "#rrggbb".
+export function ink(name) {
+  const pair = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).match(/#\w+/g);
+  const hex = pair[isDark() ? 1 : 0];
+  return hex.length === 4 ? `#${[...hex.slice(1)].map((c) => c + c).join("")}` : hex;
+}
 export const runColour = (k) => RUNS[isDark() ? "dark" : "light"][k % 6];
 
 function at(stops, x) {

@@ -4,12 +4,12 @@ import { ink, scale } from "./colour.js";
 import { h, marked, num, pairs, piece, show, visible } from "./dom.js";
 
 const NAMES = {
-  behavior_logprobs: "behavior logprob", proximal_logprobs: "proximal logprob", current_logprobs: "current logprob", reference_logprobs: "reference logprob",
-  advantages: "advantage", weights: "behavior weight", clipped: "clipped", entropy: "entropy", token_rewards: "token reward", values: "value", returns: "return",
+  behavior_logprobs: "behavior logprob", proximal_logprobs: "proximal logprob", current_logprobs: "current logprob",
+  advantages: "advantage", weights: "behavior weight", token_rewards: "token reward", values: "value", returns: "return",
 };
 const SIGNED = new Set(["advantages", "token_rewards", "values", "returns"]);
-const FLAGS = new Set(["clipped"]);
-const DIFFERENCES = [["proximal_logprobs", "behavior_logprobs"], ["current_logprobs", "proximal_logprobs"], ["current_logprobs", "behavior_logprobs"]];
+const FLAGS = { clipped: ["within", "clipped"] };
+const DIFFERENCES = [["proximal", "behavior"], ["current", "proximal"], ["current", "behavior"]];
 
 export const nameOf = (column) => NAMES[column] ?? column.replaceAll("_", " ");
 
@@ -21,31 +21,37 @@ export function measures(trajectory, step) {
     sampled: { label: "sampled or given", flag: ["given", "sampled"], of: (k) => trajectory.loss_mask[k] },
     version: { label: "version", integer: true, of: versionOf },
   };
-  if (step !== null && step !== undefined) found.staleness = { label: "staleness", integer: true, of: (k) => (versionOf(k) === null ? null : step - 1 - versionOf(k)) };
+  const staleness = (k) => (versionOf(k) === null ? null : step - 1 - versionOf(k));
+  if (step !== null && step !== undefined) found.staleness = { label: "staleness", integer: true, of: staleness };
   const columns = { behavior_logprobs: trajectory.behavior_logprobs, ...trajectory.columns };
-  for (const [name, values] of Object.entries(columns)) found[name] = { label: nameOf(name), signed: SIGNED.has(name), flag: FLAGS.has(name) && ["within", "clipped"], of: sampled(values) };
+  for (const [name, values] of Object.entries(columns)) {
+    found[name] = { label: nameOf(name), signed: SIGNED.has(name), flag: FLAGS[name], of: sampled(values) };
+  }
   for (const [later, earlier] of DIFFERENCES) {
-    if (!columns[later] || !columns[earlier]) continue;
-    const [a, b] = [found[later].of, found[earlier].of];
+    const [a, b] = [later, earlier].map((name) => found[`${name}_logprobs`]?.of);
+    if (!a || !b) continue;
     const of = (k) => (a(k) === null || b(k) === null ? null : a(k) - b(k));
-    found[`${later}-${earlier}`] = { label: `${nameOf(later).split(" ")[0]} − ${nameOf(earlier)}`, signed: true, of };
+    found[`${later}-${earlier}`] = { label: `${later} − ${earlier} logprob`, signed: true, of };
   }
   for (const key of Object.keys(found)) if (!trajectory.loss_mask.some((_, k) => found[key].of(k) !== null)) delete found[key];
   return found;
 }
+
+const swatch = ([background, color], text) => h("span", { class: "swatch", style: { background, color } }, text);
 
 // What a measure's values look like: [background, text] for each, and a legend of it.
 export function colouring(measure, count) {
   const values = Array.from({ length: count }, (_, k) => measure.of(k));
   if (measure.flag) {
     const [low, high] = [[ink("sunk"), ink("ink")], scale([], { low: 0, high: 1 }).colour(0.4)];
-    const legend = measure.flag.map((name, k) => h("span", { class: "swatch", style: { background: [low, high][k][0], color: [low, high][k][1] } }, name));
+    const legend = [swatch(low, measure.flag[0]), swatch(high, measure.flag[1])];
     return { of: (k) => (values[k] === null ? null : values[k] ? high : low), legend };
   }
   const known = [...new Set(values.filter((v) => v !== null))].sort((a, b) => a - b);
-  const { low, high, colour } = scale(values, { signed: measure.signed, ...(measure.integer ? { low: known[0], high: Math.max(known.at(-1), known[0] + 1) } : {}) });
+  const range = measure.integer ? { low: known[0], high: Math.max(known.at(-1), known[0] + 1) } : {};
+  const { low, high, colour } = scale(values, { signed: measure.signed, ...range });
   if (measure.integer && known.length <= 12) {
-    const legend = known.map((v) => h("span", { class: "swatch", style: { background: colour(v)[0], color: colour(v)[1] } }, String(v)));
+    const legend = known.map((v) => swatch(colour(v), String(v)));
     return { of: (k) => (values[k] === null ? null : colour(values[k])), legend };
   }
   const canvas = h("canvas", { width: "160", height: "1", "aria-hidden": "true" });
@@ -62,7 +68,7 @@ export function numbersOf(trajectory, found, k) {
   const of = (key) => found[key]?.of(k) ?? null;
   const { sampled: _, version: __, staleness: ___, ...others } = found;
   return h("div", {},
-    h("p", {}, h("span", { class: "swatch", style: { background: "var(--sunk)" } }, piece(trajectory.pieces[k]) || "⋯"), trajectory.loss_mask[k] ? " sampled" : " given"),
+    h("p", {}, swatch(["var(--sunk)", "inherit"], piece(trajectory.pieces[k]) || "⋯"), trajectory.loss_mask[k] ? " sampled" : " given"),
     pairs([["index", trajectory.start + k], ["id", trajectory.token_ids[k]]], String),
     pairs([["version", of("version")], ["staleness", of("staleness")], ...Object.entries(others).map(([key, measure]) => [measure.label, of(key)])]));
 }
@@ -71,8 +77,10 @@ export function numbersOf(trajectory, found, k) {
 export class TokenText {
   constructor(name, look) {
     this.look = look;
-    this.node = h("div", { class: "tokens", role: "listbox", tabindex: "0", "aria-label": name,
-      onkeydown: (event) => this.#key(event), onclick: (event) => this.#point(event), onmouseover: (event) => this.#point(event), onfocus: () => this.#go(this.at ?? 0) });
+    this.node = h("div", {
+      class: "tokens", role: "listbox", tabindex: "0", "aria-label": name, onkeydown: (event) => this.#key(event),
+      onclick: (event) => this.#point(event), onmouseover: (event) => this.#point(event), onfocus: () => this.#go(this.at ?? 0),
+    });
   }
 
   // tokens: indices in the window; colour: null, or k -> [background, text] or null.
@@ -83,9 +91,11 @@ export class TokenText {
       const text = trajectory.pieces[k];
       const tones = isColoured ? colour(k) : null;
       const said = tones ? ((text.trim() ? marked(text) : piece(text)) || "⋯") + "\n".repeat(text.split("\n").length - 1) : visible(text);
-      const isClipped = trajectory.columns.clipped?.[k] && isColoured;
-      return h("span", { class: `t${tones ? " toned" : isColoured ? " given" : ""}${isClipped ? " clipped" : ""}`, role: "option", id: `t${trajectory.number}-${trajectory.start + k}`, "data-place": place,
-        style: tones ? { background: tones[0], color: tones[1] } : undefined, "aria-selected": "false" }, said);
+      const kinds = ["t", tones ? "toned" : isColoured && "given", isColoured && trajectory.columns.clipped?.[k] && "clipped"];
+      return h("span", {
+        class: kinds.filter(Boolean).join(" "), role: "option", id: `t${trajectory.number}-${trajectory.start + k}`,
+        "data-place": place, "aria-selected": "false", style: tones ? { background: tones[0], color: tones[1] } : null,
+      }, said);
     }));
   }
 
