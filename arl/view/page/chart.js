@@ -39,7 +39,7 @@ export class Chart {
     this.uplot?.destroy();
     const { range, heat, format = number } = this.options;
     const axis = { stroke: ink("soft"), grid: { stroke: ink("grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    const marks = (as) => (_, ticks) => ticks.map((tick) => as(tick).replace(/(\.\d*?)0+( %)?$/, "$1$2").replace(/\.( %)?$/, "$1"));
+    const marks = (as) => (_, ticks) => ticks.map((tick) => (as === number ? mark(tick, ticks) : as(tick)));
     this.uplot = new uPlot({
       width: Math.max(this.plot.clientWidth, 120),
       height: HEIGHT,
@@ -50,7 +50,7 @@ export class Chart {
       cursor: { y: false, drag: { x: true, y: false }, sync: { key: "arl", scales: ["x", null], setSeries: false }, points: { show: !heat } },
       series: [{}, ...this.series.map(({ colour, style, filled }) => ({
         stroke: colour, width: 1.75, fill: filled ? `${colour}33` : undefined, spanGaps: true, show: !heat,
-        ...STYLES[style ?? "line"], points: { ...STYLES[style ?? "line"].points, stroke: colour, fill: ink("panel") },
+        ...STYLES[style ?? "line"], points: { show: isAlone, ...STYLES[style ?? "line"].points, stroke: colour, fill: ink("panel") },
       }))],
       hooks: { setCursor: [(u) => this.#read(u.cursor.idx)], ...(heat ? { drawAxes: [heat] } : {}) },
     }, data, this.plot);
@@ -85,7 +85,18 @@ export class Chart {
   }
 }
 
+// As many digits as tell the ticks apart.
+function mark(tick, ticks) {
+  const [step, most] = [ticks[1] - ticks[0], Math.max(Math.abs(ticks[0]), Math.abs(ticks.at(-1)))];
+  if (!(step > 0) || most >= 1e5 || most < 1e-3) return number(tick, 2);
+  let digits = 0;
+  while (digits < 8 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits++;
+  return tick.toFixed(digits).replace("-", "−");
+}
+
 const isNumber = (value) => typeof value === "number";
+
+const isAlone = (u, s) => u.data[s].filter(isNumber).length === 1; // no line would be seen
 
 // Held-out points are rarer than steps: the newest that is not newer than the cursor.
 const near = (values, k) => {

@@ -187,7 +187,7 @@ function turnCall(call) {
 }
 
 const toolCall = (call) =>
-  h("span", {}, tag(visible(call.tool), call.failure ? "bad" : ""), " ", num(call.seconds, seconds), call.failure ? ` ${call.failure}` : "");
+  h("span", {}, tag(visible(call.tool || "tool"), call.failure ? "bad" : ""), " ", num(call.seconds, seconds), call.failure ? ` ${call.failure}` : "");
 
 function rewardsOf(episode) {
   const made = (episode.parts ?? []).map((part, k) => [

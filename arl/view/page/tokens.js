@@ -23,8 +23,10 @@ export function measures(trajectory, step) {
   };
   const staleness = (k) => (versionOf(k) === null ? null : step - 1 - versionOf(k));
   if (step !== null && step !== undefined) found.staleness = { label: "staleness", integer: true, of: staleness };
-  const columns = { behavior_logprobs: trajectory.behavior_logprobs, ...trajectory.columns };
-  for (const [name, values] of Object.entries(columns)) {
+  const columns = { ...trajectory.columns, behavior_logprobs: trajectory.behavior_logprobs };
+  const names = new Set([...Object.keys(NAMES), ...Object.keys(columns)].filter((name) => name in columns));
+  for (const name of names) {
+    const values = columns[name];
     found[name] = { label: nameOf(name), signed: SIGNED.has(name), flag: FLAGS[name], of: sampled(values) };
   }
   for (const [later, earlier] of DIFFERENCES) {
