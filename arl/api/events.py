@@ -184,7 +184,6 @@ class TokensKept(Event, frozen=True, kw_only=True):
 class TurnEnded(Event, frozen=True, kw_only=True):
     episode: str
     rid: str
-    session: str = ""
     server: str = ""
     queued_s: float = 0.0
     """How long the request waited for a server."""

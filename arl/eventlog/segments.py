@@ -77,9 +77,14 @@ class FrameHead:
         return self.offset + _HEAD.size + self.size
 
 
-def packed_frame(raw: bytes, num_records: int, first: float, last: float, level: int = 1) -> bytes:
+def new_packer() -> zstandard.ZstdCompressor:
+    """For packed_frame; of one thread."""
+    return zstandard.ZstdCompressor(level=1, write_checksum=True)
+
+
+def packed_frame(packer: zstandard.ZstdCompressor, raw: bytes, num_records: int, first: float, last: float) -> bytes:
     """A pair of frames."""
-    body = zstandard.ZstdCompressor(level=level, write_checksum=True).compress(raw)
+    body = packer.compress(raw)
     size = _HEAD.size - 8
     head = _HEAD.pack(_SKIPPABLE, size, _MARK, SCHEMA, 0, num_records, len(body), len(raw), first, last)
     return head + body

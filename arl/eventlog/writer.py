@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +22,16 @@ import numpy as np
 from arl.api.config import EventsConfig
 from arl.api.events import CALLS, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned
 from arl.api.types import Trajectory
-from arl.eventlog.segments import STREAMS, SegmentName, Stream, TokenRow, pack_tokens, packed_frame, segments
+from arl.eventlog.segments import (
+    STREAMS,
+    SegmentName,
+    Stream,
+    TokenRow,
+    new_packer,
+    pack_tokens,
+    packed_frame,
+    segments,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +69,7 @@ class EventLog:
         self._events.append(event)
 
     def keep(self, tokens: KeptTokens) -> None:
-        count = sum(len(trajectory.token_ids) for _, _, trajectory in tokens.rows)
+        count = _num_tokens(tokens)
         if self._num_tokens + count > _MOST_TOKENS:
             self._lost.episodes += len(tokens.rows)
             return
@@ -111,14 +120,13 @@ class EventLog:
     def _write(self, files: _Segments) -> None:
         """Write all that waits. What an error leaves unwritten is counted as lost."""
         tokens = [self._tokens.popleft() for _ in range(len(self._tokens))]
-        self._num_tokens -= sum(len(t.token_ids) for block in tokens for _, _, t in block.rows)
+        self._num_tokens -= sum(map(_num_tokens, tokens))
         now = time.time()
         with self._counted(episodes=sum(len(block.rows) for block in tokens)):
-            for block in tokens:
-                for part in _frames(block):
-                    segment, offset = files.append("tokens", part.raw(), len(part.rows), (now, now))
-                    rows = [(episode, number) for episode, number, _ in part.rows]
-                    self.emit(TokensKept(segment=segment, offset=offset, rows=rows))
+            for part in _frames(tokens):
+                segment, offset = files.append("tokens", part.raw(), len(part.rows), (now, now))
+                rows = [(episode, number) for episode, number, _ in part.rows]
+                self.emit(TokensKept(segment=segment, offset=offset, rows=rows))
         events = [self._events.popleft() for _ in range(len(self._events))]
         if lost := self._lost.told():
             events.append(lost)
@@ -200,12 +208,13 @@ class _Segments:
         self._directory = directory
         self._most_bytes = most_bytes
         self._life = 0
+        self._packer = new_packer()
         self._open: dict[Stream, tuple[SegmentName, IO[bytes], int]] = {}
         """The name, the file, and where its last whole frame ends."""
 
     def append(self, stream: Stream, raw: bytes, num_records: int, times: tuple[float, float]) -> tuple[int, int]:
         """Write a frame; returns its segment and offset. times: of its first and last record."""
-        frame = packed_frame(raw, num_records, *times)
+        frame = packed_frame(self._packer, raw, num_records, *times)
         name, file, end = self._file(stream)
         file.seek(end)
         file.truncate()  # a frame that an error cut short
@@ -262,45 +271,74 @@ class _Segments:
                     total -= sizes[name]
 
 
-def _frames(block: KeptTokens) -> Iterator[_TokenFrame]:
-    """The block in frames of some _FRAME_TOKENS tokens."""
-    rows: list[tuple[str, int, Trajectory]] = []
-    start = num_tokens = num_trained = 0
+def _frames(blocks: Iterable[KeptTokens]) -> Iterator[_TokenFrame]:
+    """The blocks in frames of some _FRAME_TOKENS tokens, each with the same columns."""
+    frame = _TokenFrame()
+    for part in (part for block in blocks for part in _parts(block)):
+        if frame.parts and not frame.takes(part):
+            yield frame
+            frame = _TokenFrame()
+        frame.add(part)
+    if frame.parts:
+        yield frame
+
+
+def _parts(block: KeptTokens) -> Iterator[KeptTokens]:
+    """The block in parts of no more tokens than that."""
+    if _num_tokens(block) <= _FRAME_TOKENS:
+        yield block
+        return
+    start = 0
     for row in block.rows:
-        rows.append(row)
-        num_tokens += len(row[2].token_ids)
-        num_trained += row[2].num_trained_tokens
-        if num_tokens >= _FRAME_TOKENS:
-            yield _TokenFrame(rows, {n: values[start : start + num_trained] for n, values in block.trained.items()})
-            start, rows, num_tokens, num_trained = start + num_trained, [], 0, 0
-    if rows:
-        yield _TokenFrame(rows, {n: values[start:] for n, values in block.trained.items()})
+        stop = start + row[2].num_trained_tokens
+        trained = {name: column[start:stop] for name, column in block.trained.items()}
+        yield KeptTokens(rows=[row], trained=trained)
+        start = stop
+
+
+def _num_tokens(block: KeptTokens) -> int:
+    return sum(len(trajectory.token_ids) for _, _, trajectory in block.rows)
 
 
 class _TokenFrame:
-    def __init__(self, rows: Sequence[tuple[str, int, Trajectory]], trained: dict[str, np.ndarray]) -> None:
-        self.rows = rows
-        self._trained = trained
+    def __init__(self) -> None:
+        self.parts: list[KeptTokens] = []
+        self._num_tokens = 0
+
+    @property
+    def rows(self) -> list[tuple[str, int, Trajectory]]:
+        return [row for part in self.parts for row in part.rows]
+
+    def takes(self, part: KeptTokens) -> bool:
+        is_alike = self.parts[0].trained.keys() == part.trained.keys()
+        return is_alike and self._num_tokens + _num_tokens(part) <= _FRAME_TOKENS
+
+    def add(self, part: KeptTokens) -> None:
+        self.parts.append(part)
+        self._num_tokens += _num_tokens(part)
 
     def raw(self) -> bytes:
-        members = [trajectory for _, _, trajectory in self.rows]
+        rows, names = self.rows, self.parts[0].trained
+        members = [trajectory for _, _, trajectory in rows]
         columns = {name: np.concatenate([getattr(t, name) for t in members]) for name in _TOKEN_COLUMNS}
         if any(t.token_rewards is not None for t in members):
             zeros = (np.zeros(len(t.token_ids)) if t.token_rewards is None else t.token_rewards for t in members)
             columns["token_rewards"] = np.concatenate([*zeros]).astype(np.float32)
-        return pack_tokens([self._row(*row) for row in self.rows], columns | self._trained)
+        columns |= {name: np.concatenate([part.trained[name] for part in self.parts]) for name in names}
+        return pack_tokens([_token_row(*row, is_trained=bool(names)) for row in rows], columns)
 
-    def _row(self, episode: str, number: int, trajectory: Trajectory) -> TokenRow:
-        return TokenRow(
-            episode=episode,
-            number=number,
-            tokens=len(trajectory.token_ids),
-            trained=trajectory.num_trained_tokens if self._trained else 0,
-            role=trajectory.role,
-            reward=trajectory.reward,
-            rewards=dict(trajectory.rewards),
-            metrics=dict(trajectory.metrics),
-            turns=[(turn.start, turn.stop, turn.reward) for turn in trajectory.turns],
-            temperature=trajectory.temperature,
-            is_truncated=trajectory.is_truncated,
-        )
+
+def _token_row(episode: str, number: int, trajectory: Trajectory, *, is_trained: bool) -> TokenRow:
+    return TokenRow(
+        episode=episode,
+        number=number,
+        tokens=len(trajectory.token_ids),
+        trained=trajectory.num_trained_tokens if is_trained else 0,
+        role=trajectory.role,
+        reward=trajectory.reward,
+        rewards=dict(trajectory.rewards),
+        metrics=dict(trajectory.metrics),
+        turns=[(turn.start, turn.stop, turn.reward) for turn in trajectory.turns],
+        temperature=trajectory.temperature,
+        is_truncated=trajectory.is_truncated,
+    )

@@ -72,7 +72,6 @@ class EpisodeReport:
             TurnEnded(
                 episode=self.episode,
                 rid=request.rid,
-                session=request.session_id or "",
                 server=response.server,
                 queued_s=response.queued_s,
                 seconds=seconds,
