@@ -372,11 +372,23 @@ async def test_a_live_run_grows_without_a_reload(page: Page, address: str, run: 
     run.train(2)
     grown = "n => document.querySelector(`[data-chart='loss'] .plot`).uplot.data[0].length === n"
     await page.wait_for_function(grown, arg=before + 2)
+    heat = "n => document.querySelector(`[data-chart='staleness-0'] .plot`).uplot.data[0].length === n"
+    await page.wait_for_function(heat, arg=before + 2)
+    zoom = "document.querySelector(`[data-chart='loss'] .plot`).uplot"
+    await page.evaluate(f"{zoom}.setScale('x', {{ min: 2, max: 5 }})")
+    run.train()
+    await page.wait_for_function(grown, arg=before + 3)
+    assert await page.evaluate(f"[{zoom}.scales.x.min, {zoom}.scales.x.max]") == [2, 5]
     await show(page, address, "episodes")
     count = page.locator("#matched")
     await expect(count).to_contain_text(f"of {run.num_episodes}")
     run.train()
     await expect(count).to_contain_text(f"of {run.num_episodes}")
+    await show(page, address, "health")
+    failures = page.locator("table", has_text="ToolError").locator("tbody td:nth-child(3)").first
+    await expect(failures).to_have_text(str(run.num_failed))
+    run.train()
+    await expect(failures).to_have_text(str(run.num_failed))
 
 
 @pytest.mark.skipif("ARL_SCREENSHOTS" not in os.environ, reason="ARL_SCREENSHOTS names no directory for pictures")

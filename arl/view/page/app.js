@@ -13,6 +13,7 @@ import { timeView } from "./time.js";
 const VIEWS = { run: runView, episodes: episodesView, group: groupView, episode: episodeView, time: timeView, health: healthView };
 const TABS = { run: "Run", episodes: "Episodes", time: "Time", health: "Health" };
 const TAB_OF = { group: "episodes", episode: "episodes" };
+const MOST_STREAMS = 3;
 const main = document.getElementById("main");
 const live = document.getElementById("live");
 
@@ -39,6 +40,8 @@ export function link(name, path = [], query = {}) {
 
 const go = (...where) => (location.hash = link(...where));
 const back = () => (location.hash = list ?? link("episodes"));
+
+const chosenIn = (at) => (at.name === "run" ? shown ?? [] : [current]);
 
 function frame(at) {
   const tab = TAB_OF[at.name] ?? at.name;
@@ -74,8 +77,8 @@ async function mount() {
   const wanted = Number(["episode", "group"].includes(at.name) ? at.path[0] : at.query.run ?? 0);
   current = valid(wanted) ? wanted : 0;
   frame(at);
-  const chosen = at.name === "run" ? shown : [current];
-  for (const k of chosen) watch(k);
+  const chosen = chosenIn(at);
+  watch(chosen);
   tellLive();
   main.setAttribute("aria-busy", "true");
   show(main, loading(TABS[at.name] ? TABS[at.name].toLowerCase() : at.name));
@@ -98,8 +101,25 @@ async function mount() {
   if (!signal.aborted) main.setAttribute("aria-busy", "false");
 }
 
-function watch(k) {
-  if (following.has(k) || !runs[k]) return;
+// Follow these runs, and no others. Browsers have six connections to a server, for all their tabs: a tab in front uses three.
+function watch(chosen) {
+  const grows = (run) => run.is_live || run.loading.done < run.loading.total;
+  const wanted = document.hidden ? [] : chosen.filter((k) => runs[k] && (grows(runs[k]) || chosen.length === 1)).slice(0, MOST_STREAMS);
+  for (const [k, stop] of following) {
+    if (wanted.includes(k)) continue;
+    stop.abort();
+    following.delete(k);
+    lost.delete(k);
+  }
+  for (const k of wanted) if (!following.has(k)) watchOne(k);
+}
+
+document.addEventListener("visibilitychange", () => {
+  watch(chosenIn(route()));
+  tellLive();
+});
+
+function watchOne(k) {
   const stop = new AbortController();
   following.set(k, stop);
   const tell = (event) => {
@@ -115,7 +135,7 @@ function watch(k) {
 }
 
 function tellLive() {
-  const chosen = route().name === "run" ? shown : [current];
+  const chosen = chosenIn(route());
   const reading = runs.find((run, k) => chosen.includes(k) && run.loading && run.loading.done < run.loading.total);
   const isLive = chosen.some((k) => runs[k]?.is_live);
   const state = lost.size ? "lost" : reading ? "reading" : isLive ? "live" : "still";

@@ -23,7 +23,7 @@ export class Chart {
     const data = series.length ? uPlot.join(series.map(({ xs, ys }) => [xs, ys])) : [[]];
     const same = this.series?.length === series.length && series.every((s, k) => s.label === this.series[k].label);
     this.series = series;
-    if (same && this.uplot) this.uplot.setData(data);
+    if (same && this.uplot) this.#grow(data);
     else this.#draw(data);
     this.#read(null);
     const told = series.map(({ label, ys }) => `${label}: first ${number(ys.find(isNumber))}, last ${number(ys.findLast(isNumber))}`);
@@ -33,6 +33,14 @@ export class Chart {
   close() {
     this.sizes.disconnect();
     this.uplot?.destroy();
+  }
+
+  // What somebody zoomed into stays in sight.
+  #grow(data) {
+    const [u, xs] = [this.uplot, this.uplot.data[0]];
+    const isZoomed = xs.length > 1 && (u.scales.x.min > xs[0] || u.scales.x.max < xs.at(-1));
+    u.setData(data, !isZoomed);
+    if (isZoomed) u.redraw();
   }
 
   #draw(data) {
@@ -111,9 +119,8 @@ function roomy(_, low, high) {
 }
 
 // A chart whose cells are shares of trained tokens: versions of staleness upwards, steps to the right.
-export function heatChart(options, { steps, staleness, tokens, bound }) {
-  const height = Math.max(staleness.length, (bound ?? 0) + 1);
-  const total = tokens.map((row) => row.reduce((a, b) => a + b, 0));
+export function heatChart(options) {
+  let [steps, staleness, tokens, total, bound] = [[], [], [], [], null];
   const tell = (k) => {
     const at = k ?? steps.length - 1;
     const shareOf = (s) => num((100 * tokens[at][s]) / total[at], (v) => `${v.toFixed(0)} %`);
@@ -145,7 +152,12 @@ export function heatChart(options, { steps, staleness, tokens, bound }) {
     }
     ctx.restore();
   };
-  const chart = new Chart({ ...options, heat, tell, range: () => [-0.5, height - 0.3], format: (v) => (Number.isInteger(v) ? number(v) : "") });
-  chart.set([{ label: "largest staleness", xs: steps, ys: tokens.map((row) => row.findLastIndex((n) => n > 0)), colour: ink("soft") }]);
+  const range = () => [-0.5, Math.max(staleness.length, (bound ?? 0) + 1) - 0.3];
+  const chart = new Chart({ ...options, heat, tell, range, format: (v) => (Number.isInteger(v) ? number(v) : "") });
+  chart.update = (table) => {
+    ({ steps, staleness, tokens, bound } = table);
+    total = tokens.map((row) => row.reduce((a, b) => a + b, 0));
+    chart.set([{ label: "largest staleness", xs: steps, ys: tokens.map((row) => row.findLastIndex((n) => n > 0)), colour: ink("soft") }]);
+  };
   return chart;
 }

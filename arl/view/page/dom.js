@@ -103,6 +103,20 @@ export const visible = (text) =>
 export const piece = (text) => marked(text).replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 export const marked = (text) => visible(text).replace(/\n/g, "↵").replace(/\t/g, "⇥");
 
+// Calls `action` a while after the first of several calls, so that a stream of them cannot put it off for ever.
+export function soon(action, wait) {
+  let isDue = false;
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => {
+      isDue = false;
+      action();
+    }, wait);
+  };
+}
+
+// Calls `action` once no call has come for a while.
 export function debounced(action, wait = 120) {
   let timer = 0;
   return (...args) => {

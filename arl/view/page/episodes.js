@@ -2,7 +2,7 @@
 
 import { get } from "./server.js";
 import { scale } from "./colour.js";
-import { button, debounced, empty, failed, h, num, number, option, seconds, show, soft, tag, visible } from "./dom.js";
+import { button, debounced, empty, failed, h, num, number, option, seconds, show, soft, soon, tag, visible } from "./dom.js";
 
 const PAGE = 100;
 const HOWS = ["running", "finished", "rejected", "failed", "timed_out", "overtaken", "straggler", "stopped", "lost"];
@@ -137,9 +137,9 @@ export async function episodesView({ place, query, runs, run, link, go, setQuery
     h("div", { class: "sheet" }, h("table", { id: "episodes" }, caption, h("thead", {}, head), body)), note);
   await read();
 
-  const live = debounced(() => !signal.aborted && read(), 700);
+  const live = soon(() => !signal.aborted && read(), 700);
   return {
-    update: (k, event) => k === run.run && (event.num_episodes !== undefined) && Number(wanted.offset) === 0 && live(),
+    update: (k) => k === run.run && Number(wanted.offset) === 0 && live(),
     key(event) {
       const by = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key];
       const inTable = body.contains(document.activeElement);

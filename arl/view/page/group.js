@@ -1,11 +1,12 @@
 // The episodes of one example, side by side.
 
 import { get } from "./server.js";
-import { debounced, empty, facts, h, item, moment, num, pairs, seconds, show, soft, tag, visible } from "./dom.js";
+import { empty, facts, h, item, moment, num, pairs, seconds, show, soft, soon, tag, visible } from "./dom.js";
 import { ended } from "./episodes.js";
 
 export async function groupView({ place, path, run, link, back, signal }) {
   const [, life, name] = path;
+  let isOver = false;
 
   const card = (row) => h("article", { class: "card", "aria-label": `Episode ${row.episode}` },
     h("div", { class: "reward" }, num(row.reward), ended(row),
@@ -16,6 +17,7 @@ export async function groupView({ place, path, run, link, back, signal }) {
 
   async function draw() {
     const group = await get(`runs/${run.run}/groups/${life}/${name}`, {}, signal);
+    isOver = group.step !== null || ["rejected", "dropped"].includes(group.outcome);
     const lasted = (from, to) => from !== null && to !== null && h("span", { title: moment(to) }, num(to - from, seconds));
     const example = h("a", { href: link("episodes", [], { example: group.row }) }, `row ${group.row}`);
     show(place,
@@ -30,10 +32,8 @@ export async function groupView({ place, path, run, link, back, signal }) {
   }
 
   await draw();
-  return {
-    key: (event) => event.key === "Escape" && (back(), true),
-    update: debounced(() => !signal.aborted && run.is_live && draw().catch(() => {}), 1500),
-  };
+  const again = soon(() => !signal.aborted && draw().catch(() => {}), 1000);
+  return { key: (event) => event.key === "Escape" && (back(), true), update: (k) => k === run.run && !isOver && again() };
 }
 
 export function exampleOf(example) {

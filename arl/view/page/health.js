@@ -1,7 +1,7 @@
 // What is wrong, what went wrong, and what is left.
 
 import { get } from "./server.js";
-import { bytes, clock, debounced, facts, h, moment, num, show, table, tag, visible } from "./dom.js";
+import { bytes, clock, facts, h, moment, num, show, soon, table, tag, visible } from "./dom.js";
 
 const TONES = { error: "bad", warning: "warn", note: "soft" };
 const STATES = { serving: "good", fenced: "bad" };
@@ -44,5 +44,6 @@ export async function healthView({ place, run, link, signal }) {
   }
 
   await draw();
-  return { update: debounced((k) => k === run.run && run.is_live && !signal.aborted && draw().catch(() => {}), 1500) };
+  const again = soon(() => !signal.aborted && draw().catch(() => {}), 1000);
+  return { update: (k) => k === run.run && again() };
 }

@@ -3,7 +3,7 @@
 import { get } from "./server.js";
 import { Chart, heatChart } from "./chart.js";
 import { runColour } from "./colour.js";
-import { button, clock, empty, facts, h, moment, num, number, option, seconds, show, soft } from "./dom.js";
+import { button, clock, empty, facts, h, moment, num, number, option, seconds, show, soft, soon } from "./dom.js";
 
 const percent = (value) => (typeof value === "number" ? `${number(value * 100, 1)} %` : "–");
 const share = (part, other) => (row) => (row(part) === null || row(other) === null ? null : row(part) / (row(part) + row(other) || 1));
@@ -99,14 +99,13 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
     const { old } = tables.get(k);
     if (!old.steps.length) return;
     const title = shown.length > 1 ? `Staleness by step: ${runs[k].name}` : "Staleness by step";
-    const chart = heatChart({ name: `staleness-${k}`, title, what: "share of trained tokens; dashed: the bound" }, old);
-    const before = heats.get(k);
-    if (before) {
-      before.node.replaceWith(chart.node);
-      before.close();
-    } else if (charts.has("staleness")) charts.get("staleness").node.after(chart.node);
-    else grid.append(chart.node);
-    heats.set(k, chart);
+    if (!heats.has(k)) {
+      const chart = heatChart({ name: `staleness-${k}`, title, what: "share of trained tokens; dashed: the bound" });
+      heats.set(k, chart);
+      if (charts.has("staleness")) charts.get("staleness").node.after(chart.node);
+      else grid.append(chart.node);
+    }
+    heats.get(k).update(old);
   }
 
   function drop(name) {
@@ -154,28 +153,22 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   show(place, about, bar, grid, await settings(runs, shown, signal));
   draw();
 
-  let isReading = false;
-  let again = false;
-  async function refresh(k) {
-    if (isReading) return void (again = true);
-    isReading = true;
+  const changed = new Set();
+  const refresh = soon(async () => {
+    const these = [...changed];
+    changed.clear();
     try {
-      await read(k);
-      if (!signal.aborted) draw();
+      await Promise.all(these.map(read));
     } catch {
-      again = false; // the stream tells when the server is there again
+      return; // the stream tells when the server is there again
     }
-    isReading = false;
-    if (again && !signal.aborted) {
-      again = false;
-      refresh(k);
-    }
-  }
+    if (!signal.aborted) draw();
+  }, 300);
   return {
-    update(k, event) {
+    update(k) {
       if (!shown.includes(k)) return;
-      if (event.version !== tables.get(k).columns.version?.at(-1) || event.num_evaluations) refresh(k);
-      else drawFacts();
+      changed.add(k);
+      refresh();
     },
   };
 }

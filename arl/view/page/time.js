@@ -1,6 +1,6 @@
 // Who did what when: the lanes of a run, which one zooms, pans and walks through.
 
-import { button, clock, debounced, empty, failed, h, number, seconds, show, soft, visible } from "./dom.js";
+import { button, clock, debounced, empty, failed, h, number, seconds, show, soft, soon, visible } from "./dom.js";
 import { Lanes, laneLegend, sameSpan } from "./lanes.js";
 import { get } from "./server.js";
 
@@ -150,7 +150,7 @@ export async function timeView({ place, query, run, go, back, setQuery, signal }
       ["+", "−", "←", "→"].map(key), "do, too; ", key("0"), "shows the whole run.")));
   await read();
 
-  const follow = debounced(() => isFollowing && !signal.aborted && read(), 600);
+  const follow = soon(() => isFollowing && !signal.aborted && read(), 600);
   const keys = {
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1.6), 0: whole, n: () => walk(1), p: () => walk(-1), Escape: back,
     ArrowLeft: () => panBy(-0.2), ArrowRight: () => panBy(0.2),
