@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 from urllib.parse import urlsplit
+from zlib import crc32
 
 from pydantic import (
     Field,
@@ -125,6 +126,9 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints to keep."""
 
 
+_ALL_TOKENS = 500_000
+
+
 class EventsConfig(Section):
     """The event log, run_dir/events: what `arl view` shows."""
 
@@ -140,6 +144,14 @@ class EventsConfig(Section):
     """Keep tokens of each Nth batch only."""
     max_gb: float = Field(default=5.0, ge=0.01)
     """Of run_dir/events. The oldest tokens are deleted first, then turns and calls, then the rest."""
+
+    def keeps(self, num_tokens: int) -> Literal["all", "some", "none"]:
+        """Whose tokens to keep of a batch of so many, or of what comes between two batches."""
+        return self.tokens or ("all" if num_tokens <= _ALL_TOKENS else "some")
+
+    def has_in_share(self, group_id: int) -> bool:
+        """Whether a group is in `share`: the same groups in every process, spread evenly."""
+        return crc32(str(group_id).encode()) < self.share * (1 << 32)
 
 
 class LogConfig(Section):

@@ -308,6 +308,8 @@ class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: Sequence[tuple[str, int, Trajectory]]
     """The episode, the number of the trajectory in it, and the trajectory."""
+    is_chosen: bool = False
+    """They were chosen among others of their batch: keep all. Else the log chooses."""
     trained: Mapping[str, np.ndarray] = {}
     """Name -> float32: for the tokens with loss_mask 1 of all rows end to end."""
 

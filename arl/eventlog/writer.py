@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -59,6 +60,7 @@ class EventLog:
         self._tokens: deque[KeptTokens] = deque()
         self._num_tokens = 0
         self._lost = _Losses()
+        self._choice = _Choice(config)
         self._is_over = threading.Event()
         self._wake = threading.Event()
 
@@ -70,6 +72,8 @@ class EventLog:
 
     def keep(self, tokens: KeptTokens) -> None:
         count = _num_tokens(tokens)
+        if not self._choice.takes(tokens, count):
+            return
         if self._num_tokens + count > _MOST_TOKENS:
             self._lost.episodes += len(tokens.rows)
             return
@@ -86,10 +90,10 @@ class EventLog:
         try:
             yield self
         except BaseException as error:
-            self.emit(RunEnded(how=type(error).__name__, why=str(error)))
+            self._events.append(RunEnded(how=type(error).__name__, why=str(error)))
             raise
         else:
-            self.emit(RunEnded(how="finished"))
+            self._events.append(RunEnded(how="finished"))
         finally:
             logging.getLogger("arl").removeHandler(handler)
             self._is_over.set()
@@ -126,7 +130,7 @@ class EventLog:
             for part in _frames(tokens):
                 segment, offset = files.append("tokens", part.raw(), len(part.rows), (now, now))
                 rows = [(episode, number) for episode, number, _ in part.rows]
-                self.emit(TokensKept(segment=segment, offset=offset, rows=rows))
+                self._events.append(TokensKept(segment=segment, offset=offset, rows=rows))
         events = [self._events.popleft() for _ in range(len(self._events))]
         if lost := self._lost.told():
             events.append(lost)
@@ -173,6 +177,30 @@ def _encodable(value: Any) -> Any:
             return [_encodable(inner) for inner in value]
         case _:
             return value
+
+
+class _Choice:
+    """Whose tokens to keep, of episodes that are in no batch: failed, rejected, held-out ones."""
+
+    def __init__(self, config: EventsConfig) -> None:
+        self._config = config
+        self._num_tokens = self._num_failed = 0
+        """Since the last batch."""
+
+    def takes(self, tokens: KeptTokens, count: int) -> bool:
+        if tokens.is_chosen:
+            self._num_tokens = self._num_failed = 0
+            return True
+        self._num_tokens += count
+        keeps = self._config.keeps(self._num_tokens)
+        if keeps != "some":
+            return keeps == "all"
+        episode, number, _ = tokens.rows[0]
+        if number < 0:
+            self._num_failed += 1
+            return self._num_failed <= self._config.notable
+        group = episode.partition(".")[0]
+        return self._config.has_in_share(int(group) if group.isdecimal() else crc32(episode.encode()))
 
 
 class _Losses:

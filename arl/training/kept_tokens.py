@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from arl.algorithm.batch import Batch
-
-MOST_TOKENS = 500_000
-"""A larger batch keeps the tokens of some of its trajectories only, unless log.events.tokens says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,10 +89,10 @@ def _numbers(batch: Batch, columns: Mapping[str, np.ndarray]) -> list[tuple[floa
 def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConfig) -> list[int]:
     """The numbers of the trajectories whose tokens are kept. weights: the largest weight of each."""
     trajectories = [t for group in groups for t in group.trajectories]
-    keeps = config.tokens or ("all" if sum(len(t.token_ids) for t in trajectories) <= MOST_TOKENS else "some")
+    keeps = config.keeps(sum(len(t.token_ids) for t in trajectories))
     if keeps != "some":
         return list(range(len(trajectories))) if keeps == "all" else []
-    chosen = {i for i, group in enumerate(_group_of_each(groups)) if is_in_share(group.group_id, config.share)}
+    chosen = {i for i, group in enumerate(_group_of_each(groups)) if config.has_in_share(group.group_id)}
     ranks = (
         lambda i: trajectories[i].total_reward,
         lambda i: -trajectories[i].total_reward,
@@ -107,11 +103,6 @@ def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConf
     for rank in ranks:
         chosen.update(sorted(range(len(trajectories)), key=rank, reverse=True)[: config.notable])
     return sorted(chosen)
-
-
-def is_in_share(group_id: int, share: float) -> bool:
-    """The same groups in every process, spread evenly."""
-    return zlib.crc32(str(group_id).encode()) < share * (1 << 32)
 
 
 def _group_of_each(groups: Sequence[Group]) -> list[Group]:

@@ -75,4 +75,4 @@ def report_step(events: Events, step: Step, version: int, seconds: float) -> Non
         )
     )
     if kept and kept.rows:
-        events.keep(KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns))
+        events.keep(KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns, is_chosen=True))

@@ -1,0 +1,269 @@
+"""The event log keeps what it is given, and never stands in the way of the run."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import msgspec
+import numpy as np
+import pytest
+from random_groups import random_groups
+from records import trajectory
+
+from arl.api import events
+from arl.api.config import EventsConfig
+from arl.api.events import Event, KeptTokens, Lost, Warned
+from arl.eventlog import writer
+from arl.eventlog.reading import KINDS
+from arl.eventlog.run_record import RunRecord, read_run
+from arl.eventlog.segments import segments
+from arl.eventlog.writer import EventLog, _Segments
+
+SCHEMA_PAGE = Path(__file__).parents[2] / "docs" / "events.md"
+
+
+def example_of(kind: Any) -> Any:
+    """A value of this type, different from a field's default."""
+    arguments = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = [field for field in msgspec.structs.fields(kind) if field.name != "t"]
+        return kind(**{field.name: example_of(field.type) for field in fields})
+    match get_origin(kind) or kind:
+        case origin if origin is list:
+            return [example_of(arguments[0])]
+        case origin if origin is tuple:
+            return tuple(map(example_of, arguments))
+        case origin if origin is dict:
+            return {"a": example_of(float if arguments[1] is Any else arguments[1])}
+        case _ if arguments:  # X | None
+            return example_of(arguments[0])
+        case _:
+            return {int: 3, float: 0.25, str: "some <b>text</b>\x00\u2028", bool: True}[kind]
+
+
+def records_of(run_dir: Path) -> list[Event]:
+    run = read_run(run_dir)
+    records = [record for _, record in RunRecord(run_dir).files.new_records()]
+    assert not run.problems
+    return [*records, *run.calls(0.0, float("inf"))]
+
+
+def lost_in(run_dir: Path) -> tuple[int, int]:
+    lost = [record for record in records_of(run_dir) if isinstance(record, Lost)]
+    return sum(record.num_events for record in lost), sum(record.num_episodes for record in lost)
+
+
+def began(number: int) -> events.EpisodeBegan:
+    return events.EpisodeBegan(episode=f"0.{number}")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_record_comes_back_as_it_was(tmp_path: Path, kind: type[Event]):
+    record = example_of(kind)
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(record)
+    assert record in records_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_page_about_the_schema_names_each_kind_and_each_of_its_fields(name: str):
+    section = SCHEMA_PAGE.read_text().split(f"### {name}\n")[1].split("\n#")[0]
+    for field in msgspec.structs.fields(KINDS[name]):
+        assert field.name == "t" or f"`{field.name}`" in section, field.name
+
+
+def test_tokens_come_back_to_the_bit_with_what_training_computed_at_the_tokens_it_trained(tmp_path: Path):
+    groups, chance = random_groups(0), np.random.default_rng(0)
+    expected: dict[str, Any] = {}
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        for group in groups:
+            rows = [(f"{group.group_id}.{i}", 0, t) for i, t in enumerate(group.trajectories)]
+            values = [chance.normal(size=t.num_trained_tokens).astype(np.float32) for t in group.trajectories]
+            is_trained = group.group_id != 1
+            trained = {"weights": np.concatenate(values)} if is_trained else {}
+            expected |= {row[0]: (row[2], own if is_trained else None) for row, own in zip(rows, values, strict=True)}
+            for name, *_ in rows:
+                log.emit(events.EpisodeBegan(episode=name))
+            log.keep(KeptTokens(rows=rows, trained=trained))
+    run = read_run(tmp_path)
+    assert {episode.episode for episode in run.episodes} == expected.keys()
+    for episode in run.episodes:
+        (found,) = run.tokens(episode)
+        t, values = expected[episode.episode]
+        for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions"):
+            np.testing.assert_array_equal(found.columns[name], getattr(t, name))
+        assert (found.row.role, found.row.temperature, found.row.reward) == (t.role, t.temperature, t.reward)
+        assert [turn[:2] for turn in found.row.turns] == [(turn.start, turn.stop) for turn in t.turns]
+        if values is None or not values.size:
+            assert "weights" not in found.columns
+        else:
+            np.testing.assert_array_equal(found.columns["weights"][t.loss_mask], values)
+            assert np.isnan(found.columns["weights"][~t.loss_mask]).all()
+
+
+def test_warnings_of_the_run_are_in_its_log(tmp_path: Path):
+    with EventLog(tmp_path, EventsConfig()).open():
+        logging.getLogger("arl.engine").warning("server %d is fenced", 3)
+    logging.getLogger("arl.engine").warning("after its end")
+    said = [(record.level, record.text) for record in records_of(tmp_path) if isinstance(record, Warned)]
+    assert said == [("warning", "server 3 is fenced")]
+
+
+def test_each_process_writes_files_of_its_own(tmp_path: Path):
+    with EventLog(tmp_path, EventsConfig()).open() as one, EventLog(tmp_path, EventsConfig()).open() as other:
+        one.emit(began(1))
+        other.emit(began(2))
+    lives = {name.life for name in segments(tmp_path / "events")}
+    assert lives == {1, 2}
+    assert {(episode.life, episode.episode) for episode in read_run(tmp_path).episodes} in (
+        {(1, "0.1"), (2, "0.2")},
+        {(1, "0.2"), (2, "0.1")},
+    )
+
+
+def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    may_write = threading.Event()
+    write = EventLog._write
+
+    def late(self: EventLog, files: Any) -> None:
+        may_write.wait()
+        write(self, files)
+
+    monkeypatch.setattr(EventLog, "_write", late)
+    monkeypatch.setattr(writer, "_MOST_EVENTS", 10)
+    monkeypatch.setattr(writer, "_MOST_TOKENS", 100)
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        for number in range(25):
+            log.emit(began(number))
+        for number in range(25):
+            log.keep(KeptTokens(rows=[(f"0.{number}", 0, trajectory(versions=(1,) * 9))]))
+        may_write.set()
+    assert sorted(int(episode.episode[2:]) for episode in read_run(tmp_path).episodes) == list(range(10))
+    assert lost_in(tmp_path) == (15, 15)
+
+
+def test_a_log_that_cannot_be_written_at_all_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "events").write_text("a file where the directory belongs")
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(began(1))
+        log.keep(KeptTokens(rows=[("0.1", 0, trajectory())]))
+    assert "cannot be written, and the run goes on without" in caplog.text
+
+
+def test_a_hanging_disk_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    is_over = threading.Event()
+    monkeypatch.setattr(EventLog, "_write", lambda *_: is_over.wait())
+    monkeypatch.setattr(writer, "_CLOSING_S", 0.05)
+    log = EventLog(tmp_path, EventsConfig())
+    with log.open():
+        log.emit(began(1))
+    is_over.set()  # reached although the thread still waited
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from arl.api.config import EventsConfig
+from arl.api.events import EpisodeBegan
+from arl.eventlog.writer import EventLog, _Segments
+
+log = EventLog(Path(sys.argv[1]), EventsConfig())
+files = _Segments(log.directory, 10**9)
+log.emit(EpisodeBegan(episode="0.before"))
+log._write(files)
+(size,) = (path.stat().st_size for path in log.directory.iterdir())
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, resource.RLIM_INFINITY))  # a part of a frame fits
+for number in range(100):
+    log.emit(EpisodeBegan(episode=f"0.{number}"))
+try:
+    log._write(files)
+except OSError as error:
+    print(error.strerror)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.emit(EpisodeBegan(episode="0.after"))
+log._write(files)
+"""
+
+
+def test_a_full_disk_costs_what_could_not_be_written_and_nothing_else(tmp_path: Path):
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout == "File too large\n"
+    assert {episode.episode for episode in read_run(tmp_path).episodes} == {"0.before", "0.after"}
+    assert lost_in(tmp_path) == (100, 0)
+
+
+KILLED = """
+import itertools, sys
+from pathlib import Path
+from records import trajectory
+from arl.api.config import EventsConfig
+from arl.api.events import EpisodeBegan, KeptTokens
+from arl.eventlog import writer
+
+writer._EVERY_S = 0.001
+with writer.EventLog(Path(sys.argv[1]), EventsConfig()).open() as log:
+    for number in itertools.count():
+        log.emit(EpisodeBegan(episode=f"0.{number}"))
+        log.keep(KeptTokens(rows=[(f"0.{number}", 0, trajectory(versions=(number,)))]))
+        if number % 100 == 0:
+            print(number, flush=True)
+"""
+
+
+def test_after_a_kill_all_whole_frames_are_there_and_the_next_life_goes_on_beside_them(tmp_path: Path):
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, env=paths) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) >= 3000:
+                break
+        process.send_signal(signal.SIGKILL)
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(began(0))
+    run = read_run(tmp_path)
+    assert run.problems == []
+    first = [episode for episode in run.episodes if episode.life == 1]
+    assert [int(episode.episode[2:]) for episode in first] == list(range(len(first)))
+    kept = [episode for episode in first if episode.places]
+    assert len(kept) > 1000
+    assert all(run.tokens(episode)[0].columns["versions"][1] == int(episode.episode[2:]) for episode in kept[::100])
+    assert [episode.life for episode in run.episodes if episode.life > 1] == [2]
+
+
+def test_old_segments_are_deleted_tokens_first_so_that_the_log_stays_below_its_bound(tmp_path: Path):
+    chance, most_bytes = np.random.default_rng(0), 10_000_000
+    long = trajectory(versions=(1,) * 19_999)
+    long = replace(long, token_ids=chance.integers(0, 1 << 30, 20_000), behavior_logprobs=-chance.random(20_000))
+    log = EventLog(tmp_path, EventsConfig(tokens="all"))
+    files = _Segments(log.directory, most_bytes)
+    for number in range(150):
+        log.emit(began(number))
+        log.keep(KeptTokens(rows=[(f"0.{number}", 0, long)]))
+        log._write(files)
+        assert sum(path.stat().st_size for path in log.directory.iterdir()) <= most_bytes
+    files.close()
+    run = read_run(tmp_path)
+    assert len(run.episodes) == 150
+    assert Counter(name.stream for name in segments(log.directory))["events"] == 1
+    assert run.tokens(run.episodes[-1])
+    assert not (log.directory / "0001-0001.tokens.zst").exists()
+
+
+@pytest.mark.parametrize(("tokens", "num_kept"), [("all", 20), ("some", 2), ("none", 0), (None, 20)])
+def test_of_episodes_in_no_batch_the_settings_say_whose_tokens_are_kept(tmp_path: Path, tokens: Any, num_kept: int):
+    with EventLog(tmp_path, EventsConfig(tokens=tokens, share=0.0)).open() as log:
+        for number in range(20):
+            log.emit(began(number))
+            log.keep(KeptTokens(rows=[(f"0.{number}", -1, trajectory())]))
+    assert sum(bool(episode.places) for episode in read_run(tmp_path).episodes) == num_kept
