@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from arl.data import load_dataset, load_splits
     from arl.engine.model_files import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+    from arl.eventlog.run_record import read_run
     from arl.experiment import Experiment, ExperimentConfig, Setup
     from arl.start import atrain, train
     from arl.trainer_process import load_train_engine
@@ -57,6 +58,7 @@ _HOMES = {
     "arl.data": "load_dataset load_splits",
     "arl.engine.model_files": "load_tokenizer",
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
+    "arl.eventlog.run_record": "read_run",
     "arl.experiment": "Experiment ExperimentConfig Setup",
     "arl.rewards": "",
     "arl.sandbox": "",

@@ -80,6 +80,10 @@ class LogFiles:
             for record in records:
                 yield name.life, record
 
+    def lives(self) -> list[int]:
+        """Those that left a file, in order."""
+        return sorted({name.life for name in segments(self.directory)})
+
     def calls(self, first: float, last: float, life: int | None = None, most: int | None = None) -> Iterator[Event]:
         """The turns, tool calls and rewards that ended within these times.
 

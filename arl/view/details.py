@@ -10,7 +10,8 @@ import numpy as np
 
 from arl.api.errors import RunFileError
 from arl.api.events import AttemptFailed, Event
-from arl.eventlog.run_record import EpisodeRecord, RunRecord, TokenRecord
+from arl.eventlog.records import EpisodeRecord, TokenRecord
+from arl.eventlog.run_record import RunRecord
 from arl.view.episode_table import EpisodeTable, Row, episodes_of
 from arl.view.texts import Texts
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from arl.api.events import EvaluationEnded
-from arl.eventlog.run_record import EpisodeRecord, RunRecord
+from arl.eventlog.records import EpisodeRecord
+from arl.eventlog.run_record import RunRecord
 from arl.web.bodies import RequestError
 
 Row = dict[str, Any]

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from arl.api.errors import RunFileError
-from arl.eventlog.run_record import EpisodeRecord, RunRecord
+from arl.eventlog.records import EpisodeRecord
+from arl.eventlog.run_record import RunRecord
 from arl.eventlog.segments import TokenRow
 from arl.view.texts import Texts
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from arl.api import events
 from arl.api.events import Event, TurnEnded
-from arl.eventlog.run_record import EpisodeRecord, RunRecord
+from arl.eventlog.records import EpisodeRecord
+from arl.eventlog.run_record import RunRecord
 from arl.view.details import call_fields
 from arl.view.episode_table import EpisodeTable, Row, number, whole
 

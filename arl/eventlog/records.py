@@ -1,0 +1,120 @@
+"""What is known of a run's groups, episodes and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from arl.api.events import TrainedSummary, TrajectorySummary
+from arl.eventlog.segments import TokenRow
+
+Place = tuple[int, int, int, int]
+"""Of a trajectory's tokens: life, segment, offset of the frame, row in it."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupRecord:
+    """The episodes of one example."""
+
+    life: int
+    group: int
+    epoch: int
+    row: int
+    stamp: int
+    admitted: float
+    example: dict[str, Any]
+    episodes: list[EpisodeRecord] = field(default_factory=list["EpisodeRecord"])
+    outcome: str = ""
+    """kept, rejected, dropped; "" while it runs."""
+    reason: str = ""
+    detail: str = ""
+    ended: float | None = None
+    step: int | None = None
+    """The version that its training made."""
+    taken: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeRecord:
+    """One episode, of training or of an evaluation."""
+
+    index: int
+    """In RunRecord.episodes."""
+    life: int
+    episode: str
+    began: float
+    group: GroupRecord | None = None
+    """None in an evaluation."""
+    how: str = "running"
+    ended: float | None = None
+    attempts: int = 1
+    reward: float | None = None
+    error: str = ""
+    message: str = ""
+    trajectories: Sequence[TrajectorySummary] = ()
+    trained: list[TrainedSummary] = field(default_factory=list[TrainedSummary])
+    places: dict[int, Place] = field(default_factory=dict[int, Place])
+    """Where the tokens of each trajectory lie. -1: what a failed episode last saw."""
+    is_undone: bool = False
+    """The run went back to a checkpoint from before this episode was trained."""
+
+    @property
+    def step(self) -> int | None:
+        return self.group.step if self.group else None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.tokens for part in self.trajectories)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(part.turns for part in self.trajectories)
+
+    @property
+    def oldest(self) -> int | None:
+        return min((part.oldest for part in self.trajectories if part.oldest is not None), default=None)
+
+    @property
+    def newest(self) -> int | None:
+        return max((part.newest for part in self.trajectories if part.newest is not None), default=None)
+
+    @property
+    def staleness(self) -> int | None:
+        """When its batch was taken: versions since the oldest trained token."""
+        oldest, step = self.oldest, self.step
+        return None if step is None or oldest is None else step - 1 - oldest
+
+
+@dataclass(slots=True, eq=False)
+class TokenRecord:
+    """A trajectory, token by token. Columns have length T = number of tokens."""
+
+    row: TokenRow
+    columns: dict[str, np.ndarray]
+    """token_ids, loss_mask, behavior_logprobs, versions; and what training computed, nan at tokens it did not train."""
+
+
+def token_record(rows: list[TokenRow], columns: dict[str, np.ndarray], place: int) -> TokenRecord:
+    """Row `place` of a frame of tokens. Raises ValueError, TypeError or LookupError for a damaged one."""
+    start = sum(row.tokens for row in rows[:place])
+    row = rows[place]
+    per_token = {name: column[start : start + row.tokens] for name, column in columns.items() if name in PER_TOKEN}
+    token_ids, mask, *_ = (per_token[name] for name in PER_TOKEN[:4])
+    if any(len(column) != row.tokens for column in per_token.values()):
+        raise ValueError(f"not all columns have {row.tokens} entries")
+    if token_ids.dtype.kind not in "iu" or mask.dtype != bool:
+        raise ValueError(f"token_ids are {token_ids.dtype}, and loss_mask is {mask.dtype}")
+    begin = sum(row.trained for row in rows[:place])
+    for name, column in columns.items():
+        if name not in PER_TOKEN and row.trained:
+            whole = np.full(row.tokens, np.nan, dtype=np.float32)
+            whole[mask] = column[begin : begin + row.trained]
+            per_token[name] = whole
+    return TokenRecord(row, per_token)
+
+
+PER_TOKEN = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "token_rewards")
+"""All but the last are always there."""
