@@ -5,6 +5,7 @@ import { h, num, number, show } from "./dom.js";
 
 const STYLES = { line: {}, dashed: { dash: [6, 4] }, thin: { dash: [1, 3], width: 1.25 }, points: { paths: () => null, points: { show: true, size: 7, width: 1.5 } } };
 const HEIGHT = 190;
+const WHOLE = Array.from({ length: 9 }, (_, k) => [1, 2, 5].map((n) => n * 10 ** k)).flat(); // steps, seconds
 
 // series: [{label, line, xs, ys, colour, style, filled}]: of several runs, the series of one line stand together.
 //; options: {name, title, what, format, xName, range, heat}
@@ -54,7 +55,7 @@ export class Chart {
       legend: { show: false },
       padding: [8, 12, 0, 0],
       scales: { x: { time: false }, y: { range: range ?? roomy } },
-      axes: [{ ...axis, size: 26, space: 60, values: marks(number) }, { ...axis, size: heat ? 34 : 52, space: 32, values: marks(format) }],
+      axes: [{ ...axis, size: 26, space: 60, incrs: WHOLE, values: marks(number) }, { ...axis, size: heat ? 34 : 52, space: 32, values: marks(format) }],
       cursor: { y: false, drag: { x: true, y: false }, sync: { key: "arl", scales: ["x", null], setSeries: false }, points: { show: !heat } },
       series: [{}, ...this.series.map(({ colour, style, filled }) => ({
         stroke: colour, width: 1.75, fill: filled ? `${colour}33` : undefined, spanGaps: true, show: !heat,

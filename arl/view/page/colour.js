@@ -42,7 +42,8 @@ export function scale(values, { signed = false, low, high } = {}) {
   high ??= quantile(0.99);
   if (signed) [low, high] = [-Math.max(-low, high, 1e-9), Math.max(-low, high, 1e-9)];
   else if (high <= low) high = low + (Math.abs(low) || 1) * 1e-6;
-  const stops = signed ? ramp([...BELOW, ink("paper"), ...ABOVE]) : ramp(VIRIDIS);
+  const shades = isDark() ? VIRIDIS.slice(2) : VIRIDIS; // the darkest are not seen in the dark
+  const stops = signed ? ramp([...BELOW, ink("paper"), ...ABOVE]) : ramp(shades);
   const colour = (value) => {
     const found = at(stops, (value - low) / (high - low));
     return [css(found), onto(found)];
