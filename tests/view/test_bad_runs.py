@@ -20,7 +20,7 @@ from arl.api.events import (
     TrajectorySummary,
     TurnEnded,
 )
-from arl.eventlog.segments import TokenRow, pack_tokens, packed_frame
+from arl.eventlog.segments import TokenRow, new_packer, pack_tokens, packed_frame
 
 PATHS = ("steps", "staleness", "episodes", "episodes?text=x", "time", "time?from=0&to=1e300", "health")
 
@@ -52,7 +52,7 @@ async def test_a_torn_end_costs_what_is_torn(tmp_path: Path) -> None:
     part = trajectory(PROMPT, "whole")
     life(tmp_path, [began(), *episode("e0.0", T0, [part])])
     file = tmp_path / "events" / "0001-0001.events.zst"
-    file.write_bytes(file.read_bytes() + packed_frame(b"{}", 1, T0, T0)[:-3])
+    file.write_bytes(file.read_bytes() + packed_frame(new_packer(), b"{}", 1, T0, T0)[:-3])
     async with looking_at(tmp_path) as browser:
         assert await ask_all(browser) == []
         assert await browser.names() == ["1/e0.0"]
@@ -73,7 +73,7 @@ async def test_a_damaged_frame_costs_its_records(tmp_path: Path) -> None:
 
 async def test_a_log_of_a_newer_arl_says_update(tmp_path: Path) -> None:
     life(tmp_path, [began(), *episode("e0.0", T0, [trajectory(PROMPT, "x")])])
-    newer = bytearray(packed_frame(b"{}\n", 1, T0, T0))
+    newer = bytearray(packed_frame(new_packer(), b"{}\n", 1, T0, T0))
     newer[12] = 99  # its schema
     (tmp_path / "events" / "0002-0001.events.zst").write_bytes(newer)
     async with looking_at(tmp_path) as browser:
@@ -104,7 +104,7 @@ async def test_a_frame_of_tokens_that_contradicts_itself_is_a_sentence(tmp_path:
     part = trajectory(PROMPT, "x")
     life(tmp_path, [began(), *episode("e0.0", T0, [part]), KeptTokens(rows=[("e0.0", 0, part)])])
     file = tmp_path / "events" / "0001-0001.tokens.zst"
-    file.write_bytes(packed_frame(b"\x02\x00\x00\x00{}" + bytes(9), 1, T0, T0))
+    file.write_bytes(packed_frame(new_packer(), b"\x02\x00\x00\x00{}" + bytes(9), 1, T0, T0))
     async with looking_at(tmp_path) as browser:
         await ask_all(browser)
         assert "damaged" in (await browser.get("/api/runs/0/episodes/1/e0.0"))["problem"]
@@ -233,7 +233,7 @@ async def test_columns_that_contradict_their_row_are_a_sentence(
     part = trajectory(PROMPT, "x")
     life(tmp_path, [began(), *episode("e0.0", T0, [part]), KeptTokens(rows=[("e0.0", 0, part)])])
     file = tmp_path / "events" / "0001-0001.tokens.zst"
-    file.write_bytes(packed_frame(pack_tokens([row], columns), 1, T0, T0))
+    file.write_bytes(packed_frame(new_packer(), pack_tokens([row], columns), 1, T0, T0))
     async with looking_at(tmp_path) as browser:
         await ask_all(browser)
         told = await browser.get("/api/runs/0/episodes/1/e0.0")
