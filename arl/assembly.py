@@ -182,6 +182,8 @@ def _check(config: Config, given: _Given) -> None:
 
 async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: RolloutWorkflow) -> Trainer:
     events = _events(stack, config)
+    if isinstance(played, EpisodeWorkers):
+        played.report_to(events)
     thread = TrainThread()
     stack.callback(thread.close)
     display = display_of(config.log, config.steps)
@@ -282,6 +284,8 @@ async def _client(
     events: Events = NOWHERE,
 ) -> RemoteSGLangEngine:
     model = await offload(served_model, config.model)
+    if processes is not None:
+        processes.report_to(events)
     return RemoteSGLangEngine(
         addresses, config.engine, api_key=api_key, model=model, processes=processes, events=events
     )

@@ -27,7 +27,7 @@ from msgspec import structs
 
 from arl.api.engine import Sampler
 from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_with, left
-from arl.api.events import EPISODE
+from arl.api.events import EPISODE, NOWHERE, Events, ProcessRestarted
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import OtherTracebackError, portable
@@ -64,6 +64,10 @@ class EpisodeWorkers(RolloutWorkflow):
         self._alarms = asyncio.TaskGroup()
         """Cancels the block, and leaves the workers that still run to `__aexit__`."""
         self._keepers: list[asyncio.Task[None]] = []
+
+    def report_to(self, events: Events) -> None:
+        for worker in self._workers:
+            worker.events = events
 
     async def __aenter__(self) -> Self:
         """Returns when all workers have entered the workflow. Raises what it raised in one of them."""
@@ -192,6 +196,8 @@ class _Worker:
         self.failure: Exception | None = None
         """What entering or leaving the workflow raised there."""
         self.is_ready = False
+        self.events: Events = NOWHERE
+        """Gets its restarts."""
         self._has_left = True
         self._name = f"episode worker {number}"
         self._process = WorkerProcess(log_file, self._take)
@@ -227,6 +233,7 @@ class _Worker:
                     fail(WorkerError(f"{self._name} died {restarts} times in a row; the last time it {how}"))
                     return
                 backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (restarts - 1))
+                self.events.emit(ProcessRestarted(name=self._name, how=how))
                 log.warning(
                     "%s died with %d episodes; restart %d of %d follows in %g s: it %s",
                     self._name, num_lost, restarts, _MAX_RESTARTS, backoff_s, how,

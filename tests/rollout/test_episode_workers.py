@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from errands import Errands
+from msgspec import structs
 from players import Moody, TwoTurns, controlled, train
 
 from arl import MCPTools, OpenAIProxy
@@ -27,13 +28,15 @@ from arl.api.errors import (
     ToolError,
     WorkerError,
 )
+from arl.api.events import EpisodeEnded, Event, KeptTokens, RewardEnded, ToolEnded, TurnEnded
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Group, ModelRequest
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import tiny_tokenizer
 from arl.remote_calls import OtherTracebackError
 from arl.rewards import NumericMatch
-from arl.rollout.episode import Episode, EpisodeRunner
+from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
+from arl.rollout.report import EpisodeReport
 from arl.workers import episode_workers, worker, worker_process
 from arl.workers.episode_workers import EpisodeWorkers
 from arl.workers.worker_process import WorkerProcess
@@ -388,3 +391,45 @@ async def test_the_parts_of_ready_made_workflows_travel() -> None:
         await asked.logprobs((1, 2))
     with pytest.raises(ServerError):
         await absent.__aenter__()
+
+
+class Kept:
+    """Events that keeps records in memory, without their times."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def emit(self, event: Event) -> None:
+        of_clock = {name: 0.0 for name in ("t", "seconds", "began") if hasattr(event, name)}
+        self.records.append(structs.replace(event, **of_clock))
+
+    def keep(self, tokens: KeptTokens) -> None:
+        self.records.append([(name, number) for name, number, _ in tokens.rows])
+
+
+async def test_turns_tools_and_rewards_are_reported_from_workers_as_without_them(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(["doubled x 21 42 <tool_call> </tool_call> name arguments the answer is"])
+
+    async def reported(workflow: RolloutWorkflow) -> list[Any]:
+        events, call = Kept(), '<tool_call>{"name": "doubled", "arguments": {"x": 21}}</tool_call>'
+        engine = ScriptedEngine.saying(tokenizer, call, "the answer is 42", "<tool_call>{</tool_call>", "no answer")
+        runner = EpisodeRunner(workflow=workflow, timeout_s=60)
+        for number in range(2):
+            report = EpisodeReport(events, f"5.{number}")
+            example = {"question": "21 doubled", "answer": "42"}
+            await runner.run(EpisodeSampler(engine), example, name="it", report=report)
+        return [structs.replace(r, rid="") if isinstance(r, TurnEnded) else r for r in events.records]
+
+    agent = ToolAgentWorkflow(tokenizer, NumericMatch(), tools=[doubled])
+    async with agent:
+        here = await reported(agent)
+    async with EpisodeWorkers(agent, 1, tmp_path) as away:
+        assert await reported(away) == here
+    assert [(r.episode, r.tool, r.failure) for r in here if isinstance(r, ToolEnded)] == [
+        ("5.0", "doubled", ""),
+        ("5.1", "", "malformed"),
+    ]
+    rewards = [(r.episode, r.reward, r.value) for r in here if isinstance(r, RewardEnded)]
+    assert rewards == [("5.0", "NumericMatch", 1.0), ("5.1", "NumericMatch", 0.0)]
+    assert [r.episode for r in here if isinstance(r, TurnEnded)] == ["5.0", "5.0", "5.1", "5.1"]
+    assert [r.how for r in here if isinstance(r, EpisodeEnded)] == ["finished", "finished"]

@@ -23,6 +23,7 @@ import aiohttp
 from arl.api.config import Config
 from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
+from arl.api.events import NOWHERE, Events, ProcessRestarted
 from arl.child_process import ChildLog, how_it_ended
 from arl.offload import offload
 from arl.web.process import allow_many_connections
@@ -126,6 +127,10 @@ class ServerProcesses:
     def num_restarts(self) -> int:
         return sum(server.num_restarts for server in self._servers.values())
 
+    def report_to(self, events: Events) -> None:
+        for server in self._servers.values():
+            server.events = events
+
     def restart(self, address: str, reason: str, absent_s: float) -> bool:
         """Kill a server that hangs; it is then started again as if it had died. False while it is not ready anyway.
 
@@ -142,6 +147,8 @@ class _Server:
         self.program = program
         self.process: asyncio.subprocess.Process | None = None
         self.num_restarts = 0
+        self.events: Events = NOWHERE
+        """Gets its restarts."""
         self._up_since: float | None = None
         self._session = session
         self._startup_timeout_s = startup_timeout_s
@@ -192,6 +199,7 @@ class _Server:
             backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**restarts)
             restarts += 1
             self.num_restarts += 1
+            self.events.emit(ProcessRestarted(name=self.program.address, how=words))
             logger.warning(
                 "%s died; restart %d of %d follows in %g s: %s",
                 self.program.address, restarts, max_restarts, backoff_s, words,
