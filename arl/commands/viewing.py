@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from arl.api.errors import ArlError, ConfigError
+from arl.api.errors import ArlError, ConfigError, RunFileError
 from arl.cli import exit_with
 from arl.training.run_end import how_it_ended
 from arl.view.view_server import ViewServer
@@ -63,6 +63,14 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
         with suppress(ConfigError):
             return bind(host, PORT)
     return bind(host, port or 0)
+
+
+def the_run(path: Path) -> Path:
+    """The run that is there. Raises RunFileError if there is none, or more than one."""
+    found = run_dirs([path])
+    if len(found) > 1:
+        raise RunFileError(f"{path} holds {len(found)} runs; name one of {', '.join(map(str, found[:10]))}")
+    return found[0]
 
 
 def ending_of(run_dir: Path) -> Ending | None:

@@ -24,7 +24,7 @@ _SOME_CALLS = 20_000
 _MOST_CHILDREN = 200
 """Beneath one episode."""
 _BINS = 240
-_LATE_S = 600.0
+LATE_S = 600.0
 """Turns that end this long after the window are looked for, too: they may have begun in it."""
 
 
@@ -37,16 +37,16 @@ def timeline(run: RunRecord, table: EpisodeTable, wanted: Mapping[str, str]) -> 
     first = number(wanted, "from")
     first = max(began, last - WINDOW_S) if first is None or first != first else min(first, last)
     limit = min(whole(wanted, "limit", 2000), MOST_SPANS)
-    lanes = _Lanes(first, last)
+    lanes = Lanes(first, last)
     for _, record in run.system:
         lanes.add(record)
     lanes.end()
     problems: list[str] = []
     calls = _calls(run, lanes, problems)
-    episodes = _episodes_within(run, table, lanes)
+    episodes = episodes_within(run, table, lanes)
     shown = episodes if len(episodes) <= limit else [episodes[i * len(episodes) // limit] for i in range(limit)]
     lane_of = lanes.pack(shown, _children(shown, calls))
-    arrows = _arrows(run, lanes, lane_of)
+    arrows = arrows_within(run, lanes, lane_of)
     return {
         "from": first,
         "to": last,
@@ -64,7 +64,7 @@ def timeline(run: RunRecord, table: EpisodeTable, wanted: Mapping[str, str]) -> 
     }
 
 
-class _Lanes:
+class Lanes:
     """Spans within [first, last], by lane."""
 
     def __init__(self, first: float, last: float) -> None:
@@ -159,11 +159,11 @@ class _Lanes:
             self.span(lane, since, t, kind, label)
 
 
-def _calls(run: RunRecord, lanes: _Lanes, problems: list[str]) -> list[Event]:
+def _calls(run: RunRecord, lanes: Lanes, problems: list[str]) -> list[Event]:
     """Those that overlap the window. With all turns at hand, servers get spans of how busy they were."""
     first, last = lanes.first, lanes.last
-    is_whole = run.files.num_calls(first, last + _LATE_S) <= _MOST_CALLS
-    found = list(run.files.calls(first, last + _LATE_S, most=_MOST_CALLS if is_whole else _SOME_CALLS))
+    is_whole = run.files.num_calls(first, last + LATE_S) <= _MOST_CALLS
+    found = list(run.files.calls(first, last + LATE_S, most=_MOST_CALLS if is_whole else _SOME_CALLS))
     calls = [call for call in found if call.t - getattr(call, "seconds", 0.0) <= last]
     if is_whole:
         _busy(lanes, [call for call in calls if isinstance(call, TurnEnded) and call.server])
@@ -174,7 +174,7 @@ def _calls(run: RunRecord, lanes: _Lanes, problems: list[str]) -> list[Event]:
     return calls
 
 
-def _busy(lanes: _Lanes, turns: list[TurnEnded]) -> None:
+def _busy(lanes: Lanes, turns: list[TurnEnded]) -> None:
     """How many requests each server had at once, on average in each of the window's bins."""
     width = (lanes.last - lanes.first) / _BINS
     if not 0 < width < np.inf:
@@ -201,7 +201,7 @@ def _time_before(edges: np.ndarray, times: np.ndarray) -> np.ndarray:
     return count * (edges - edges[0]) - sums[count]
 
 
-def _episodes_within(run: RunRecord, table: EpisodeTable, lanes: _Lanes) -> list[EpisodeRecord]:
+def episodes_within(run: RunRecord, table: EpisodeTable, lanes: Lanes) -> list[EpisodeRecord]:
     """In the order in which they began. One that was lost has no end, and is left out."""
     began, seconds = table.column("began"), table.column("seconds")
     is_lost = np.isnan(seconds) & ~table.having("how", "running")
@@ -220,11 +220,11 @@ def _children(shown: list[EpisodeRecord], calls: list[Event]) -> dict[int, list[
         for episode in by_name.get(getattr(call, "episode", ""), ()):
             is_within = episode.began <= call.t <= (float("inf") if episode.ended is None else episode.ended + 1.0)
             if is_within and len(children[episode.index]) < _MOST_CHILDREN:
-                children[episode.index].append(_child(call_fields(call)))
+                children[episode.index].append(call_span(call_fields(call)))
     return children
 
 
-def _child(call: Row) -> Row:
+def call_span(call: Row) -> Row:
     match call["event"]:
         case "TurnEnded":
             kind, label = "turn", f"{call['output']} tokens, {call['stop']}"
@@ -238,7 +238,7 @@ def _child(call: Row) -> Row:
     return {"start": call["began"], "stop": call["t"], "kind": kind, "label": label, "failure": failure}
 
 
-def _arrows(run: RunRecord, lanes: _Lanes, lane_of: Mapping[int, str]) -> list[Row]:
+def arrows_within(run: RunRecord, lanes: Lanes, lane_of: Mapping[int, str]) -> list[Row]:
     """The trainer waited for the last episode of its batch; a version that is trained is published; servers load it."""
     arrows: list[Row] = []
     trained: dict[int, float] = {}
