@@ -1,6 +1,7 @@
 """Samples per second of whole runs: many short episodes, long answers, slow rewards, slow tools, async and sync.
 
     python benchmarks/samples.py [--workloads short long] [--max-staleness 4 0] [--seeds 0 1 2] [--target 0.4]
+    python benchmarks/samples.py --workloads short --max-staleness 4 --events on off    # what the event log costs
 
 Each run is a real one of `launch`, with the embedded server, on a Qwen3 of 75 thousand parameters made on the spot. A
 question is a digit, and the reward is the share of the answer's tokens that are digits of the same parity. Runs of
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -164,7 +166,9 @@ def agent(workload: Workload, model: Path, seed: int) -> RolloutWorkflow:
     return SingleTurnWorkflow(tokenizer, reward, sampling=sampling)
 
 
-async def measure(workload: Workload, max_staleness: int, seed: int, args: argparse.Namespace, run_dir: Path) -> Result:
+async def measure(
+    workload: Workload, max_staleness: int, seed: int, events: str, args: argparse.Namespace, run_dir: Path
+) -> Result:
     model = write_tiny_model(run_dir / "model", QUESTIONS, SHAPE, seed)
     config = Config.model_validate(
         {
@@ -180,7 +184,7 @@ async def measure(workload: Workload, max_staleness: int, seed: int, args: argpa
             "train": {"optimizer": {"lr": args.lr}, "num_threads": args.threads},
             "engine": {"num_threads": args.threads},
             "checkpoint": {"every_s": None},
-            "log": {"console": False},
+            "log": {"console": False, **({} if events == "on" else {"events": None})},
         }
     )
     examples = [{"question": QUESTIONS[i % 10], "parity": i % 2} for i in range(1000)]
@@ -273,6 +277,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="batches of each run; unset: the workload's own number")
     parser.add_argument("--threads", type=int, default=1, help="of the server, and of the trainer")
+    parser.add_argument("--events", nargs="+", choices=("on", "off"), default=["on"], help="the event log; in turns")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--target", type=float, default=0.4, help="mean reward of ten steps")
     args = parser.parse_args()
@@ -282,15 +287,18 @@ def main() -> None:
         table.add_column(column.format(target=args.target), justify="right")
     for name in args.workloads:
         for max_staleness in args.max_staleness:
-            results: list[Result] = []
-            for seed in args.seeds:
+            results: dict[str, list[Result]] = {events: [] for events in args.events}
+            for seed, events in itertools.product(args.seeds, args.events):
                 run_dir = Path(tempfile.mkdtemp())
                 try:
-                    results.append(asyncio.run(measure(WORKLOADS[name], max_staleness, seed, args, run_dir)))
+                    result = asyncio.run(measure(WORKLOADS[name], max_staleness, seed, events, args, run_dir))
+                    results[events].append(result)
                 finally:
                     shutil.rmtree(run_dir)
             most = bound(WORKLOADS[name], max_staleness)
-            add_row(table, f"{name}, max_staleness {max_staleness}", medians(results), most)
+            for events, own in results.items():
+                said = f", event log {events}" if len(args.events) > 1 else ""
+                add_row(table, f"{name}, max_staleness {max_staleness}{said}", medians(own), most)
     Console(width=160).print(table)
 
 
