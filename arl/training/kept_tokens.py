@@ -47,43 +47,46 @@ def kept_batch(
     """num_groups: how many of the batch's groups are new. parts: for each minibatch, in the order of training, the
     numbers of its trajectories in `batch`, and TrainEngine.kept of it: later ones prevail.
     """
-    starts = batch.starts
     columns = {"advantages": batch.advantages.float().numpy()}
     for name in ("reference_logprobs", "values", "returns"):
         if (column := getattr(batch, name)).any():
             columns[name] = column.float().numpy()
     for rows, kept in parts:
-        places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(0, np.int64)])
+        places = _places(batch, rows)
         for name, values in kept.items():
-            column = columns.setdefault(name, np.full(starts[-1], np.nan, np.float32))
-            column[places] = values.numpy()
+            columns.setdefault(name, np.full(batch.starts[-1], np.nan, np.float32))[places] = values.numpy()
     num_new = sum(len(group.trajectories) for group in batch.groups[:num_groups])
     numbers = _numbers(batch, columns)[:num_new]
-    chosen = choose(batch.groups[:num_groups], [number[1] for number in numbers], config)
-    is_trained = batch.loss_mask.numpy()
-    for column in columns.values():
-        column[~is_trained] = np.nan
-    places = np.concatenate(
-        [starts[row] + batch.trajectories[row].loss_mask.nonzero()[0] for row in chosen] or [np.zeros(0, np.int64)]
-    )
-    return KeptBatch(rows=chosen, columns={name: column[places] for name, column in columns.items()}, numbers=numbers)
+    chosen = choose(batch.groups[:num_groups], [weight for _, weight, _, _ in numbers], config)
+    masks = [batch.trajectories[row].loss_mask for row in chosen]
+    places = _places(batch, chosen)[np.concatenate(masks)] if masks else np.zeros(0, np.int64)
+    is_trained = batch.loss_mask.numpy()[places]
+    own = {name: np.where(is_trained, column[places], np.float32(np.nan)) for name, column in columns.items()}
+    return KeptBatch(rows=chosen, columns=own, numbers=numbers)
+
+
+def _places(batch: Batch, rows: Sequence[int]) -> np.ndarray:
+    """int64: the places of the tokens of these trajectories, end to end."""
+    lengths, begins = np.array(batch.lengths)[[*rows]], np.array(batch.starts)[[*rows]]
+    shifts = begins - (lengths.cumsum() - lengths)
+    return np.repeat(shifts, lengths) + np.arange(lengths.sum())
 
 
 def _numbers(batch: Batch, columns: Mapping[str, np.ndarray]) -> list[tuple[float, float, float, float]]:
     """For each trajectory."""
-    mask, zeros = batch.loss_mask.numpy(), np.zeros(len(batch.loss_mask), np.float32)
-    values = {
-        name: np.where(mask, np.nan_to_num(columns.get(name, zeros)), 0.0)
-        for name in ("advantages", "weights", "clipped", "entropy")
-    }
-    begins = batch.starts[:-1]
-    if not begins:
+    if not len(batch):
         return []
+    mask, zeros, begins = batch.loss_mask.numpy(), np.zeros(len(batch.loss_mask), np.float32), batch.starts[:-1]
     counts = np.maximum(batch.counts, 1)
-    means = {name: np.add.reduceat(column, begins, dtype=np.float64) / counts for name, column in values.items()}
-    largest = np.maximum.reduceat(values["weights"], begins)
-    found = zip(means["advantages"], largest, means["clipped"], means["entropy"], strict=True)
-    return [(float(a), float(w), float(c), float(e)) for a, w, c, e in found]
+
+    def of_trained(name: str) -> np.ndarray:
+        return np.where(mask, np.nan_to_num(columns.get(name, zeros)), np.float32(0.0))
+
+    def means(name: str) -> list[float]:
+        return (np.add.reduceat(of_trained(name), begins, dtype=np.float64) / counts).tolist()
+
+    largest = np.maximum.reduceat(of_trained("weights"), begins).tolist()
+    return [*zip(means("advantages"), largest, means("clipped"), means("entropy"), strict=True)]
 
 
 def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConfig) -> list[int]:
