@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from arl.commands.viewing import main as view
 
             view(arguments[1:])
+        case ["top"]:
+            from arl.commands.terminal import main as top
+
+            top(arguments[1:])
         case ["trace"]:
             from arl.commands.tracing import main as trace
 
@@ -44,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("try", help="run episodes of a script's agent without training, and print them")
     commands.add_parser("eval", help="score its model on held-out examples: rewards and pass@k")
     commands.add_parser("view", help="show runs in a browser: every episode, token and second")
+    commands.add_parser("top", help="show a run in this terminal, live")
     commands.add_parser("trace", help="write what happened when in a run to a file for Perfetto")
     commands.add_parser("algorithms", help="list the algorithms")
     return parser

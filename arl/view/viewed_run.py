@@ -80,6 +80,11 @@ class ViewedRun:
                 pass
             self._has_work.clear()
 
+    async def load(self) -> None:
+        """Read all that is there now."""
+        while await self.ask(self._work):
+            pass
+
     async def find(self, wanted: Mapping[str, str]) -> Row:
         """A page of the table; see EpisodeTable.find. A search for text goes on in the background."""
         found = await self.ask(self._find, wanted)
@@ -123,7 +128,7 @@ class ViewedRun:
             "num_groups": len(run.groups),
             "has_events": run.files.directory.is_dir(),
             "has_text": self.texts.is_known,
-            "problems": self._problems(),
+            "problems": self.problems(),
             "lives": [
                 {"life": life, **{n: getattr(began, n) for n in ("t", "host", "pid", "version", "arl", "workflow")}}
                 for life, began in sorted(run.lives.items())
@@ -209,7 +214,8 @@ class ViewedRun:
         done = self.run.files.num_bytes_read
         return {"done": done, "total": done + self.run.files.num_bytes_waiting}
 
-    def _problems(self) -> list[str]:
+    def problems(self) -> list[str]:
+        """What could not be read, in sentences."""
         problems = [*self.run.problems, *([self._problem] if self._problem else [])]
         if not self.run.files.directory.is_dir():
             problems.append(
