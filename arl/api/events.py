@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -25,6 +25,8 @@ SCHEMA = 1
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event", tag=True):
     """The base of all. A record of an interval is emitted at its end."""
 
+    is_call: ClassVar[bool] = False
+    """An episode may have many of these, so they are written to files of their own."""
     t: float = msgspec.field(default_factory=time.time)
     """Seconds since 1970."""
 
@@ -182,6 +184,7 @@ class TokensKept(Event, frozen=True, kw_only=True):
 
 
 class TurnEnded(Event, frozen=True, kw_only=True):
+    is_call: ClassVar[bool] = True
     episode: str
     rid: str
     server: str = ""
@@ -201,6 +204,7 @@ class TurnEnded(Event, frozen=True, kw_only=True):
 
 
 class ToolEnded(Event, frozen=True, kw_only=True):
+    is_call: ClassVar[bool] = True
     episode: str
     tool: str
     seconds: float
@@ -209,6 +213,7 @@ class ToolEnded(Event, frozen=True, kw_only=True):
 
 
 class RewardEnded(Event, frozen=True, kw_only=True):
+    is_call: ClassVar[bool] = True
     episode: str
     reward: str
     """The reward function's name."""
@@ -298,7 +303,6 @@ class CheckpointWritten(Event, frozen=True, kw_only=True):
 
 
 CALLS = (TurnEnded, ToolEnded, RewardEnded)
-"""The kinds that are written to files of their own: an episode may have many of them."""
 
 Call = TurnEnded | ToolEnded | RewardEnded
 

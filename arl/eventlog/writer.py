@@ -13,15 +13,16 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
 from arl.api.config import EventsConfig
-from arl.api.events import CALLS, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned
+from arl.api.events import Event, KeptTokens, Lost, RunEnded, TokensKept, Warned
 from arl.api.types import Trajectory
 from arl.eventlog.segments import (
     STREAMS,
@@ -35,6 +36,8 @@ from arl.eventlog.segments import (
 )
 
 log = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
 
 _EVERY_S = 0.5
 _MOST_EVENTS = 500_000
@@ -57,6 +60,7 @@ class EventLog:
         self.directory = run_dir / "events"
         self._config = config
         self._events: deque[Event] = deque()
+        self._calls: deque[Event] = deque()
         self._tokens: deque[KeptTokens] = deque()
         self._num_tokens = 0
         self._lost = _Losses()
@@ -65,10 +69,11 @@ class EventLog:
         self._wake = threading.Event()
 
     def emit(self, event: Event) -> None:
-        if len(self._events) >= _MOST_EVENTS:
+        queue = self._calls if event.is_call else self._events
+        if len(queue) >= _MOST_EVENTS:
             self._lost.events += 1
             return
-        self._events.append(event)
+        queue.append(event)
 
     def keep(self, tokens: KeptTokens) -> None:
         count = _num_tokens(tokens)
@@ -123,7 +128,7 @@ class EventLog:
 
     def _write(self, files: _Segments) -> None:
         """Write all that waits. What an error leaves unwritten is counted as lost."""
-        tokens = [self._tokens.popleft() for _ in range(len(self._tokens))]
+        tokens = _all_of(self._tokens)
         self._num_tokens -= sum(map(_num_tokens, tokens))
         now = time.time()
         with self._counted(episodes=sum(len(block.rows) for block in tokens)):
@@ -131,18 +136,16 @@ class EventLog:
                 segment, offset = files.append("tokens", part.raw(), len(part.rows), (now, now))
                 rows = [(episode, number) for episode, number, _ in part.rows]
                 self._events.append(TokensKept(segment=segment, offset=offset, rows=rows))
-        events = [self._events.popleft() for _ in range(len(self._events))]
+        self._append(files, "calls", _all_of(self._calls))
+        events = _all_of(self._events)
         if lost := self._lost.told():
             events.append(lost)
-        calls = [event for event in events if isinstance(event, CALLS)]
-        others = [event for event in events if not isinstance(event, CALLS)] if calls else events
-        self._append(files, "calls", calls)
-        self._append(files, "events", others)
+        self._append(files, "events", events)
 
     def _append(self, files: _Segments, stream: Stream, records: Sequence[Event]) -> None:
         with self._counted(events=len(records)):
             if records:
-                times = min(record.t for record in records), max(record.t for record in records)
+                times = min(map(_TIME, records)), max(map(_TIME, records))
                 files.append(stream, _lines(records), len(records), times)
 
     @contextmanager
@@ -177,6 +180,14 @@ def _encodable(value: Any) -> Any:
             return [_encodable(inner) for inner in value]
         case _:
             return value
+
+
+_TIME = attrgetter("t")
+
+
+def _all_of(queue: deque[_Item]) -> list[_Item]:
+    """Takes what is in it now."""
+    return [queue.popleft() for _ in range(len(queue))]
 
 
 class _Choice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -114,15 +115,24 @@ class Pulse:
 
 
 class _Felt:
-    """A Sampler whose answers `pulse` counts."""
+    """A Sampler whose answers `pulse` counts and `report` gets."""
 
-    def __init__(self, engine: Sampler, pulse: Pulse) -> None:
+    def __init__(self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None) -> None:
         self._engine = engine
         self._pulse = pulse
+        self._report = report
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        response = await self._engine.agenerate(request)
+        began = time.monotonic()
+        try:
+            response = await self._engine.agenerate(request)
+        except BaseException as error:
+            if self._report:
+                self._report.unanswered(request, error, time.monotonic() - began)
+            raise
         self._pulse.beats += 1
+        if self._report:
+            self._report.answered(request, response, time.monotonic() - began)
         return response
 
 
@@ -222,9 +232,8 @@ class EpisodeRunner:
         began = clock.time()
         report = report or EpisodeReport()
         report.begin()
-        sampler = report.watching(sampler)
         for attempt in range(1, self.retries + 2):
-            result = await self.attempt(sampler, example, began + self.timeout_s, oldest_allowed)
+            result = await self.attempt(sampler, example, began + self.timeout_s, oldest_allowed, report)
             self.pulse.beats += 1
             if not isinstance(result, Exception):
                 episode = Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
@@ -240,13 +249,18 @@ class EpisodeRunner:
         raise AssertionError("the last attempt returns")
 
     async def attempt(
-        self, sampler: Sampler, example: Example, until: float | None = None, oldest_allowed: int = 0
+        self,
+        sampler: Sampler,
+        example: Example,
+        until: float | None = None,
+        oldest_allowed: int = 0,
+        report: EpisodeReport | None = None,
     ) -> tuple[Trajectory, ...] | Exception:
         """One attempt of `run`, which notes nothing. until: by the event loop's clock; None: without a limit."""
         limit = asyncio.timeout_at(until)
         try:
             async with limit:
-                returned: object = await self.workflow.arun_episode(_Felt(sampler, self.pulse), example)
+                returned: object = await self.workflow.arun_episode(_Felt(sampler, self.pulse, report), example)
             trajectories = _trajectories(returned)
             self._check(trajectories, oldest_allowed)
         except asyncio.CancelledError as error:

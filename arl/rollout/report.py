@@ -22,7 +22,7 @@ from arl.api.events import (
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
 
 if TYPE_CHECKING:
-    from arl.api.engine import Sampler
+    pass
 
 LAST_SEEN = -1
 """The number of a trajectory made of the last request: what the model last saw and said."""
@@ -61,9 +61,6 @@ class EpisodeReport:
         self._began = time.time()
         EPISODE.set(EpisodeContext(self.episode, self._events))
         self._events.emit(EpisodeBegan(t=self._began, episode=self.episode))
-
-    def watching(self, engine: Sampler) -> Sampler:
-        return engine if self._events is NOWHERE else _Watched(engine, self)
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
         self._last = request, response
@@ -125,24 +122,6 @@ class EpisodeReport:
     def cancelled(self, how: str) -> None:
         """how: overtaken, straggler or stopped."""
         self._events.emit(EpisodeEnded(episode=self.episode, how=how, began=self._began))
-
-
-class _Watched:
-    """A Sampler whose answers `report` gets."""
-
-    def __init__(self, engine: Sampler, report: EpisodeReport) -> None:
-        self._engine = engine
-        self._report = report
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        began = time.monotonic()
-        try:
-            response = await self._engine.agenerate(request)
-        except BaseException as error:
-            self._report.unanswered(request, error, time.monotonic() - began)
-            raise
-        self._report.answered(request, response, time.monotonic() - began)
-        return response
 
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:
