@@ -63,6 +63,8 @@ class EventLog:
         self._calls: deque[Event] = deque()
         self._tokens: deque[KeptTokens] = deque()
         self._num_tokens = 0
+        """Of those that wait. `_counting` is held while it changes."""
+        self._counting = threading.Lock()
         self._lost = _Losses()
         self._choice = _Choice(config)
         self._is_over = threading.Event()
@@ -79,10 +81,11 @@ class EventLog:
         count = _num_tokens(tokens)
         if not self._choice.takes(tokens, count):
             return
-        if self._num_tokens + count > _MOST_TOKENS:
-            self._lost.episodes += len(tokens.rows)
-            return
-        self._num_tokens += count
+        with self._counting:
+            if self._num_tokens + count > _MOST_TOKENS:
+                self._lost.episodes += len(tokens.rows)
+                return
+            self._num_tokens += count
         self._tokens.append(tokens)
 
     @contextmanager
@@ -129,7 +132,8 @@ class EventLog:
     def _write(self, files: _Segments) -> None:
         """Write all that waits. What an error leaves unwritten is counted as lost."""
         tokens = _all_of(self._tokens)
-        self._num_tokens -= sum(map(_num_tokens, tokens))
+        with self._counting:
+            self._num_tokens -= sum(map(_num_tokens, tokens))
         now = time.time()
         with self._counted(episodes=sum(len(block.rows) for block in tokens)):
             for part in _frames(tokens):
