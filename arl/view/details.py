@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -18,6 +17,8 @@ from arl.view.texts import Texts
 WINDOW = 4000
 MOST_TOKENS = 20_000
 _MOST_SAME = 200
+_MOST_EARLIER = 100
+"""Trajectories that a later one may have branched from."""
 _OWN = ("token_ids", "loss_mask", "versions", "behavior_logprobs")
 
 
@@ -130,15 +131,21 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 def _branches(tokens: list[TokenRecord]) -> list[Row]:
-    """Where neighbouring trajectories of one role part."""
+    """Where each trajectory leaves the earlier one of its role with which it has the most tokens in common."""
     found: list[Row] = []
-    for role in dict.fromkeys(one.row.role for one in tokens):
-        for a, b in pairwise([one for one in tokens if one.row.role == role]):
-            length = min(a.row.tokens, b.row.tokens)
-            differ = np.flatnonzero(a.columns["token_ids"][:length] != b.columns["token_ids"][:length])
-            at = int(differ[0]) if len(differ) else length
-            found.append({"role": role, "first": a.row.number, "second": b.row.number, "differs_at": at})
+    for place, second in enumerate(tokens):
+        earlier = [one for one in tokens[:place][-_MOST_EARLIER:] if one.row.role == second.row.role]
+        if earlier:
+            common = [_num_common(one, second) for one in earlier]
+            first, differs_at = earlier[int(np.argmax(common))].row.number, max(common)
+            found.append({"role": second.row.role, "first": first, "second": second.row.number, "differs_at": differs_at})
     return found
+
+
+def _num_common(a: TokenRecord, b: TokenRecord) -> int:
+    length = min(a.row.tokens, b.row.tokens)
+    differ = np.flatnonzero(a.columns["token_ids"][:length] != b.columns["token_ids"][:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -> list[dict[str, Any]]:

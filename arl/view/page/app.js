@@ -2,7 +2,7 @@
 
 import { KeyNeeded, follow, get, queryOf, setKey } from "./server.js";
 import { runColour } from "./colour.js";
-import { button, failed, h, loading, show } from "./dom.js";
+import { button, failed, h, loading, show, soon } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { episodesView } from "./episodes.js";
 import { groupView } from "./group.js";
@@ -12,18 +12,16 @@ import { timeView } from "./time.js";
 
 const VIEWS = { run: runView, episodes: episodesView, group: groupView, episode: episodeView, time: timeView, health: healthView };
 const TABS = { run: "Run", episodes: "Episodes", time: "Time", health: "Health" };
-const TAB_OF = { group: "episodes", episode: "episodes" };
-const MOST_STREAMS = 3;
-const main = document.getElementById("main");
-const live = document.getElementById("live");
+const WITHIN = { group: "episodes", episode: "episodes" }; // their addresses begin with the run
+const MOST_STREAMS = 3; // browsers have six connections to a server, for all their tabs
+const [main, views, chips, live, theme] = ["main", "views", "runs", "live", "theme"].map((id) => document.getElementById(id));
 
 let runs = [];
-let shown = null; // numbers of the runs drawn together
-let current = 0; // the run of the views that show one
+let shown = []; // numbers of the runs that the address names: all are drawn together, other views show the first
 let list = null; // the address that Escape leads back to
-let view = null;
-let ending = new AbortController();
-const following = new Map();
+let view = null; // {update, keys} of the view, once it is there
+let mounted = new AbortController();
+let following = new AbortController();
 const lost = new Set();
 
 function route() {
@@ -33,157 +31,131 @@ function route() {
 }
 
 export function link(name, path = [], query = {}) {
-  const all = { ...(runs.length > 1 ? { run: current || null, runs: shown.length < runs.length ? shown.join(",") : null } : {}), ...query };
-  const text = queryOf(all);
-  return `#/${[name, ...path].map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
+  const text = queryOf({ runs: shown.length < runs.length && !WITHIN[name] ? shown.join(",") : null, ...query });
+  return `#/${[name, ...path].map(encodeURIComponent).join("/")}${text && `?${text}`}`;
 }
 
 const go = (...where) => (location.hash = link(...where));
 const back = () => (location.hash = list ?? link("episodes"));
 
-const chosenIn = (at) => (at.name === "run" ? shown ?? [] : [current]);
-
-function frame(at) {
-  const tab = TAB_OF[at.name] ?? at.name;
-  show(document.getElementById("views"), Object.entries(TABS).map(([name, title]) =>
-    h("a", { href: link(name), "aria-current": name === tab ? "page" : null }, title)));
-  const toggle = at.name === "run";
-  show(document.getElementById("runs"), runs.length > 1 && runs.map((run, k) => {
-    const dot = h("span", { class: "dot", style: { "--tone": runColour(k) } });
-    const isOn = toggle ? shown.includes(k) : k === current;
-    return button([dot, run.name], () => choose(k, toggle), { class: "chip", "aria-pressed": String(isOn), title: run.dir });
-  }));
-  document.title = `${TABS[tab]} · ${runs[current]?.name ?? "arl view"}`;
-}
-
-function choose(k, toggle) {
-  if (!toggle) {
-    current = k;
-    return go(TAB_OF[route().name] ?? route().name);
-  }
-  const without = shown.filter((other) => other !== k);
-  shown = without.length === shown.length ? [...shown, k].sort((a, b) => a - b) : without.length ? without : shown;
-  go("run", [], { ...route().query, runs: shown.length < runs.length ? shown.join(",") : null });
-}
-
 async function mount() {
-  ending.abort();
-  ending = new AbortController();
+  mounted.abort();
+  mounted = new AbortController();
   view = null;
-  const at = route();
-  const valid = (k) => Number.isInteger(k) && k >= 0 && k < runs.length;
-  if (at.query.runs) shown = at.query.runs.split(",").map(Number).filter(valid);
-  if (!shown?.length || (!at.query.runs && at.name === "run")) shown = runs.map((_, k) => k);
-  const wanted = Number(["episode", "group"].includes(at.name) ? at.path[0] : at.query.run ?? 0);
-  current = valid(wanted) ? wanted : 0;
-  frame(at);
-  const chosen = chosenIn(at);
-  watch(chosen);
-  tellLive();
+  const { signal } = mounted;
+  const { name, path, query: { runs: wanted = "", ...query } } = route();
+  const named = (WITHIN[name] ? path[0] : wanted).split(",");
+  const all = runs.map((_, k) => k);
+  shown = all.filter((k) => named.includes(String(k)));
+  if (!shown.length) shown = all;
+  frame(name, query);
+  watch();
   main.setAttribute("aria-busy", "true");
-  show(main, loading(TABS[at.name] ? TABS[at.name].toLowerCase() : at.name));
-  const signal = ending.signal;
-  const isList = !["episode", "group"].includes(at.name);
-  if (isList) list = location.hash;
+  show(main, loading(name));
+  const remember = () => (list = WITHIN[name] ? list : location.hash);
+  remember();
   const setQuery = (query) => {
-    history.replaceState(null, "", link(at.name, at.path, query));
-    if (isList) list = location.hash;
+    history.replaceState(null, "", link(name, path, query));
+    remember();
   };
   try {
-    const given = { place: main, path: at.path, query: at.query, runs, shown: chosen, run: runs[current], link, go, back, setQuery, signal };
-    const made = await VIEWS[at.name](given);
+    const made = await VIEWS[name]({ place: main, path, query, runs, shown, run: runs[shown[0]], link, go, back, setQuery, signal });
     if (!signal.aborted) view = made;
   } catch (error) {
-    if (signal.aborted) return;
-    if (error instanceof KeyNeeded) askForKey();
-    else show(main, failed(error));
+    if (!signal.aborted) fail(error);
   }
   if (!signal.aborted) main.setAttribute("aria-busy", "false");
 }
 
-// Follow these runs, and no others. Browsers have six connections to a server, for all their tabs: a tab in front uses three.
-function watch(chosen) {
-  const grows = (run) => run.is_live || run.loading.done < run.loading.total;
-  const wanted = document.hidden ? [] : chosen.filter((k) => runs[k] && (grows(runs[k]) || chosen.length === 1)).slice(0, MOST_STREAMS);
-  for (const [k, stop] of following) {
-    if (wanted.includes(k)) continue;
-    stop.abort();
-    following.delete(k);
-    lost.delete(k);
-  }
-  for (const k of wanted) if (!following.has(k)) watchOne(k);
+function frame(name, query) {
+  const tab = WITHIN[name] ?? name;
+  const isOn = (k) => (name === "run" ? shown.includes(k) : k === shown[0]);
+  const choose = (k) => {
+    const toggled = runs.map((_, other) => other).filter((other) => (other === k) !== shown.includes(other));
+    shown = name === "run" ? toggled : [k];
+    go(tab, [], name === "run" ? query : {});
+  };
+  show(views, Object.entries(TABS).map(([name, title]) =>
+    h("a", { href: link(name), "aria-current": name === tab ? "page" : null }, title)));
+  show(chips, runs.length > 1 && runs.map((run, k) =>
+    button([h("span", { class: "dot", style: { "--tone": runColour(k) } }), run.name], () => choose(k),
+      { class: "chip", "aria-pressed": String(isOn(k)), title: run.dir })));
+  document.title = `${TABS[tab]} · ${runs[shown[0]]?.name ?? "arl view"}`;
 }
 
-document.addEventListener("visibilitychange", () => {
-  watch(chosenIn(route()));
+// Follow the runs in sight, live ones first.
+function watch() {
+  following.abort();
+  following = new AbortController();
+  lost.clear();
   tellLive();
-});
+  const chosen = route().name === "run" ? shown : shown.slice(0, 1);
+  if (!document.hidden) chosen.toSorted((a, b) => runs[b].is_live - runs[a].is_live).slice(0, MOST_STREAMS).forEach((k) => watchOne(k, following.signal));
+}
 
-function watchOne(k) {
-  const stop = new AbortController();
-  following.set(k, stop);
+function watchOne(k, signal) {
   const tell = (event) => {
     Object.assign(runs[k], event);
     tellLive();
-    view?.update?.(k, event);
+    refresh();
   };
   follow(k, tell, (isLost) => {
-    if (isLost) lost.add(k);
-    else lost.delete(k);
+    lost[isLost ? "add" : "delete"](k);
     tellLive();
-  }, stop.signal);
+  }, signal);
 }
 
+const refresh = soon(() => view?.update?.().catch(() => {}), 600); // the stream tells when the server is there again
+
 function tellLive() {
-  const chosen = chosenIn(route());
-  const reading = runs.find((run, k) => chosen.includes(k) && run.loading && run.loading.done < run.loading.total);
-  const isLive = chosen.some((k) => runs[k]?.is_live);
-  const state = lost.size ? "lost" : reading ? "reading" : isLive ? "live" : "still";
-  const part = reading ? Math.floor((100 * reading.loading.done) / reading.loading.total) : 0;
-  const said = { lost: "connection lost, trying again", reading: `reading ${part} %`, live: "live", still: "not running" }[state];
+  const { done, total } = runs.map((run) => run.loading).find(({ done, total }) => done < total) ?? {};
+  const [state, said] = lost.size ? ["lost", "connection lost, trying again"]
+    : total ? ["reading", `reading ${Math.floor((100 * done) / total)} %`]
+    : shown.some((k) => runs[k].is_live) ? ["live", "live"] : ["still", "not running"];
   if (live.textContent !== said) live.textContent = said;
   live.dataset.state = state;
 }
 
-function askForKey() {
+function fail(error) {
+  if (!(error instanceof KeyNeeded)) return show(main, failed(error), h("p", { class: "state" }, button("Try again", start)));
   const field = h("input", { type: "password", id: "key", autocomplete: "off", required: true });
   const send = (event) => {
     event.preventDefault();
     setKey(field.value);
     start();
   };
-  const label = h("label", { for: "key" }, "The key of this arl view: ");
-  show(main, h("form", { class: "state", onsubmit: send }, h("p", {}, label), field, " ", h("button", {}, "Open")));
+  show(main, h("form", { class: "state", onsubmit: send },
+    h("p", {}, h("label", { for: "key" }, "The key of this arl view: ")), field, " ", h("button", {}, "Open")));
   field.focus();
 }
 
 // The theme: the system's, until somebody presses the switch.
-const theme = document.getElementById("theme");
+const THEMES = { system: "◐", dark: "☾", light: "☀" };
 function setTheme(name) {
-  if (name === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
+  document.documentElement.dataset.theme = name;
   localStorage.setItem("arl-theme", name);
-  theme.textContent = { system: "◐", dark: "☾", light: "☀" }[name];
-  theme.title = `Colours: ${name}`;
-  theme.setAttribute("aria-label", `Colours: ${name}. Press for the next`);
+  theme.textContent = THEMES[name];
+  theme.title = theme.ariaLabel = `Colours: ${name}. Press for the next`;
 }
 setTheme(localStorage.getItem("arl-theme") ?? "system");
 theme.addEventListener("click", () => {
-  const names = ["system", "dark", "light"];
-  setTheme(names[(names.indexOf(localStorage.getItem("arl-theme")) + 1) % 3]);
+  const names = Object.keys(THEMES);
+  setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % 3]);
   mount();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mount());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", mount);
 
-// Views may answer keys, unless somebody types.
+// Views may answer keys, unless somebody types. An answer is an action; one that does nothing now returns false.
 document.addEventListener("keydown", (event) => {
   const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
   if (isTyping && event.key === "Escape") event.target.blur();
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (view?.key?.(event)) event.preventDefault();
+  const action = view?.keys?.[event.key];
+  if (action && action(event) !== false) event.preventDefault();
 });
 
 window.addEventListener("hashchange", mount);
+document.addEventListener("visibilitychange", watch);
 
 async function start() {
   show(main, loading("the runs"));
@@ -191,8 +163,7 @@ async function start() {
     runs = await get("runs");
     await mount();
   } catch (error) {
-    if (error instanceof KeyNeeded) askForKey();
-    else show(main, failed(error), h("p", { class: "state" }, button("Try again", start)));
+    fail(error);
   }
 }
 

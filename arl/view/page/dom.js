@@ -3,46 +3,45 @@
 export function h(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
-    if (value === undefined || value === null || value === false) continue;
+    if (!isShown(value)) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "class") node.className = value;
     else if (name === "value") node.value = value;
     else if (name === "style") for (const [key, text] of Object.entries(value)) node.style.setProperty(key, text);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...said(children));
-  return node;
+  return show(node, children);
 }
 
-// What is null, undefined or false is left out.
-const said = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+const isShown = (child) => child !== null && child !== undefined && child !== false;
 
+// Children that are null, undefined or false are left out.
 export function show(place, ...children) {
-  place.replaceChildren(...said(children));
+  place.replaceChildren(...children.flat(Infinity).filter(isShown));
   return place;
 }
 
 export const button = (text, onclick, props = {}) => h("button", { type: "button", onclick, ...props }, text);
 export const tag = (text, tone = "", title = null) => h("span", { class: `tag ${tone}`, title }, text);
 export const soft = (...children) => h("span", { class: "soft" }, children);
+export const key = (name) => [h("kbd", {}, name), " "];
+export const option = (value, text = value, selected = false) => h("option", { value, selected }, text);
 export const item = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
 export const facts = (entries) =>
   h("dl", { class: "facts" }, entries.filter(([, value]) => value).map(([name, value]) => h("div", {}, item(name, value))));
-export const option = (value, text = value, selected = false) => h("option", { value, selected }, text);
 
 // Names and numbers under each other, without those that are not known.
 export function pairs(entries, format = number) {
-  const known = entries.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const known = entries.filter(([, value]) => isShown(value) && value !== "");
   const made = (value) => (value instanceof Node || Array.isArray(value) ? value : num(value, format));
-  return known.length ? h("dl", { class: "pairs" }, known.map(([name, value]) => item(name, made(value)))) : null;
+  return known.length > 0 && h("dl", { class: "pairs" }, known.map(([name, value]) => item(name, made(value))));
 }
 
 // rows: lists of cells
-export function table(title, head, rows) {
+export function table(title, head, rows, props = {}) {
   if (!rows.length) return h("p", { class: "soft" }, "None.");
   const cells = (row) => h("tr", {}, row.map((cell) => h("td", { class: "wrap" }, cell)));
-  const top = h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name))));
-  return h("div", { class: "sheet" }, h("table", {}, h("caption", { class: "skip" }, title), top, h("tbody", {}, rows.map(cells))));
+  const top = head.length > 0 && h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name))));
+  return h("div", { class: "sheet" }, h("table", props, h("caption", { class: "skip" }, title), top, h("tbody", {}, rows.map(cells))));
 }
 
 export const loading = (what) =>
@@ -50,24 +49,21 @@ export const loading = (what) =>
 export const empty = (sentence) => h("p", { class: "state" }, sentence);
 export const failed = (error) => h("p", { class: "state error", role: "alert" }, String(error?.message ?? error));
 
-const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const [WHOLE, SHORT, FAR] = [{ maximumFractionDigits: 0 }, { maximumSignificantDigits: 4 }, { maximumSignificantDigits: 3, notation: "scientific" }]
+  .map((options) => new Intl.NumberFormat("en", options));
 
-// A number at a precision that one can read; `full` has all of it.
-export function number(value, digits = 3) {
-  if (value === null || value === undefined || value === "") return "–";
-  if (typeof value !== "number") return String(value);
-  if (!Number.isFinite(value)) return Number.isNaN(value) ? "nan" : value > 0 ? "∞" : "−∞";
+// A number at a precision that one can read.
+export function number(value) {
+  if (typeof value !== "number") return String(value ?? "–");
   const size = Math.abs(value);
-  let text;
-  if (Number.isInteger(value)) text = size < 1e7 ? grouped.format(value) : value.toPrecision(4);
-  else if (size >= 1e5 || size < 1e-3) text = value.toExponential(digits - 1);
-  else if (size >= 100) text = size >= 1000 ? grouped.format(value) : value.toFixed(1);
-  else text = size >= 10 ? value.toFixed(2) : value.toFixed(digits);
-  return text.replace("e-", "e−").replace("-", "−");
+  const form = size >= 1e9 || (size < 1e-3 && size > 0) ? FAR : Number.isInteger(value) || size >= 1000 ? WHOLE : SHORT;
+  return form.format(value).replace("E", "e").replaceAll("-", "−");
 }
 
+export const percent = (share) => (typeof share === "number" ? `${number(Math.round(share * 1000) / 10)} %` : "–");
+
 export function seconds(value) {
-  if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  if (typeof value !== "number") return "–";
   if (value < 0) return `−${seconds(-value)}`;
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
@@ -77,11 +73,8 @@ export function seconds(value) {
 }
 
 export function bytes(value) {
-  if (typeof value !== "number") return "–";
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let k = 0;
-  while (value >= 1000 && k < units.length - 1) [value, k] = [value / 1000, k + 1];
-  return `${k && value < 100 ? value.toFixed(1) : value.toFixed(0)} ${units[k]}`;
+  const k = Math.max(["B", "kB", "MB", "GB", "TB"].findLastIndex((_, power) => value >= 1000 ** power), 0);
+  return `${number(value / 1000 ** k)} ${["B", "kB", "MB", "GB", "TB"][k]}`;
 }
 
 export const clock = (t) => (typeof t === "number" ? new Date(t * 1000).toLocaleTimeString("en-GB") : "–");
@@ -99,28 +92,11 @@ export const visible = (text) =>
     return `‹${code.padStart(code.length > 2 ? 4 : 2, "0")}›`;
   });
 
-// A token's text: newlines, tabs and, at its ends, spaces can be seen, too.
-export const piece = (text) => marked(text).replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
-export const marked = (text) => visible(text).replace(/\n/g, "↵").replace(/\t/g, "⇥");
-
 // Calls `action` a while after the first of several calls, so that a stream of them cannot put it off for ever.
 export function soon(action, wait) {
-  let isDue = false;
-  return () => {
-    if (isDue) return;
-    isDue = true;
-    setTimeout(() => {
-      isDue = false;
-      action();
-    }, wait);
-  };
-}
-
-// Calls `action` once no call has come for a while.
-export function debounced(action, wait = 120) {
-  let timer = 0;
-  return (...args) => {
-    clearTimeout(timer);
-    timer = setTimeout(action, wait, ...args);
-  };
+  let timer = null;
+  return () => (timer ??= setTimeout(() => {
+    timer = null;
+    action();
+  }, wait));
 }

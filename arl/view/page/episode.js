@@ -1,7 +1,7 @@
 // One episode: its conversation token by token, its rewards, calls and branches.
 
 import { get } from "./server.js";
-import { button, empty, facts, failed, h, moment, num, number, option, pairs, seconds, show, soft, tag, visible } from "./dom.js";
+import { button, empty, facts, failed, h, moment, num, number, option, pairs, seconds, show, soft, table, tag, visible } from "./dom.js";
 import { ended } from "./episodes.js";
 import { exampleOf } from "./group.js";
 import { TokenText, colouring, measures, numbersOf } from "./tokens.js";
@@ -12,69 +12,86 @@ const FOLDED = 160; // tokens of a long given text that are shown at first
 export async function episodeView({ place, path, query, run, link, go, back, setQuery, signal }) {
   const [, life, name] = path;
   const where = `runs/${run.run}/episodes/${life}/${encodeURIComponent(name)}`;
-  const episode = await get(where, { start: 0, stop: WINDOW }, signal);
-  let chosen = Math.max(0, episode.trajectories.findIndex((one) => String(one.number) === query.trajectory));
-  let colour = query.colour ?? "";
-  const opened = new Set();
+  const opened = new Set(); // long texts that are shown in full
+  let colour = query.colour ?? localStorage.getItem("arl-colour") ?? "sampled";
+  let episode, trajectory;
   const numbers = h("div", { class: "card numbers" }, soft("Point at a token, or walk with the arrow keys: its numbers come here."));
   const turns = h("div");
   const legend = h("div", { class: "legend", role: "status" });
-  const tree = h("nav", { "aria-label": "Trajectories" });
   const select = h("select", { id: "colour", onchange: () => {
     colour = select.value;
-    remember();
+    localStorage.setItem("arl-colour", colour);
+    setQuery({ ...query, colour });
     drawTurns();
   } });
-  const remember = () => setQuery({ colour, trajectory: chosen ? episode.trajectories[chosen].number : null });
+
+  async function read() {
+    episode = await get(where, { stop: WINDOW }, signal);
+    trajectory = episode.trajectories.find((one) => String(one.number) === query.trajectory) ?? episode.trajectories[0];
+    draw();
+    drawTurns();
+  }
+
+  function draw() {
+    const { step, evaluation, group, error, message, same_example: same, failed_attempts: attempts } = episode;
+    show(place,
+      h("div", { class: "bar pinned" }, h("h1", {}, `Episode ${episode.episode}`), ended(episode),
+        soft(group !== null && h("a", { href: link("group", [run.run, life, group]) }, `group ${group}`),
+          evaluation !== null && `evaluation ${evaluation}`, step !== null && `, step ${step}`),
+        h("label", { class: "push", for: "colour" }, "Colour by ", select), legend),
+      facts([
+        ["Reward", num(episode.reward)], ["Staleness", num(episode.staleness)], ["Versions", versions([episode.oldest, episode.newest])],
+        ["Turns", num(episode.turns)], ["Tokens", [num(episode.tokens), ", sampled ", num(episode.trained)]], ["Took", num(episode.seconds, seconds)],
+        ["Advantage", num(episode.advantage)], ["Largest weight", num(episode.weight)], ["Attempts", num(episode.attempts)],
+      ]),
+      (error || message) && h("p", { class: "state error" }, visible([error, message].filter(Boolean).join(": "))),
+      h("div", { class: "split" },
+        h("div", {}, exampleOf(episode.example), h("nav", { "aria-label": "Trajectories" }, tree()), h("h2", {}, "Conversation"), turns),
+        h("aside", { class: "side" }, numbers, rewardsOf(episode), callsOf(episode),
+          attempts.length > 0 && [h("h2", {}, "Failed attempts"), table("Failed attempts", [], attempts.map((one) => [num(one.attempt), visible(`${one.error}: ${one.message}`)]))],
+          episode.siblings.length > 1 && [h("h2", {}, "Its group"), links(episode.siblings, (one) => one.episode)],
+          same.length > 0 && [h("h2", {}, "Same example, other steps"), links(same, when)])));
+  }
 
   function drawTurns() {
-    const trajectory = episode.trajectories[chosen];
     if (!trajectory) {
-      const isOver = episode.how !== "running";
-      const why = isOver ? "The tokens of this episode are not kept." : "The episode still runs. Its tokens come when it has ended.";
+      const why = episode.how === "running" ? "The episode still runs. Its tokens come when it has ended." : "The tokens of this episode are not kept.";
       return show(turns, empty(visible(episode.problem || why)));
     }
     const found = measures(trajectory, episode.step);
-    show(select, option("", "nothing"), Object.entries(found).map(([key, { label }]) => option(key, label, key === colour)));
-    const shade = found[colour] ? colouring(found[colour], trajectory.pieces.length) : null;
-    show(legend, shade?.legend, shade && colour !== "sampled" && soft("grey text: no value"),
-      shade && trajectory.columns.clipped && h("span", { class: "t clipped" }, "clipped"));
+    const chosen = found[colour] ? colour : "sampled";
+    show(select, Object.entries(found).map(([key, { label }]) => option(key, label, key === chosen)));
+    const shade = colouring(found[chosen], trajectory.pieces.length);
+    show(legend, shade.legend, soft("grey text: given"), trajectory.columns.clipped && h("span", { class: "clipped" }, "clipped"));
     const look = (k) => show(numbers, numbersOf(trajectory, found, k));
-    const calls = callsOfTurns(episode, trajectory);
-    show(turns, parts(trajectory).map((part) => turnOf(part, trajectory, shade, look, calls)), loadMore(trajectory));
+    show(turns, partsOf(trajectory).map((part) => turnOf(part, shade.of, look)), loadMore());
   }
 
-  function turnOf(part, trajectory, shade, look, calls) {
-    const [first, last] = [part.start - trajectory.start, Math.min(part.stop - trajectory.start, trajectory.pieces.length)];
+  function turnOf({ start, stop, turn, reward }, tones, look) {
+    const [first, last] = [start - trajectory.start, Math.min(stop - trajectory.start, trajectory.pieces.length)];
     const all = Array.from({ length: last - first }, (_, k) => first + k);
-    const id = `${trajectory.number}/${part.start}`;
-    const isLong = !part.isSampled && all.length > FOLDED * 1.5 && !opened.has(id);
-    const text = new TokenText(part.isSampled ? `sampled, turn ${part.turn}` : "given", look);
-    const draw = (tokens) => text.set(trajectory, tokens, shade ? shade.of : null);
-    draw(isLong ? all.slice(0, FOLDED) : all);
-    const more = isLong && button(`Show ${number(all.length - FOLDED)} more tokens`, () => {
-      opened.add(id);
-      draw(all);
-      more.remove();
-      text.node.focus();
-    });
-    const call = part.isSampled ? calls[part.turn - 1] : null;
-    const title = part.isSampled ? `Turn ${part.turn}` : part.start === 0 ? "Prompt" : "Given";
-    return h("section", { class: `turn${part.isSampled ? " sampled" : ""}` },
-      h("div", { class: "head" }, h("b", {}, title), h("span", {}, num(part.stop - part.start), " tokens"),
-        part.reward ? h("span", {}, "reward ", num(part.reward)) : null, versionsOf(part, trajectory), call && turnCall(call)),
-      text.node, more, call?.tools.length ? h("div", { class: "head" }, call.tools.map(toolCall)) : null);
+    const isFolded = !turn && all.length > FOLDED * 1.5 && !opened.has(start);
+    const text = new TokenText(turn ? `sampled, turn ${turn}` : "given", look);
+    text.set(trajectory, isFolded ? all.slice(0, FOLDED) : all, tones);
+    const more = () => {
+      opened.add(start);
+      drawTurns();
+    };
+    return h("section", { class: turn ? "turn sampled" : "turn" },
+      h("div", { class: "head" }, h("b", {}, turn ? `Turn ${turn}` : start === 0 ? "Prompt" : "Given"), h("span", {}, num(stop - start), " tokens"),
+        reward ? h("span", {}, "reward ", num(reward)) : null, turn && h("span", {}, "version ", versions(trajectory.versions.slice(first, last)))),
+      text.node, isFolded && button(`Show ${number(all.length - FOLDED)} more tokens`, more));
   }
 
-  function loadMore(trajectory) {
+  function loadMore() {
     const have = trajectory.start + trajectory.pieces.length;
     if (have >= trajectory.num_tokens) return null;
-    const to = number(Math.min(have + WINDOW, trajectory.num_tokens));
-    const more = button(`Load tokens ${number(have)} to ${to} of ${number(trajectory.num_tokens)}`, async () => {
+    const to = Math.min(have + WINDOW, trajectory.num_tokens);
+    const more = button(`Load tokens ${number(have)} to ${number(to)} of ${number(trajectory.num_tokens)}`, async () => {
       more.disabled = true;
       try {
-        const next = await get(where, { start: have, stop: have + WINDOW, trajectory: trajectory.number }, signal);
-        append(trajectory, next.trajectories.find((one) => one.number === trajectory.number));
+        const { trajectories } = await get(where, { start: have, stop: to, trajectory: trajectory.number }, signal);
+        append(trajectory, trajectories.find((one) => one.number === trajectory.number));
         drawTurns();
       } catch (error) {
         if (!signal.aborted) more.replaceWith(failed(error));
@@ -83,71 +100,57 @@ export async function episodeView({ place, path, query, run, link, go, back, set
     return more;
   }
 
-  function drawTree() {
-    const choose = (k) => (event) => {
-      event.preventDefault();
-      chosen = k;
-      remember();
-      drawTree();
-      drawTurns();
-    };
-    const branch = ({ k, at, below }) => {
-      const { number: name, role, reward } = episode.trajectories[k];
-      const props = { href: link("episode", path, { trajectory: name }), "aria-current": k === chosen ? "true" : null, onclick: choose(k) };
+  function tree() {
+    const { trajectories, branches } = episode;
+    const branch = ({ number: name, role, reward }) => {
+      const at = branches.find(({ second }) => second === name)?.differs_at;
+      const props = { href: link("episode", path, { trajectory: name }), "aria-current": name === trajectory.number && "true" };
+      const below = trajectories.filter((one) => branches.some(({ first, second }) => first === name && second === one.number));
       return h("li", {}, h("a", props, name === -1 ? "what it last saw" : `${role} ${name}`, " ", num(reward)),
-        at !== null && soft(` from token ${number(at)}`), below.length > 0 && h("ul", { class: "tree" }, below.map(branch)));
+        at !== undefined && soft(` from token ${number(at)}`), below.length > 0 && h("ul", { class: "tree" }, below.map(branch)));
     };
-    show(tree, episode.trajectories.length > 1 && [h("h2", {}, "Trajectories"), h("ul", { class: "tree" }, treeOf(episode).map(branch))]);
+    const roots = trajectories.filter((one) => !branches.some(({ second }) => second === one.number));
+    return trajectories.length > 1 && [h("h2", {}, "Trajectories"), h("ul", { class: "tree" }, roots.map(branch))];
   }
 
-  const siblings = episode.siblings ?? [];
-  const here = siblings.findIndex((one) => one.episode === episode.episode);
-  const to = (one) => link("episode", [run.run, one.life, one.episode], { colour });
-  const beside = (by) => here >= 0 && siblings[here + by] && (location.hash = to(siblings[here + by]));
-  show(place,
-    h("div", { class: "bar pinned" }, h("h1", {}, `Episode ${episode.episode}`), ended(episode),
-      soft(episode.group !== null && h("a", { href: link("group", [run.run, life, episode.group]) }, `group ${episode.group}`),
-        episode.evaluation !== null && `evaluation ${episode.evaluation}`, episode.step !== null && `, step ${episode.step}`),
-      h("label", { class: "push", for: "colour" }, "Colour by ", select), legend),
-    facts([
-      ["Reward", num(episode.reward)], ["Staleness", num(episode.staleness)], ["Versions", versionRange(episode)], ["Turns", num(episode.turns)],
-      ["Tokens", [num(episode.tokens), ", sampled ", num(episode.trained)]], ["Took", num(episode.seconds, seconds)],
-      ["Advantage", num(episode.advantage)], ["Largest weight", num(episode.weight)], ["Attempts", num(episode.attempts)],
-    ]),
-    (episode.error || episode.message) && h("p", { class: "state error" }, visible([episode.error, episode.message].filter(Boolean).join(": "))),
-    h("div", { class: "split" },
-      h("div", {}, exampleOf(episode.example), tree, h("h2", {}, "Conversation"), turns),
-      h("aside", { class: "side" }, numbers, rewardsOf(episode), callsTable(episode), attemptsOf(episode),
-        siblings.length > 1 && [h("h2", {}, "Its group"), links(siblings, to, episode)],
-        episode.same_example?.length > 0 && [h("h2", {}, "Same example, other steps"), links(episode.same_example, to, episode, true)])));
-  drawTree();
-  drawTurns();
+  const to = (one) => link("episode", [run.run, one.life, one.episode]);
+  const isThis = (one) => one.episode === episode.episode && one.life === episode.life;
+  const links = (list, told) => h("ul", { class: "tree" }, list.map((one) =>
+    h("li", {}, h("a", { href: to(one), "aria-current": isThis(one) && "page" }, told(one), " ", num(one.reward)))));
+  const beside = (by) => {
+    const other = episode.siblings[episode.siblings.findIndex(isThis) + by];
+    return other ? (location.hash = to(other)) : false;
+  };
+
+  await read();
   return {
-    key(event) {
-      if (event.key === "Escape") back();
-      else if (event.key === "]" || event.key === "j") beside(1);
-      else if (event.key === "[" || event.key === "k") beside(-1);
-      else if (event.key === "c") select.focus();
-      else if (event.key === "g" && episode.group !== null) go("group", [run.run, life, episode.group]);
-      else return false;
-      return true;
+    update: async () => !trajectory && episode.step === null && !["rejected", "dropped"].includes(episode.outcome) && read(),
+    keys: {
+      Escape: back, "]": () => beside(1), j: () => beside(1), "[": () => beside(-1), k: () => beside(-1), c: () => select.focus(),
+      g: () => (episode.group === null ? false : go("group", [run.run, life, episode.group])),
     },
   };
 }
 
-// The given and the sampled texts of what is loaded, in order.
-function parts(trajectory) {
-  const end = trajectory.start + trajectory.pieces.length;
+const when = (one) => (one.evaluation !== null ? `evaluation ${one.evaluation}` : one.step === null ? one.how : `step ${one.step}`);
+
+function versions(numbers) {
+  const found = numbers.filter((version) => version !== null && version >= 0);
+  const [low, high] = [Math.min(...found), Math.max(...found)];
+  return found.length ? [num(low), low < high && [" to ", num(high)]] : "–";
+}
+
+// The given and the sampled texts of what is loaded, in order; `turn` counts the sampled ones from 1.
+function partsOf(trajectory) {
   const found = [];
   let at = 0;
   const turns = trajectory.turns.length ? trajectory.turns : sampledRanges(trajectory);
-  turns.forEach(([start, stop, reward], k) => {
-    if (start > at) found.push({ start: at, stop: start, isSampled: false });
-    found.push({ start, stop, reward, isSampled: true, turn: k + 1 });
+  for (const [start, stop, reward] of [...turns, [trajectory.num_tokens]]) {
+    if (start > at) found.push({ start: at, stop: start });
+    if (stop !== undefined) found.push({ start, stop, reward, turn: found.filter((part) => part.turn).length + 1 });
     at = stop;
-  });
-  if (at < trajectory.num_tokens) found.push({ start: at, stop: trajectory.num_tokens, isSampled: false });
-  return found.filter((part) => part.start < end);
+  }
+  return found.filter((part) => part.start < trajectory.start + trajectory.pieces.length);
 }
 
 // Where a workflow did not say its turns: what was sampled without a break.
@@ -157,83 +160,28 @@ function sampledRanges({ loss_mask: mask, start }) {
 }
 
 function append(trajectory, next) {
-  for (const name of ["pieces", "token_ids", "loss_mask", "versions", "behavior_logprobs"]) trajectory[name] = trajectory[name].concat(next[name]);
-  for (const name of Object.keys(trajectory.columns)) trajectory.columns[name] = trajectory.columns[name].concat(next.columns[name]);
+  for (const name of ["pieces", "token_ids", "loss_mask", "versions", "behavior_logprobs"]) trajectory[name].push(...next[name]);
+  for (const name of Object.keys(trajectory.columns)) trajectory.columns[name].push(...next.columns[name]);
 }
 
-function versionsOf(part, trajectory) {
-  if (!part.isSampled) return null;
-  const found = trajectory.versions.slice(part.start - trajectory.start, part.stop - trajectory.start).filter((v) => v >= 0);
-  const [low, high] = [Math.min(...found), Math.max(...found)];
-  return found.length ? h("span", {}, low === high ? `version ${low}` : `versions ${low} to ${high}`) : null;
-}
+const rewardsOf = ({ parts }) => parts.length > 0 && [h("h2", {}, "Reward and metrics"), parts.map((part, k) => [
+  parts.length > 1 && h("h3", {}, `${part.role} ${k}`),
+  pairs([["reward", part.reward], ...Object.entries(part.rewards), ...Object.entries(part.metrics)]),
+  part.is_truncated && tag("cut at its length limit", "warn"),
+])];
 
-const versionRange = ({ oldest, newest }) => (oldest === null ? null : oldest === newest ? num(oldest) : [num(oldest), " to ", num(newest)]);
-
-// Calls say their episode, not their turn: by order, where one trajectory has all turns.
-function callsOfTurns(episode, trajectory) {
-  const calls = [...(episode.calls ?? [])].sort((a, b) => a.t - b.t);
-  const found = [];
-  for (const call of calls) {
-    if (call.event === "TurnEnded" && !(call.stop in { abort: 1 })) found.push({ ...call, tools: [] });
-    else if (call.event === "ToolEnded" && found.length) found.at(-1).tools.push(call);
-  }
-  return episode.trajectories.length === 1 && found.length === trajectory.turns.length ? found : [];
-}
-
-function turnCall(call) {
-  const told = [call.stop, call.sends > 1 && `sent ${call.sends} times`].filter(Boolean).join(", ");
-  return h("span", { title: `${visible(call.server ?? "")}, queued ${seconds(call.queued_s ?? 0)}` }, num(call.seconds, seconds), told && `, ${told}`);
-}
-
-const toolCall = (call) =>
-  h("span", {}, tag(visible(call.tool || "tool"), call.failure ? "bad" : ""), " ", num(call.seconds, seconds), call.failure ? ` ${call.failure}` : "");
-
-function rewardsOf(episode) {
-  const made = (episode.parts ?? []).map((part, k) => [
-    episode.parts.length > 1 && h("h3", {}, `${part.role ?? "agent"} ${k}`),
-    pairs([["reward", part.reward], ...Object.entries(part.rewards ?? {}), ...Object.entries(part.metrics ?? {})]),
-    part.is_truncated && h("span", { class: "tag warn" }, "cut at its length limit"),
-  ]);
-  return made.length ? [h("h2", {}, "Reward and metrics"), made] : null;
-}
-
-function callsTable(episode) {
-  if (!episode.calls?.length) return null;
-  const title = (call) => ({ TurnEnded: "turn", ToolEnded: `tool ${call.tool}`, RewardEnded: `reward ${call.reward}` })[call.event];
-  const wrong = (call) => call.failure || call.error || (["stop", "length", "abort"].includes(call.stop) ? "" : call.stop);
-  const row = (call) => h("tr", {}, h("td", {}, visible(title(call)), wrong(call) && tag(visible(wrong(call)), "bad")),
-    h("td", { class: "n", title: moment(call.began) }, seconds(call.began - episode.began)), h("td", { class: "n" }, num(call.seconds, seconds)));
-  return [h("h2", {}, `${episode.calls.length} calls`),
-    h("div", { class: "sheet" }, h("table", {}, h("tbody", {}, episode.calls.slice(0, 200).map(row))))];
-}
-
-function attemptsOf({ failed_attempts: attempts }) {
-  const told = (one) => h("p", { class: "finding", style: { "--tone": "var(--bad)" } }, `${one.attempt}: ${visible(`${one.error}: ${one.message}`)}`);
-  return attempts?.length > 0 && [h("h2", {}, "Failed attempts"), attempts.map(told)];
-}
-
-function links(list, to, episode, withStep = false) {
-  const when = (one) => (typeof one.evaluation === "number" ? `evaluation ${one.evaluation}` : one.step === null ? one.how : `step ${one.step}`);
-  const isThis = (one) => one.episode === episode.episode && one.life === episode.life;
-  return h("ul", { class: "tree" }, list.map((one) =>
-    h("li", {}, h("a", { href: to(one), "aria-current": isThis(one) ? "page" : null }, withStep ? when(one) : one.episode, " ", num(one.reward)))));
-}
-
-// Trajectories under the one that they branched from: the latest before them with at least as long a common beginning.
-function treeOf(episode) {
-  const nodes = episode.trajectories.map((one, k) => ({ k, number: one.number, at: null, below: [] }));
-  const roots = new Set(nodes);
-  const way = [];
-  for (const { first, second, differs_at: at } of episode.branches ?? []) {
-    const [before, node] = [first, second].map((wanted) => nodes.find((one) => one.number === wanted));
-    if (!before || !node) continue;
-    if (way.at(-1) !== before) way.splice(0, way.length, before);
-    while (way.length > 1 && way.at(-1).at >= at) way.pop();
-    node.at = at;
-    way.at(-1).below.push(node);
-    roots.delete(node);
-    way.push(node);
-  }
-  return [...roots];
+// Turns, tools and rewards, each with when it began and how long it took.
+function callsOf({ calls, began }) {
+  const told = {
+    TurnEnded: ({ stop, sends, server, queued_s: queued }) => ["turn", "", `${stop}, sent ${sends} times to ${server}, queued ${seconds(queued)}`,
+      !["stop", "length", "abort"].includes(stop) && stop],
+    ToolEnded: ({ tool, failure }) => ["tool ", tool, "", failure],
+    RewardEnded: ({ reward, value, error }) => ["reward ", reward, value === null ? "" : number(value), error],
+  };
+  const row = (call) => {
+    const [kind, name, title, wrong] = told[call.event](call);
+    return [[h("span", { title: visible(title) }, kind, visible(name)), wrong && tag(visible(wrong), "bad")],
+      h("span", { class: "num", title: moment(call.began) }, seconds(call.began - began)), num(call.seconds, seconds)];
+  };
+  return calls.length > 0 && [h("h2", {}, `${calls.length} calls`), table("Calls", ["", "After", "Took"], calls.slice(0, 200).map(row))];
 }

@@ -1,29 +1,25 @@
 // The episodes of one example, side by side.
 
 import { get } from "./server.js";
-import { empty, facts, h, item, moment, num, pairs, seconds, show, soft, soon, tag, visible } from "./dom.js";
+import { empty, facts, h, item, moment, num, pairs, seconds, show, soft, tag, visible } from "./dom.js";
 import { ended } from "./episodes.js";
 
 export async function groupView({ place, path, run, link, back, signal }) {
-  const [, life, name] = path;
-  let isOver = false;
-
   const card = (row) => h("article", { class: "card", "aria-label": `Episode ${row.episode}` },
     h("div", { class: "reward" }, num(row.reward), ended(row),
       h("a", { class: "mono", href: link("episode", [run.run, row.life, row.episode]) }, row.episode)),
-    pairs([...Object.entries(row.rewards ?? {}), ["advantage", row.advantage], ["staleness", row.staleness],
+    pairs([...Object.entries(row.rewards), ["advantage", row.advantage], ["staleness", row.staleness],
       ["turns", row.turns], ["sampled tokens", row.trained], ["time", num(row.seconds, seconds)]]),
-    h("div", { class: "text" }, visible(row.answer || row.message || "")));
+    h("div", { class: "text" }, visible(row.answer || row.message)));
 
-  async function draw() {
-    const group = await get(`runs/${run.run}/groups/${life}/${name}`, {}, signal);
-    isOver = group.step !== null || ["rejected", "dropped"].includes(group.outcome);
+  async function update() {
+    const group = await get(`runs/${run.run}/groups/${path[1]}/${path[2]}`, {}, signal);
     const lasted = (from, to) => from !== null && to !== null && h("span", { title: moment(to) }, num(to - from, seconds));
     const example = h("a", { href: link("episodes", [], { example: group.row }) }, `row ${group.row}`);
     show(place,
       h("div", { class: "bar" }, h("h1", {}, `Group ${group.group}`), tag(group.outcome || "running"),
-        group.reason && soft(visible(`${group.reason} ${group.detail ?? ""}`)),
-        soft("example ", example, group.step === null ? "" : `, trained in step ${group.step}`)),
+        group.reason && soft(visible(`${group.reason} ${group.detail}`)),
+        soft("example ", example, group.step !== null && `, trained in step ${group.step}`)),
       facts([["Admitted at version", num(group.stamp)], ["Epoch", num(group.epoch)],
         ["Ran", lasted(group.admitted, group.ended)], ["Waited for a batch", lasted(group.ended, group.taken)]]),
       exampleOf(group.example),
@@ -31,15 +27,13 @@ export async function groupView({ place, path, run, link, back, signal }) {
       group.episodes.length ? h("div", { class: "columns", tabindex: "0" }, group.episodes.map(card)) : empty("No episode of it has begun."));
   }
 
-  await draw();
-  const again = soon(() => !signal.aborted && draw().catch(() => {}), 1000);
-  return { key: (event) => event.key === "Escape" && (back(), true), update: (k) => k === run.run && !isOver && again() };
+  await update();
+  return { update, keys: { Escape: back } };
 }
 
 export function exampleOf(example) {
-  const entries = Object.entries(example ?? {});
-  if (!entries.length) return null;
-  const text = (value) => visible(typeof value === "string" ? value : JSON.stringify(value, null, 1) ?? "");
-  return h("details", { class: "card", open: entries.length < 6 }, h("summary", {}, "Example"),
+  const entries = Object.entries(example);
+  const text = (value) => visible(typeof value === "string" ? value : JSON.stringify(value, null, 1));
+  return entries.length > 0 && h("details", { class: "card", open: entries.length < 6 }, h("summary", {}, "Example"),
     h("dl", { class: "pairs left" }, entries.map(([name, value]) => item(visible(name), h("span", { class: "mono" }, text(value))))));
 }

@@ -1,32 +1,30 @@
 // Lanes of spans over time, and arrows between them, on a canvas.
 
-import { ink, isDark, scale } from "./colour.js";
+import { BLUE, GREEN, OCHRE, ORANGE, PURPLE, ink, isDark, rewardScale, tone } from "./colour.js";
 import { h, visible } from "./dom.js";
 
-const [LANE, EPISODE_LANE, AXIS, GAP] = [22, 18, 24, 14]; // heights; the gap is above another kind of lanes
-const MOST_LANES = 40; // of episodes
+const [LANE, AXIS, GAP] = [22, 24, 14]; // heights; the gap is above another kind of lanes
+const ROOM = 4000; // for the lanes of episodes: very many are thin
 const DECADES = [-4, -3, -2, -1, 0].flatMap((k) => [1, 2, 5].map((n) => n * 10 ** k));
 const ROUND = [...DECADES, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 864000];
-const [BLUE, ORANGE, GREEN] = [["#0b6e8f", "#56b4d9"], ["#c2410c", "#f0934e"], ["#2f7d32", "#6fc276"]]; // in the light, in the dark
+const RED = ["#b3261e", "#ff8b80"];
 const TONES = {
-  training: BLUE, waiting: ["#e3e3dc", "#2c3238"], snapshot: ["#b4881b", "#d9bb4a"], checkpoint: ["#6b4fbb", "#a996f5"],
-  publishing: ORANGE, evaluation: GREEN, busy: ["#7fb2c6", "#3d7892"], paused: ["#b9b9b0", "#5b636b"], loading: ORANGE,
-  fenced: ["#b3261e", "#ff8b80"], turn: BLUE, tool: ORANGE, reward: GREEN, episode: ["#b9c4cb", "#56616a"],
+  training: BLUE, waiting: ["#e3e3dc", "#2c3238"], snapshot: OCHRE, checkpoint: PURPLE, publishing: ORANGE, evaluation: GREEN,
+  busy: ["#7fb2c6", "#3d7892"], paused: ["#b9b9b0", "#5b636b"], loading: ORANGE, fenced: RED, turn: BLUE, tool: ORANGE, reward: GREEN,
 };
+const UNKNOWN = ["#b9c4cb", "#56616a"]; // an episode without a reward, a kind that is new
 const PALE = new Set(["waiting", "paused", "busy"]);
-const tone = (kind) => (TONES[kind] ?? TONES.busy)[Number(isDark())];
-const isEpisode = (span) => span.kind === "episode";
 
 export const laneLegend = () => h("div", { class: "legend" },
-  Object.keys(TONES).filter((kind) => kind !== "episode").map((kind) => h("span", {}, h("span", { class: "swatch", style: { background: tone(kind) } }, "\u00a0"), ` ${kind}`)),
+  Object.entries(TONES).map(([kind, pair]) => h("span", {}, h("span", { class: "swatch", style: { background: tone(pair) } }, "\u00a0"), ` ${kind}`)),
   h("span", {}, "episodes: by reward, dark low, yellow high"));
 
 export class Lanes {
+  hits = [];
+
   constructor(canvas) {
     this.canvas = canvas;
     this.pen = canvas.getContext("2d");
-    this.showsAll = false;
-    this.hits = [];
   }
 
   get width() {
@@ -50,32 +48,27 @@ export class Lanes {
     return this.hits.findLast((hit) => x >= hit.left - 1 && x <= hit.right + 1 && y >= hit.top && y <= hit.bottom);
   }
 
-  // Returns how many lanes of episodes there was no room for.
   draw(data, picked) {
-    this.data = data;
+    [this.data, this.picked, this.hits] = [data, picked, []];
     const episodes = data.lanes.filter((lane) => lane.kind === "episodes");
-    const hidden = new Set(this.showsAll ? [] : episodes.slice(MOST_LANES));
-    const lanes = data.lanes.filter((lane) => !hidden.has(lane));
-    this.rewards = scale(episodes.flatMap((lane) => lane.spans.map((span) => span.reward)));
+    const thin = Math.min(Math.max(Math.floor(ROOM / episodes.length), 3), 18);
+    this.rewards = rewardScale(episodes.flatMap((lane) => lane.spans.map((span) => span.reward)));
     let height = AXIS;
-    const tops = lanes.map((lane, k) => {
-      const top = height + (k && lanes[k - 1].kind !== lane.kind ? GAP : 0);
-      height = top + (lane.kind === "episodes" ? EPISODE_LANE : LANE);
-      return top;
-    });
+    const lanes = new Map(data.lanes.map((lane, k) => {
+      const top = height + (k && data.lanes[k - 1].kind !== lane.kind ? GAP : 0);
+      height = top + (lane.kind === "episodes" ? thin : LANE);
+      return [lane.id, { lane, top, tall: height - top }];
+    }));
     this.#begin(height + 8);
-    this.hits = [];
-    lanes.forEach((lane, k) => this.#lane(lane, tops[k], lanes[k - 1], picked));
-    this.#arrows(lanes, tops);
-    return hidden.size;
+    for (const place of lanes.values()) this.#lane(place, place.lane !== episodes[0] && place.lane.kind === "episodes");
+    this.#arrows(lanes);
   }
 
   #begin(height) {
     const { canvas, pen, width } = this;
-    const density = devicePixelRatio || 1;
     canvas.style.height = `${height}px`;
-    [canvas.width, canvas.height] = [width * density, height * density];
-    pen.scale(density, density);
+    [canvas.width, canvas.height] = [width * devicePixelRatio, height * devicePixelRatio];
+    pen.scale(devicePixelRatio, devicePixelRatio);
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
     pen.strokeStyle = ink("grid");
@@ -93,71 +86,68 @@ export class Lanes {
     }
   }
 
-  #lane(lane, top, before, picked) {
-    const { pen } = this;
-    const isOfEpisodes = lane.kind === "episodes";
-    const tall = isOfEpisodes ? EPISODE_LANE : LANE;
-    const name = isOfEpisodes ? "episodes" : visible(lane.name.replace(/^server |https?:\/\//g, ""));
-    pen.fillStyle = ink("soft");
-    if (!isOfEpisodes || before?.kind !== "episodes") pen.fillText(fitted(pen, name, this.left - 16), 8, top + tall / 2);
-    pen.save();
-    pen.beginPath();
-    pen.rect(this.left, top, this.width, tall);
-    pen.clip();
-    for (const span of lane.spans) this.#span(span, lane, top, tall, picked);
-    pen.restore();
+  #clipped(top, height, draw) {
+    this.pen.save();
+    this.pen.beginPath();
+    this.pen.rect(this.left, top, this.width, height);
+    this.pen.clip();
+    draw();
+    this.pen.restore();
   }
 
-  #span(span, lane, top, tall, picked) {
+  #lane({ lane, top, tall }, isNameless) {
+    const name = lane.kind === "episodes" ? "episodes" : visible(lane.name.replace(/^server |https?:\/\//g, ""));
+    this.pen.fillStyle = ink("soft");
+    if (!isNameless) this.pen.fillText(fitted(this.pen, name, this.left - 16), 8, top + tall / 2);
+    this.#clipped(top, tall, () => lane.spans.forEach((span) => this.#span(span, lane, top, tall)));
+  }
+
+  #span(span, lane, top, tall) {
     const { pen } = this;
-    const [left, right] = [this.xOf(span.start), this.xOf(span.stop)];
-    if (right < this.left || left > this.width) return;
-    const wide = Math.max(right - left - 0.5, 1);
-    const parts = isEpisode(span) && wide > 30 ? span.children ?? [] : [];
-    const body = parts.length ? tall - 8 : tall - 4;
-    pen.fillStyle = this.#toneOf(span);
-    pen.globalAlpha = isEpisode(span) ? 0.8 : 1;
-    pen.fillRect(left, top + 1, wide, body);
-    pen.globalAlpha = 1;
-    this.hits.push({ left, right: left + Math.max(wide, 3), top, bottom: top + tall, span, lane });
+    const isEpisode = lane.kind === "episodes";
+    const wide = this.#bar(span, top + 1, tall - (tall < 8 ? 1 : 4), this.#toneOf(span), { top, bottom: top + tall, span, lane });
+    const parts = isEpisode && wide > 30 && tall > 12 ? span.children : [];
+    if (parts.length) pen.clearRect(this.xOf(span.start), top + tall - 7, wide, 7);
     for (const part of parts) {
-      const [begin, end] = [this.xOf(part.start), this.xOf(part.stop)];
-      pen.fillStyle = tone(part.failure ? "fenced" : part.kind);
-      pen.fillRect(begin, top + body + 2, Math.max(end - begin - 0.5, 1), 4);
-      if (end - begin > 3) this.hits.push({ left: begin, right: end, top: top + body + 1, bottom: top + tall, span: part, lane, inside: span });
+      const hit = { top: top + tall - 7, bottom: top + tall, span: part, lane, inside: span };
+      this.#bar(part, top + tall - 6, 4, tone(part.failure ? RED : TONES[part.kind]), hit);
     }
-    if (picked && sameSpan(span, picked)) {
-      pen.strokeStyle = ink("focus");
-      pen.lineWidth = 2;
+    const left = this.xOf(span.start);
+    if (this.picked && sameSpan(span, this.picked)) {
+      [pen.strokeStyle, pen.lineWidth] = [ink("focus"), 2];
       pen.strokeRect(left, top + 1, wide, tall - 3);
       pen.lineWidth = 1;
     }
-    if (wide <= 44 || isEpisode(span)) return;
+    if (wide <= 44 || isEpisode) return;
     pen.fillStyle = PALE.has(span.kind) ? ink("ink") : isDark() ? "#111" : "#fff";
-    const label = span.label || (span.kind === "busy" ? String(span.n ?? "") : span.kind);
-    pen.fillText(fitted(pen, visible(label), wide - 8), Math.max(left, this.left) + 4, top + tall / 2 - 1);
+    pen.fillText(fitted(pen, visible(span.label || span.kind), wide - 8), Math.max(left, this.left) + 4, top + tall / 2 - 1);
+  }
+
+  // Draw a bar, and note where it is; returns its width, or 0 if it is out of sight.
+  #bar(span, top, height, colour, hit) {
+    const [left, right] = [this.xOf(span.start), this.xOf(span.stop)];
+    if (right < this.left || left > this.width) return 0;
+    const wide = Math.max(right - left - 0.5, 1);
+    this.pen.fillStyle = colour;
+    this.pen.fillRect(left, top, wide, height);
+    this.hits.push({ left, right: left + Math.max(wide, 3), ...hit });
+    return wide;
   }
 
   #toneOf(span) {
-    if (!isEpisode(span)) return tone(span.kind);
-    if (["failed", "timed_out"].includes(span.how)) return tone("fenced");
-    return typeof span.reward === "number" ? this.rewards.colour(span.reward)[0] : tone("episode");
+    if (["failed", "timed_out"].includes(span.how)) return tone(RED);
+    return typeof span.reward === "number" ? this.rewards(span.reward)[0] : tone(TONES[span.kind] ?? UNKNOWN);
   }
 
-  #arrows(lanes, tops) {
+  #arrows(lanes) {
     const { pen } = this;
-    const of = (id) => lanes.findIndex((lane) => lane.id === id);
-    pen.save();
-    pen.beginPath();
-    pen.rect(this.left, AXIS, this.width, 1e5);
-    pen.clip();
     pen.strokeStyle = ink("soft");
     pen.globalAlpha = 0.55;
-    for (const { from, to } of this.data.arrows.slice(0, 400)) {
-      const [a, b] = [of(from.lane), of(to.lane)];
-      if (a < 0 || b < 0) continue;
-      const [x, y, u, v] = [this.xOf(from.t), tops[a] + LANE / 2, this.xOf(to.t), tops[b] + (b > a ? 2 : LANE - 4)];
-      const back = v + (b > a ? -4 : 4);
+    this.#clipped(AXIS, 1e5, () => this.data.arrows.slice(0, 400).forEach(({ from, to }) => {
+      const [a, b] = [lanes.get(from.lane), lanes.get(to.lane)];
+      const isDown = b.top > a.top;
+      const [x, y, u, v] = [this.xOf(from.t), a.top + a.tall / 2, this.xOf(to.t), b.top + (isDown ? 2 : b.tall - 4)];
+      const back = v + (isDown ? -4 : 4);
       pen.beginPath();
       pen.moveTo(x, y);
       pen.bezierCurveTo(x, (y + v) / 2, u, (y + v) / 2, u, v);
@@ -165,8 +155,8 @@ export class Lanes {
       pen.lineTo(u, v);
       pen.lineTo(u + 3, back);
       pen.stroke();
-    }
-    pen.restore();
+    }));
+    pen.globalAlpha = 1;
   }
 }
 
@@ -181,8 +171,7 @@ function sinceStart(t) {
 }
 
 function fitted(pen, text, width) {
-  if (pen.measureText(text).width <= width) return text;
   let end = text.length;
-  while (end > 1 && pen.measureText(`${text.slice(0, end)}…`).width > width) end--;
-  return `${text.slice(0, end)}…`;
+  while (end > 1 && pen.measureText(text.slice(0, end)).width > width) end--;
+  return end < text.length ? `${text.slice(0, end - 1)}…` : text;
 }

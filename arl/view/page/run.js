@@ -1,12 +1,11 @@
 // The run: its numbers by step or by time, several runs on the same axes, and their settings.
 
 import { get } from "./server.js";
-import { Chart, heatChart } from "./chart.js";
+import { Chart } from "./chart.js";
 import { runColour } from "./colour.js";
-import { button, clock, empty, facts, h, moment, num, number, option, seconds, show, soft, soon } from "./dom.js";
+import { button, clock, empty, facts, h, moment, num, option, percent, seconds, show, soft, table } from "./dom.js";
 
-const percent = (value) => (typeof value === "number" ? `${number(value * 100, 1)} %` : "–");
-const share = (part, other) => (row) => (row(part) === null || row(other) === null ? null : row(part) / (row(part) + row(other) || 1));
+const waited = (row) => row["time/wait_s"] / (row["time/wait_s"] + row["time/train_s"]);
 
 // Each line is [metric or a function of a row, label, style].
 const CHARTS = [
@@ -15,7 +14,7 @@ const CHARTS = [
     lines: [["staleness/mean", "mean"], ["staleness/max", "largest", "thin"]] },
   { name: "throughput", title: "Throughput", what: "episodes of the batch per second", lines: [["samples_per_s", "episodes/s"]] },
   { name: "waiting", title: "Who waited", what: "share of each step's time; the rest is training", filled: true, format: percent,
-    range: () => [0, 1], lines: [[share("time/wait_s", "time/train_s"), "the trainer, for data"]] },
+    range: () => [0, 1], lines: [[waited, "the trainer, for data"]] },
   { name: "loss", title: "Loss", lines: [["loss", "loss"]] },
   { name: "entropy", title: "Entropy", what: "nats per trained token", lines: [["entropy", "entropy"]] },
   { name: "kl", title: "KL", what: "from the sampler, and from the reference",
@@ -28,186 +27,134 @@ const CHARTS = [
 ];
 
 export async function runView({ place, query, runs, shown, setQuery, signal, link }) {
-  const tables = new Map();
+  const tables = new Map(); // of each run: its rows, the names in them, its evaluations, and its staleness
   let byTime = query.x === "time";
-  const more = (query.more ?? "").split(",").filter(Boolean);
+  const more = new Set((query.more ?? "").split(",").filter(Boolean));
   const charts = new Map();
-  const heats = new Map();
-  const grid = h("div", { class: "charts" });
-  const about = h("div");
-  const picker = h("select", { "aria-label": "Add a chart of any metric" });
-  const axis = h("span", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, ["step", "time"].map((name) =>
-    h("button", { type: "button", "aria-pressed": String((name === "time") === byTime), onclick: (event) => {
-      byTime = name === "time";
-      for (const button of axis.children) button.setAttribute("aria-pressed", String(button === event.target));
-      remember();
-      draw();
-    } }, name)));
-  signal.addEventListener("abort", () => [...charts.values(), ...heats.values()].forEach((chart) => chart.close()));
-
-  const remember = () => setQuery({ x: byTime ? "time" : null, more: more.join(","), runs: query.runs });
+  const [grid, about, axis] = [h("div", { class: "charts" }), h("div"), h("span", { class: "segments", role: "group", "aria-label": "Horizontal axis" })];
+  const picker = h("select", { "aria-label": "Add a chart of any metric", onchange: () => change(() => more.add(picker.value)) });
+  signal.addEventListener("abort", () => charts.forEach((chart) => chart.close()));
 
   async function read(k) {
-    const known = tables.get(k);
-    const version = known?.columns.version?.at(-1);
-    const since = known && version !== undefined && version <= (runs[k].version ?? Infinity) ? version : null;
-    const [found, old] = await Promise.all([get(`runs/${k}/steps`, { since }, signal), get(`runs/${k}/staleness`, {}, signal)]);
-    tables.set(k, { ...(since === null ? found : joined(known, found)), old });
+    const known = tables.get(k)?.rows ?? [];
+    const last = known.at(-1)?.version;
+    const isOn = last <= runs[k].version; // or else the run went back
+    const [{ names, columns, evaluations }, staleness] = await Promise.all([
+      get(`runs/${k}/steps`, { since: isOn ? last : null }, signal), get(`runs/${k}/staleness`, {}, signal)]);
+    const rows = (columns.version ?? []).map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
+    evaluations.sort((a, b) => a.version - b.version);
+    tables.set(k, { rows: isOn ? [...known, ...rows] : rows, names: new Set([...(tables.get(k)?.names ?? []), ...names]), evaluations, staleness });
   }
 
-  function line(k, [what, label, style]) {
-    const { columns, evaluations } = tables.get(k);
-    const xs = columns[byTime ? "time_s" : "version"] ?? [];
-    const named = shown.length > 1 ? `${runs[k].name} ${label}` : label;
-    const made = { label: named, line: label, style, colour: runColour(k) };
-    if (typeof what === "function") {
-      const ys = xs.map((_, row) => what((name) => columns[name]?.[row] ?? null));
-      return { ...made, xs, ys };
+  function line(k, [what, label, style], filled) {
+    const { rows, evaluations } = tables.get(k);
+    const timeOf = ({ version }) => (version === 0 ? 0 : rows.find((row) => row.version === version)?.time_s);
+    const isHeldOut = what[0] === "@";
+    const of = isHeldOut ? evaluations : rows;
+    const points = of.map((row) => [
+      !byTime ? row.version : isHeldOut ? timeOf(row) : row.time_s,
+      typeof what === "function" ? what(row) : row[isHeldOut ? what.slice(1) : what],
+    ]).filter(([x]) => typeof x === "number");
+    const ys = points.map(([, y]) => (Number.isFinite(y) ? y : null));
+    return { label: shown.length > 1 ? `${runs[k].name} ${label}` : label, line: label, style, filled, colour: runColour(k), xs: points.map(([x]) => x), ys };
+  }
+
+  function chart(name, make) {
+    if (!charts.has(name)) {
+      charts.set(name, make(name));
+      grid.append(charts.get(name).node);
     }
-    if (!what.startsWith("@")) return { ...made, xs, ys: columns[what] ?? [] };
-    const at = (row) => (byTime ? (columns.time_s?.[columns.version.indexOf(row.version)] ?? (row.version === 0 ? 0 : null)) : row.version);
-    const rows = evaluations.filter((row) => at(row) !== null).sort((a, b) => a.version - b.version);
-    return { ...made, xs: rows.map(at), ys: rows.map((row) => row[what.slice(1)] ?? null) };
+    return charts.get(name);
   }
 
   function draw() {
-    const wanted = [...CHARTS, ...more.map((name) => ({ name, title: name, lines: [[name, ""]], isMore: true }))];
-    for (const options of wanted) {
-      const series = options.lines.flatMap((one) => shown.map((k) => ({ ...line(k, one), filled: options.filled })))
-        .filter(({ xs, ys }) => xs.length && ys.some((y) => typeof y === "number"));
-      let chart = charts.get(options.name);
-      if (!series.length) continue;
-      if (!chart) {
-        chart = new Chart({ ...options, xName: "" });
-        charts.set(options.name, chart);
-        grid.append(chart.node);
-        const remove = button("×", () => drop(options.name), { "aria-label": `Remove ${options.name}` });
-        if (options.isMore) chart.node.querySelector("h3").after(remove);
-      }
-      chart.options.xName = byTime ? "s" : "step";
-      chart.set(series);
+    for (const { lines, filled, ...options } of [...CHARTS, ...[...more].map((name) => ({ name, title: name, lines: [[name, ""]] }))]) {
+      const series = lines.flatMap((one) => shown.map((k) => line(k, one, filled))).filter(({ ys }) => ys.some((y) => y !== null));
+      if (series.length) chart(options.name, () => new Chart(options)).set(series, byTime ? "s" : "step");
+      if (options.name === "staleness") shown.filter((k) => tables.get(k).staleness.steps.length).forEach(drawAges);
     }
-    for (const k of shown.toReversed()) drawStaleness(k);
-    const names = [...new Set(shown.flatMap((k) => tables.get(k).names))].sort();
+    for (const name of more) {
+      charts.get(name)?.tools.replaceChildren(button("×", () => remove(name), { "aria-label": `Remove ${name}` }));
+    }
+    const names = [...new Set(shown.flatMap((k) => [...tables.get(k).names]))].sort();
     show(picker, option("", "Add a metric …"), names.filter((name) => !charts.has(name)).map((name) => option(name)));
-    if (!grid.children.length) show(grid, h("div", { class: "chart" }, empty("No step yet: the first batch is not trained.")));
-    else grid.querySelector(".state")?.parentNode.remove();
-    drawFacts();
+    show(axis, ["step", "time"].map((name) =>
+      button(name, () => change(() => (byTime = name === "time")), { "aria-pressed": String((name === "time") === byTime) })));
+    show(about, charts.size === 0 && empty("No step yet: the first batch is not trained."), shown.map(aboutRun));
   }
 
-  function drawStaleness(k) {
-    const { old } = tables.get(k);
-    if (!old.steps.length) return;
-    const title = shown.length > 1 ? `Staleness by step: ${runs[k].name}` : "Staleness by step";
-    if (!heats.has(k)) {
-      const chart = heatChart({ name: `staleness-${k}`, title, what: "share of trained tokens; dashed: the bound" });
-      heats.set(k, chart);
-      if (charts.has("staleness")) charts.get("staleness").node.after(chart.node);
-      else grid.append(chart.node);
-    }
-    heats.get(k).update(old);
+  // An area for each age, one behind the other: the fresher the darker.
+  function drawAges(k) {
+    const { steps, staleness, tokens, bound } = tables.get(k).staleness;
+    const ages = staleness.filter((age) => Number.isInteger(Math.log2(age)) || age === 0 || age === staleness.at(-1));
+    const total = (counts) => counts.reduce((a, b) => a + b, 0);
+    const title = `Staleness by step${shown.length > 1 ? `: ${runs[k].name}` : ""}`;
+    const what = `trained tokens by age in versions${bound === null ? "" : `; bound ${bound}`}`;
+    const series = ages.map((age) => ({ label: String(age), line: `≤ ${age}`, xs: steps, filled: true, colour: runColour(k),
+      ys: tokens.map((counts) => total(counts.slice(0, age + 1)) / total(counts)) }));
+    chart(`staleness-${k}`, (name) => new Chart({ name, title, what, format: percent, range: () => [0, 1] })).set(series, "step");
   }
 
-  function drop(name) {
+  function change(action) {
+    action();
+    setQuery({ x: byTime ? "time" : null, more: [...more].join(",") });
+    draw();
+  }
+
+  const remove = (name) => change(() => {
+    more.delete(name);
     charts.get(name).close();
-    charts.get(name).node.remove();
     charts.delete(name);
-    more.splice(more.indexOf(name), 1);
-    remember();
-    draw();
-  }
-
-  function drawFacts() {
-    show(about, shown.map((k) => {
-      const run = runs[k];
-      const { columns, evaluations } = tables.get(k);
-      const held = evaluations.filter((row) => typeof row.reward === "number");
-      return [
-        shown.length > 1 && h("h1", {}, h("span", { class: "dot", style: { "--tone": runColour(k), display: "inline-block" } }), ` ${run.name}`),
-        facts([
-          ["State", h("span", { title: run.why || null }, run.how)],
-          ["Version", [num(run.version), run.steps ? [" of ", num(run.steps)] : null]],
-          ["Reward", num(columns.reward?.at(-1) ?? null)],
-          ["Held out", held.length ? [num(held[0].reward), " → ", num(held.at(-1).reward)] : "–"],
-          ["Episodes", [num(run.num_episodes), run.num_running ? [", ", num(run.num_running), " running"] : null]],
-          ["Groups", num(run.num_groups)],
-          ["Began", h("span", { title: moment(run.began) }, clock(run.began))],
-          ["Training time", num(columns.time_s?.at(-1) ?? null, seconds)],
-          ["Lives", num(run.lives?.length ?? null)],
-        ]),
-        run.why && !["finished", "running"].includes(run.how) && h("p", { class: "soft" }, `${run.why} ${run.next ?? ""}`),
-        !run.has_events && h("p", { class: "soft" }, "This run has no event log: only the metrics of its steps can be shown."),
-        run.has_events && run.problems?.length ? h("p", {}, h("a", { href: link("health") }, "Parts of its log cannot be read.")) : null,
-      ];
-    }));
-  }
-
-  picker.addEventListener("change", () => {
-    if (picker.value) more.push(picker.value);
-    remember();
-    draw();
   });
 
-  await Promise.all(shown.map(read));
+  function aboutRun(k) {
+    const run = runs[k];
+    const { rows, evaluations } = tables.get(k);
+    const held = evaluations.filter((row) => typeof row.reward === "number");
+    return [
+      shown.length > 1 && h("h1", {}, h("span", { class: "dot", style: { "--tone": runColour(k) } }), ` ${run.name}`),
+      facts([
+        ["State", h("span", { title: run.why }, run.how)],
+        ["Version", [num(run.version), run.steps && [" of ", num(run.steps)]]],
+        ["Reward", num(rows.at(-1)?.reward)],
+        ["Held out", held.length ? [num(held[0].reward), " → ", num(held.at(-1).reward)] : "–"],
+        ["Episodes", [num(run.num_episodes), run.num_running > 0 && [", ", num(run.num_running), " running"]]],
+        ["Groups", num(run.num_groups)],
+        ["Began", h("span", { title: moment(run.began) }, clock(run.began))],
+        ["Training time", num(rows.at(-1)?.time_s, seconds)],
+        ["Lives", num(run.lives.length)],
+      ]),
+      !["finished", "running"].includes(run.how) && run.why && h("p", { class: "soft" }, `${run.why} ${run.next}`),
+      run.problems.length > 0 && h("p", {}, h("a", { href: link("health") }, "Parts of its log cannot be read.")),
+    ];
+  }
+
+  async function update() {
+    await Promise.all(shown.map(read));
+    draw();
+  }
+
   const bar = h("div", { class: "bar" }, h("label", {}, "by ", axis), picker, soft("drag to zoom, double-click to see all"));
-  show(place, about, bar, grid, await settings(runs, shown, signal));
-  draw();
-
-  const changed = new Set();
-  const refresh = soon(async () => {
-    const these = [...changed];
-    changed.clear();
-    try {
-      await Promise.all(these.map(read));
-    } catch {
-      return; // the stream tells when the server is there again
-    }
-    if (!signal.aborted) draw();
-  }, 300);
-  return {
-    update(k) {
-      if (!shown.includes(k)) return;
-      changed.add(k);
-      refresh();
-    },
-  };
-}
-
-// The rows known so far, and those that came since.
-function joined(known, found) {
-  const names = [...new Set([...known.names, ...found.names])];
-  const before = known.columns.version?.length ?? 0;
-  const after = found.columns.version?.length ?? 0;
-  const column = (table, name, count) => table.columns[name] ?? Array(count).fill(null);
-  const whole = (name) => [name, [...column(known, name, before), ...column(found, name, after)]];
-  const columns = Object.fromEntries([...new Set([...names, "version"])].map(whole));
-  return { names, columns, evaluations: found.evaluations };
+  show(place, about, bar, grid, settingsOf(shown.map((k) => runs[k])));
+  await update();
+  return { update };
 }
 
 const flat = (value, name = "") =>
   value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length
     ? Object.entries(value).flatMap(([key, part]) => flat(part, name ? `${name}.${key}` : key))
     : [[name, value]];
-const said = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? "–");
+const said = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 
-function sheet(id, head, rows) {
-  const row = ([name, ...values]) => h("tr", {}, h("th", { scope: "row" }, name), values.map((value) => h("td", { class: "wrap mono" }, said(value))));
-  const top = head && h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name))));
-  return h("div", { class: "sheet" }, h("table", { id }, top, h("tbody", {}, rows.map(row))));
-}
-
-async function settings(runs, shown, signal) {
-  const made = [];
-  if (shown.length > 1) {
-    const { settings } = await get("compare-settings", {}, signal);
-    const rows = settings.map(({ name, values }) => [name, ...shown.map((k) => values[k])]);
-    made.push(h("h2", {}, "How their settings differ"),
-      rows.length ? sheet("differences", ["Setting", ...shown.map((k) => runs[k].name)], rows) : empty("Their settings are the same."));
-  }
-  for (const k of shown) {
-    const rows = flat(runs[k].settings ?? {}).filter(([name]) => name);
-    made.push(h("h2", {}, shown.length > 1 ? `Settings of ${runs[k].name}` : "Settings"),
-      rows.length ? h("details", {}, h("summary", {}, `${rows.length} settings`), sheet(null, null, rows)) : empty("The log does not say the settings."));
-  }
-  return made;
+function settingsOf(runs) {
+  const settings = runs.map((run) => Object.fromEntries(flat(run.settings).filter(([name]) => name)));
+  const names = [...new Set(settings.flatMap(Object.keys))].sort();
+  const rows = names.map((name) => [name, ...settings.map((one) => said(one[name]))]);
+  const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
+  const head = ["Setting", ...runs.map((run) => run.name)];
+  return [
+    runs.length > 1 && [h("h2", {}, "How their settings differ"), table("Differences", head, differing, { id: "differences", class: "mono" })],
+    h("h2", {}, "Settings"),
+    h("details", {}, h("summary", {}, `${rows.length} settings`), table("Settings", head, rows, { class: "mono" })),
+  ];
 }

@@ -1,24 +1,24 @@
 // The server's JSON. A wrong answer becomes an Error with the server's own sentence.
 
+export const setKey = (key) => sessionStorage.setItem("arl-key", key);
+
 const given = /[#&]key=([^&]*)/.exec(location.hash);
 if (given) {
-  sessionStorage.setItem("arl-key", decodeURIComponent(given[1]));
-  history.replaceState(null, "", location.pathname + location.search + (location.hash.startsWith("#/") ? location.hash.replace(given[0], "") : ""));
+  setKey(decodeURIComponent(given[1]));
+  history.replaceState(null, "", location.hash.startsWith("#/") ? location.hash.replace(given[0], "") : location.pathname);
 }
 
 export class KeyNeeded extends Error {}
-
-export const setKey = (key) => sessionStorage.setItem("arl-key", key);
 
 export const queryOf = (values) =>
   new URLSearchParams(Object.entries(values).filter(([, v]) => v !== undefined && v !== null && v !== "")).toString();
 
 async function ask(path, query, signal) {
   const key = sessionStorage.getItem("arl-key");
-  const text = queryOf(query ?? {});
+  const text = queryOf(query);
   let response;
   try {
-    response = await fetch(`api/${path}${text ? `?${text}` : ""}`, { signal, headers: key ? { Authorization: `Bearer ${key}` } : {} });
+    response = await fetch(`api/${path}${text && `?${text}`}`, { signal, headers: key ? { Authorization: `Bearer ${key}` } : {} });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server of this page does not answer. Does `arl view` still run?");
@@ -29,9 +29,7 @@ async function ask(path, query, signal) {
   throw new Error(said.error ?? `The server answered ${response.status}.`);
 }
 
-export async function get(path, query, signal) {
-  return (await ask(path, query, signal)).json();
-}
+export const get = async (path, query = {}, signal) => (await ask(path, query, signal)).json();
 
 // Calls `tell` with each event of the run until `signal` ends it, and `lost` with true or false as the connection comes and goes.
 export async function follow(run, tell, lost, signal) {
