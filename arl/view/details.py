@@ -137,8 +137,10 @@ def _branches(tokens: list[TokenRecord]) -> list[Row]:
         earlier = [one for one in tokens[:place][-_MOST_EARLIER:] if one.row.role == second.row.role]
         if earlier:
             common = [_num_common(one, second) for one in earlier]
-            first, differs_at = earlier[int(np.argmax(common))].row.number, max(common)
-            found.append({"role": second.row.role, "first": first, "second": second.row.number, "differs_at": differs_at})
+            first = earlier[int(np.argmax(common))].row
+            found.append(
+                {"role": first.role, "first": first.number, "second": second.row.number, "differs_at": max(common)}
+            )
     return found
 
 
