@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from arl.training import finetuning
     from arl.training.display import progress
     from arl.training.run_end import how_it_ended
+    from arl.view.showing import show
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.conversation import Conversation
@@ -67,6 +68,7 @@ _HOMES = {
     "arl.trainer_process": "load_train_engine",
     "arl.training.finetuning": "",
     "arl.training.run_end": "how_it_ended",
+    "arl.view.showing": "show",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.conversation": "Conversation",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
+from arl.api.notebook import run_html
 from arl.api.settings import laid_over
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group
@@ -169,6 +170,11 @@ class TrainingResult:
     def metrics(self) -> list[dict[str, Any]]:
         """A row for each step, as in metrics.jsonl."""
         return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        evaluations = read_jsonl(self.run_dir / "evaluations.jsonl")
+        return run_html("TrainingResult", {"model": self.model, **self.summary}, self.metrics, evaluations)
 
     def plot(self) -> Path:
         """Draw the run into reward.png, which a notebook shows. Raises ImportError without matplotlib."""

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import inspect
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ async def test_it_trains_plots_and_serves_with_top_level_await(
     said = capsys.readouterr().out
     assert said.startswith("held-out reward 1.00 -> 1.00\n")
     assert "Say a number like 7<|im_end|>" in said
+    assert "2 of 2" in namespace["trainer"]._repr_html_()
+    shown = namespace["show"](namespace["trajectory"], namespace["agent"].tokenizer)._repr_html_()
+    assert "Say a number like 7&lt;|im_end|&gt;" in re.sub("<[^>]*>", "", shown)
     assert len(display.pictures) == 3
     assert min(display.pictures) > 1000
 

@@ -279,6 +279,12 @@ class Trajectory:
             bounds = f"at least {MIN_TEMPERATURE}, and finite"
             raise TrajectoryError(f"temperature is {self.temperature}; it must be {bounds}")
 
+    def _repr_html_(self) -> str:
+        """For a notebook. `arl.show` knows the text of the tokens, too."""
+        from arl.api.notebook import trajectory_html
+
+        return trajectory_html(self)
+
     @property
     def process_rewards(self) -> list[float]:
         """The rewards of its turns and tokens, which come on top of the outcome's."""
@@ -324,6 +330,21 @@ class Group:
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.episode_indices):
             raise ValueError("a group needs one episode index for each of its trajectories")
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        return self.html()
+
+    def html(self, pieces: Sequence[Sequence[str]] | None = None) -> str:
+        """What a notebook shows. pieces: the text of each trajectory's first tokens, if it is known."""
+        from arl.api.notebook import several_html
+
+        facts = {
+            "example": f"{self.example_id[1]} of epoch {self.example_id[0]}",
+            "episodes": str(self.num_episodes),
+            "admitted at version": str(self.stamp),
+        }
+        return several_html(f"Group {self.group_id}", facts, self.trajectories, pieces)
 
     @property
     def num_episodes(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arl.api import events
 from arl.api.errors import RunFileError
 from arl.api.events import Event
+from arl.api.notebook import run_html
 from arl.eventlog import tables
 from arl.eventlog.reading import LogFiles
 from arl.eventlog.records import EpisodeRecord, GroupRecord, TokenRecord, token_record
@@ -115,6 +116,20 @@ class RunRecord:
             except (ValueError, TypeError, LookupError) as error:
                 raise RunFileError(f"the tokens of episode {episode.episode} are damaged: {error}") from error
         return found
+
+    def _repr_html_(self) -> str:
+        """For a notebook. `arl.show` shows an episode."""
+        ended = next((record for _, record in reversed(self.system) if isinstance(record, events.RunEnded)), None)
+        facts = {
+            "run_dir": self.run_dir,
+            "workflow": next((began.workflow for began in self.lives.values()), None),
+            "steps": len(self.steps),
+            "episodes": len(self.episodes),
+            "failed episodes": sum(episode.how in ("failed", "timed_out") for episode in self.episodes),
+            "ended": f"{ended.how} {ended.why}".strip() if ended else None,
+            "unreadable": "; ".join(self.problems) or None,
+        }
+        return run_html("Run", facts, self.steps, self.evaluations)
 
     def batches(self, table: tables.Table) -> Iterator[pa.RecordBatch]:
         """A table in pieces of one schema, for logs that are larger than memory. docs/viewing.md lists the tables.

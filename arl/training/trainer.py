@@ -37,6 +37,7 @@ from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, end_with, first_error
 from arl.api.events import NOWHERE, BatchTaken, Events
+from arl.api.notebook import run_html
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -45,7 +46,7 @@ from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
 from arl.training.metrics import Evaluator, RunTotals, publish_metrics
 from arl.training.remote_learner import RemoteLearner
-from arl.training.run_files import RunLog
+from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
 from arl.training.step import Step, log_step, report_step
 from arl.training.watchdog import Watchdog
@@ -387,3 +388,9 @@ class Trainer:
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        facts = {"run_dir": self.config.run_dir, "steps": f"{self.version} of {self.config.steps}"}
+        evaluations = [asdict(evaluation) for evaluation in self.evaluations.values()]
+        return run_html("Trainer", facts, read_jsonl(self.config.run_dir / "metrics.jsonl"), evaluations)
