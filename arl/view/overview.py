@@ -48,6 +48,7 @@ class Overview:
     steps: int | None
     """Batches to train."""
     elapsed_s: float | None
+    """Since the run began, without the time between two lives."""
     left_s: float | None
     """Until all steps are trained, at the speed of the last ones."""
     rewards: Sequence[float]
@@ -79,8 +80,6 @@ def overview(viewed: ViewedRun, ending: Ending | None, health: Row, now: float) 
     steps = run.settings.get("steps")
     steps = steps if isinstance(steps, int) else None
     seconds = _step_seconds(rows[-_STEPS - 1 :])
-    began = min((life.t for life in run.lives.values()), default=None)
-    until = now if is_live else run.last
     left = steps - tick["version"] if steps is not None and is_live and seconds else 0
     loading = tick["loading"]
     return Overview(
@@ -90,14 +89,14 @@ def overview(viewed: ViewedRun, ending: Ending | None, health: Row, now: float) 
         loaded=loading["done"] / loading["total"] if loading["total"] else 1.0,
         version=tick["version"],
         steps=steps,
-        elapsed_s=None if began is None or until is None else max(until - began, 0.0),
+        elapsed_s=_elapsed_s(run, now if is_live else run.last),
         left_s=left * seconds if left > 0 and seconds else None,
         rewards=_numbers(rows, "reward"),
         evaluations=[(row["version"], row["reward"]) for row in run.evaluations if _is_number(row.get("reward"))],
         staleness=_staleness(run, rows),
         stale_shares=_stale_shares(viewed),
         time_shares=_time_shares(last, seconds),
-        speeds=_speeds(last, seconds),
+        speeds=_speeds(rows[-_STEPS - 1 :], seconds),
         doing=_doing(run, now) if is_live else "",
         stalled=_stalled(run) if is_live else "",
         running=_running(viewed, now) if is_live else Running(),
@@ -112,6 +111,20 @@ def _is_number(value: object) -> bool:
 
 def _numbers(rows: Sequence[Row], metric: str) -> list[float]:
     return [float(row[metric]) for row in rows if _is_number(row.get(metric))]
+
+
+def _elapsed_s(run: RunRecord, until: float | None) -> float | None:
+    """What led to the newest life's checkpoint, and that life until then."""
+    if not run.lives or until is None:
+        return None
+    newest = run.lives[max(run.lives)]
+    before = _numbers([row for row in run.steps if row["version"] <= newest.version], "time_s")
+    return max(until - newest.t, 0.0) + (before[-1] if before else 0.0)
+
+
+def _passed(rows: Sequence[Row], metric: str) -> float:
+    """By how much a number that only grows has grown."""
+    return sum(max(b - a, 0.0) for a, b in pairwise(_numbers(rows, metric)))
 
 
 def _step_seconds(rows: Sequence[Row]) -> float | None:
@@ -149,8 +162,8 @@ def _time_shares(rows: Sequence[Row], step_s: float | None) -> dict[str, float]:
 
 def _speeds(rows: Sequence[Row], step_s: float | None) -> dict[str, float]:
     found = {"seconds a step": step_s} if step_s else {}
-    if episodes := _numbers(rows, "samples_per_s"):
-        found["episodes/s"] = mean(episodes)
+    if (episodes := _passed(rows, "episodes_trained")) and (seconds := _passed(rows, "time_s")):
+        found["episodes/s"] = episodes / seconds
     if step_s and (tokens := _numbers(rows, "trained_tokens")):
         found["trained tokens/s"] = mean(tokens) / step_s
     return found

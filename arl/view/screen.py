@@ -20,6 +20,9 @@ _MOST_LINES = 20
 """Of one section, where the height is not limited."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = "_.-=+*#@"
+_SHADES = {"waiting": "░", "training": "█", "publishing": "▓", "other": "▒"}
+_PLAIN_SHADES = {"waiting": ".", "training": "#", "publishing": "+", "other": "-"}
+"""They tell the parts of a bar apart where there are no colours."""
 _STYLES = {
     "running": "green", "finished": "green", "interrupted": "yellow", "stalled": "red", "failed": "red",
     "killed": "red", "error": "red", "warning": "yellow", "critical": "red", "serving": "green",
@@ -73,7 +76,11 @@ def duration(seconds: float) -> str:
 def _head(shown: Overview, width: int, ascii_only: bool) -> Text:
     how = shown.ending.how if shown.ending else "no process has it open"
     done = f"step {shown.version}" + (f" of {shown.steps}" if shown.steps else "")
-    times = [f"{duration(shown.elapsed_s)} so far"] if shown.elapsed_s is not None else []
+    times = (
+        [f"{duration(shown.elapsed_s)} {'so far' if shown.is_live else 'in all'}"]
+        if shown.elapsed_s is not None
+        else []
+    )
     times += [f"{duration(shown.left_s)} left"] if shown.left_s is not None else []
     times += [f"reading the log: {shown.loaded:.0%}"] if shown.loaded < 1 else []
     line = Text(no_wrap=True, overflow="ellipsis")
@@ -84,7 +91,7 @@ def _head(shown: Overview, width: int, ascii_only: bool) -> Text:
     if shown.steps and (room := min(width - len(line.plain) - len(said) - 3, 40)) >= 8:
         full = round(room * min(shown.version / shown.steps, 1.0))
         line.append(("#" if ascii_only else "━") * full, "green").append(
-            ("." if ascii_only else "━") * (room - full), "dim"
+            ("." if ascii_only else "╌") * (room - full), "dim"
         )
         line.append("  ")
     return line.append(said)
@@ -97,10 +104,10 @@ def _numbers(shown: Overview, width: int, blocks: str) -> list[_Section]:
         _Section("staleness", _staleness(shown, blocks)),
         _Section("time", [*_shares(shown, room, blocks), *([Text(f"now {shown.doing}")] if shown.doing else [])]),
         _Section("speed", [Text(", ".join(f"{_short(value)} {name}" for name, value in shown.speeds.items()))]),
-        _Section("running", _running(shown)),
+        _Section("running", _running(shown, room)),
         _Section("stalled", [one for line in shown.stalled.splitlines() for one in _wrapped(line, room, "red")]),
-        _Section("servers", [_server(server) for server in shown.health.get("servers", ())]),
-        _Section("disk", _disk(shown.health.get("disk", {}))),
+        _Section("servers", [_server(server) for server in shown.health.get("servers", ()) if _matters(server, shown)]),
+        _Section("disk", _disk(shown.health.get("disk", {}), room)),
         _Section("the end", _end(shown, room)),
     ]
     return [section for section in found if any(line.plain for line in section.lines)]
@@ -154,7 +161,7 @@ def _held_out(shown: Overview, blocks: str) -> list[Text]:
     version, reward = shown.evaluations[-1]
     best = max(shown.evaluations, key=lambda one: one[1])
     said = f"held out {reward:.3f} at version {version}" + (
-        f", best {best[1]:.3f} at {best[0]}" if best[1] > reward else ""
+        f", best {best[1]:.3f} at {best[0]}" if round(best[1], 3) > round(reward, 3) else ""
     )
     curve = sparkline([one for _, one in shown.evaluations], 16, blocks) if len(shown.evaluations) > 1 else ""
     return [Text.assemble(said, "  ", (curve, "green"))]
@@ -180,21 +187,27 @@ def _shares(shown: Overview, room: int, blocks: str) -> list[Text]:
     if not shown.time_shares:
         return []
     line, size = Text(), max(min(room - 58, 30), 8)
+    shades = _SHADES if blocks == _BLOCKS else _PLAIN_SHADES
     for name, share in shown.time_shares.items():
-        line.append(blocks[-1] * round(share * size), _STYLES[name])
+        line.append(shades[name] * round(share * size), _STYLES[name])
     for name, share in shown.time_shares.items():
         line.append("  ").append(f"{name} {share:.0%}", _STYLES[name])
     return [line]
 
 
-def _running(shown: Overview) -> list[Text]:
+def _running(shown: Overview, room: int) -> list[Text]:
     if not shown.is_live:
         return []
     now = shown.running
     parts = [f"{now.episodes} episodes", f"{now.groups} groups; {now.waiting} groups wait to be trained"]
     parts += [f"{now.evaluated} episodes of an evaluation"] if now.evaluated else []
     longest = ", ".join(f"{plain(name)} {duration(seconds)}" for name, seconds in now.longest)
-    return [Text(", ".join(parts)), *([Text(f"longest: {longest}", "dim")] if longest else [])]
+    return [*_wrapped(", ".join(parts), room), *([Text(f"longest: {longest}", "dim")] if longest else [])]
+
+
+def _matters(server: Row, shown: Overview) -> bool:
+    """Of a run that has ended, what its servers last did says little, unless they were not well."""
+    return shown.is_live or server["state"] == "fenced"
 
 
 def _server(server: Row) -> Text:
@@ -205,11 +218,11 @@ def _server(server: Row) -> Text:
     return Text.assemble(f"{plain(server['server'])} ", (server["state"], style), f"{version}{fences}{reason}")
 
 
-def _disk(sizes: dict[str, int]) -> list[Text]:
+def _disk(sizes: dict[str, int], room: int) -> list[Text]:
     if not sizes:
         return []
     parts = ", ".join(f"{plain(name)} {_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1]))
-    return [Text(f"{_bytes(sum(sizes.values()))}: {parts}")]
+    return _wrapped(f"{_bytes(sum(sizes.values()))}: {parts}", room)
 
 
 def _end(shown: Overview, room: int) -> list[Text]:

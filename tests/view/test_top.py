@@ -54,7 +54,7 @@ def live(run_dir: Path, *records: Event | KeptTokens, steps: int = 4) -> Path:
         {
             "version": version, "reward": version / 4,
             "time_s": 10.0 * version, "time/wait_s": 6.0, "time/train_s": 3.0,
-            "weights/snapshot_s": 0.5, "samples_per_s": 1.5, "trained_tokens": 200.0, "staleness/mean": 0.5,
+            "weights/snapshot_s": 0.5, "episodes_trained": 15 * version, "trained_tokens": 200.0, "staleness/mean": 0.5,
             "staleness/max": 1,
         }
         for version in (1, 2)
@@ -79,6 +79,21 @@ def test_it_says_who_waits(tmp_path: Path) -> None:
     assert any("waiting 60%  training 30%  publishing 5%" in line for line in frame(shown))
 
 
+def test_episodes_a_second_are_those_trained_over_the_time_that_passed(tmp_path: Path) -> None:
+    live(tmp_path)
+    rows = [
+        {"version": n, "reward": 1.0, "time_s": t, "episodes_trained": 100 * n} for n, t in ((1, 1), (2, 2), (3, 11))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert seen(tmp_path).speeds == pytest.approx({"seconds a step": 5.0, "episodes/s": 20.0})
+
+
+def test_the_time_between_two_lives_is_not_the_run_s(tmp_path: Path) -> None:
+    live(tmp_path)
+    life(tmp_path, [began(t=T0 + 10_000, version=2)])
+    assert seen(tmp_path, T0 + 10_005).elapsed_s == 25.0
+
+
 def test_what_the_watchdog_said_stands_until_something_moves(tmp_path: Path) -> None:
     said = Warned(level="error", logger="arl.training.watchdog", text=STALLED, t=T0 + 30)
     shown = seen(live(tmp_path / "still", *step(1, [], T0 + 10), said))
@@ -86,6 +101,23 @@ def test_what_the_watchdog_said_stands_until_something_moves(tmp_path: Path) -> 
     assert any(line.startswith("stalled    nothing has moved for 600 s") for line in frame(shown))
     assert seen(live(tmp_path / "moved", said, *step(1, [], T0 + 40))).stalled == ""
     assert seen(live(tmp_path / "answered", said, *group(0, T0 + 40, ["a"]))).stalled == ""
+
+
+def test_bars_say_without_colours_what_they_say_with_them(tmp_path: Path) -> None:
+    head, *lines = frame(seen(live(tmp_path / "run"), T0 + 20))
+    assert head.count("━") == head.count("╌") > 0
+    assert any("░░░░░███" in line for line in lines)
+
+
+def test_servers_of_a_run_that_has_ended_are_not_said_to_serve(tmp_path: Path) -> None:
+    assert any(line.startswith("servers") for line in frame(seen(live(tmp_path))))
+    ended = seen(tmp_path, ending_of=lambda _: Ending("killed", "", ""))
+    assert not any(line.startswith("servers") for line in frame(ended))
+
+
+def test_a_run_that_has_just_begun_lacks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").touch()
+    assert seen(tmp_path).problems == []
 
 
 def test_staleness_is_shown_against_its_bound(tmp_path: Path) -> None:
@@ -155,7 +187,7 @@ def test_messages_cannot_command_the_terminal(tmp_path: Path) -> None:
 def test_a_run_without_events_has_a_frame(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    text = "\n".join(frame(seen(tmp_path), 100, None))
+    text = "\n".join(frame(seen(tmp_path, ending_of=lambda _: Ending("killed", "", "")), 100, None))
     assert "no step is trained yet" in text
     assert "has no event log" in text
 
