@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -25,22 +26,8 @@ _OWN = ("token_ids", "loss_mask", "versions", "behavior_logprobs")
 def group_details(run: RunRecord, table: EpisodeTable, texts: Texts, life: int, number: int) -> Row:
     """Raises RunFileError if there is no such group."""
     group = run.group(life, number)
-    fields = (
-        "life",
-        "group",
-        "epoch",
-        "row",
-        "stamp",
-        "admitted",
-        "taken",
-        "ended",
-        "step",
-        "outcome",
-        "reason",
-        "detail",
-    )
-    episodes = [{**table.row(e), "answer": _answer(run, texts, e)} for e in group.episodes]
-    return {**{name: getattr(group, name) for name in fields}, "example": group.example, "episodes": episodes}
+    about = {field.name: getattr(group, field.name) for field in fields(group)}
+    return {**about, "episodes": [{**table.row(e), "answer": _answer(run, texts, e)} for e in group.episodes]}
 
 
 def episode_details(

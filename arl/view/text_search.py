@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ _Frame = tuple[int, int, int]
 class TextSearch:
     """Episodes whose tokens, example or error hold `text`, upper or lower case, newest first.
 
-    Each `advance` looks at some of those that it has not seen; episodes that come or end later are seen later.
+    Each `scan` looks at some of those that it has not seen; episodes that come or end later are seen later.
     """
 
     def __init__(self, run: RunRecord, texts: Texts, text: str) -> None:
@@ -29,6 +30,7 @@ class TextSearch:
         """Index of an episode -> how many of its trajectories were looked at."""
         self.found: set[int] = set()
         """Indices."""
+        self._rest: Iterator[None] = iter(())
 
     @property
     def num_searched(self) -> int:
@@ -39,14 +41,19 @@ class TextSearch:
         """Episodes that can be searched."""
         return sum(_is_over(episode) for episode in self._run.episodes)
 
-    @property
-    def num_left(self) -> int:
-        """Episodes that are new, or whose tokens are."""
-        return sum(self._is_new(episode) for episode in self._run.episodes)
+    def scan(self, seconds: float) -> bool:
+        """Search for a moment; returns whether there is more to see."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if next(self._rest, True):
+                new = [episode for episode in reversed(self._run.episodes) if self._is_new(episode)]
+                if not new:
+                    return False
+                self._rest = self._look_at(new)
+        return True
 
-    def advance(self) -> Iterator[None]:
-        """Look at all that is new; yields after every few episodes."""
-        new = [episode for episode in reversed(self._run.episodes) if self._is_new(episode)]
+    def _look_at(self, new: list[EpisodeRecord]) -> Iterator[None]:
+        """Yields after every few episodes."""
         frames: defaultdict[_Frame, list[EpisodeRecord]] = defaultdict(list)
         for number, episode in enumerate(new):
             if self._holds(self._about(episode)):

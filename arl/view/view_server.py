@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ _QUIET = 15
 """Looks without news after which a stream says that it is alive."""
 
 
+Answer = Callable[[ViewedRun, web.Request], Row]
+
+
 class ViewServer:
     """The application over `runs`. api_key: what requests to the API must bear; None on loopback."""
 
@@ -58,14 +62,10 @@ class ViewServer:
         routes.add_get("/api/runs", self._list)
         routes.add_get("/api/compare-settings", self._compare)
         one = "/api/runs/{run}"
-        routes.add_get(f"{one}/steps", self._steps)
-        routes.add_get(f"{one}/staleness", self._staleness)
         routes.add_get(f"{one}/episodes", self._episodes)
-        routes.add_get(f"{one}/groups/{{life}}/{{group}}", self._group)
-        routes.add_get(f"{one}/episodes/{{life}}/{{episode}}", self._episode)
-        routes.add_get(f"{one}/time", self._time)
-        routes.add_get(f"{one}/health", self._health)
         routes.add_get(f"{one}/stream", self._stream)
+        for path, answer in _ANSWERS.items():
+            routes.add_get(f"{one}/{path}", partial(self._told, answer))
         routes.add_get("/{file:.*}", _file)
 
     async def _following(self, _: web.Application) -> AsyncIterator[None]:
@@ -83,44 +83,24 @@ class ViewServer:
     async def _list(self, _: web.Request) -> web.Response:
         for run in self._runs:
             await run.read_on()
-        return _answer([{"run": i, **await run.ask(run.about)} for i, run in enumerate(self._runs)])
-
-    async def _steps(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
-        since = number(request.query, "since")
-        return await _told(run, run.steps, float("-inf") if since is None else since)
-
-    async def _staleness(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
-        return await _told(run, run.staleness)
+        return _response(_encoded([{"run": i, **await run.ask(run.about)} for i, run in enumerate(self._runs)]))
 
     async def _episodes(self, request: web.Request) -> web.Response:
         run = await self._run(request)
-        return _answer(await run.find(request.query))
+        return _response(_encoded(await run.find(request.query)))
 
-    async def _group(self, request: web.Request) -> web.Response:
+    async def _told(self, answer: Answer, request: web.Request) -> web.Response:
+        """The response is put together on the run's thread, too."""
         run = await self._run(request)
-        return await _told(run, run.group, _named(request, "life"), _named(request, "group"))
-
-    async def _episode(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
-        name = request.match_info["episode"]
-        return await _told(run, run.episode, _named(request, "life"), name, request.query)
-
-    async def _time(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
-        return await _told(run, timeline, run.run, run.table, request.query)
-
-    async def _health(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
-        return await _told(run, health, run.run)
+        return _response(await run.ask(lambda: _encoded(answer(run, request))))
 
     async def _compare(self, _: web.Request) -> web.Response:
         settings = [_flat(await run.ask(lambda run=run: run.run.settings)) for run in self._runs]
         names = sorted({name for one in settings for name in one})
         rows = [{"name": name, "values": [one.get(name) for one in settings]} for name in names]
         differing = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
-        return _answer({"runs": [run.run_dir.resolve().name for run in self._runs], "settings": differing})
+        names = [run.run_dir.resolve().name for run in self._runs]
+        return _response(_encoded({"runs": names, "settings": differing}))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         run, stream = await self._run(request), EventStream(request)
@@ -148,13 +128,17 @@ class ViewServer:
         return self._runs[index]
 
 
-async def _told(run: ViewedRun, function: Any, *args: Any) -> web.Response:
-    """The response is put together on the run's thread, too."""
-    return _response(await run.ask(lambda: _encoded(function(*args))))
-
-
-def _answer(content: Any) -> web.Response:
-    return _response(_encoded(content))
+_ANSWERS: dict[str, Answer] = {
+    "steps": lambda run, request: run.steps(number(request.query, "since")),
+    "staleness": lambda run, _: run.staleness(),
+    "groups/{life}/{group}": lambda run, request: run.group(_named(request, "life"), _named(request, "group")),
+    "episodes/{life}/{episode}": lambda run, request: run.episode(
+        _named(request, "life"), request.match_info["episode"], request.query
+    ),
+    "time": lambda run, request: timeline(run.run, run.table, request.query),
+    "health": lambda run, _: health(run.run),
+}
+"""What the run's thread answers, beneath /api/runs/I/."""
 
 
 def _response(body: bytes) -> web.Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +53,7 @@ class ViewedRun:
         self.table = EpisodeTable(self.run)
         self._ending_of = ending_of
         self._texts: Texts | None = None
-        self._searches: dict[str, tuple[TextSearch, Iterator[None]]] = {}
+        self._searches: dict[str, TextSearch] = {}
         self._problem = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-view")
         self._read_at = -_FRESH_S
@@ -76,8 +76,7 @@ class ViewedRun:
         """Loads the run, and searches, in slices. Waits for read_on and find."""
         while True:
             await self._has_work.wait()
-            while await self.ask(self._work):
-                pass
+            await self.load()
             self._has_work.clear()
 
     async def load(self) -> None:
@@ -103,26 +102,25 @@ class ViewedRun:
 
     def tick(self) -> Row:
         """What a stream tells: equal ticks mean that nothing has come."""
-        rows = self.run.steps
-        live = self._is_live()
+        rows, files, ending = self.run.steps, self.run.files, self._ending_of(self.run_dir)
+        is_live = ending is not None and ending.how == "running"
         return {
             "version": rows[-1]["version"] if rows else 0,
             "num_episodes": len(self.run.episodes),
-            "num_running": int(self.table.having("how", "running").sum()) if live else 0,
-            "loading": self._loading(),
-            "is_live": live,
+            "num_running": int(self.table.having("how", "running").sum()) if is_live else 0,
+            "loading": {"done": files.num_bytes_read, "total": files.num_bytes_read + files.num_bytes_waiting},
+            "is_live": is_live,
         }
 
     def about(self) -> Row:
-        run, ending = self.run, self._ending_of(self.run_dir)
-        settings = run.settings
-        steps = settings.get("steps")
+        run, steps = self.run, self.run.settings.get("steps")
+        how, why, what_next = self._ending_of(self.run_dir) or Ending("unknown", "", "")
         return {
             "name": self.run_dir.resolve().name,
             "dir": str(self.run_dir),
-            "how": ending.how if ending else "unknown",
-            "why": ending.why if ending else "",
-            "next": ending.what_next if ending else "",
+            "how": how,
+            "why": why,
+            "next": what_next,
             **self.tick(),
             "steps": steps if isinstance(steps, int) else None,
             "num_groups": len(run.groups),
@@ -135,11 +133,11 @@ class ViewedRun:
             ],
             "began": min((began.t for began in run.lives.values()), default=None),
             "last": run.last,
-            "settings": settings,
+            "settings": run.settings,
         }
 
-    def steps(self, since: float) -> Row:
-        rows = [row for row in self.run.steps if row["version"] > since]
+    def steps(self, since: float | None) -> Row:
+        rows = [row for row in self.run.steps if since is None or row["version"] > since]
         names = list(dict.fromkeys(name for row in rows for name in row))
         columns = {name: [_number(row.get(name)) for row in rows] for name in names}
         return {"names": names, "columns": columns, "evaluations": self.run.evaluations}
@@ -171,48 +169,20 @@ class ViewedRun:
             self._problem = f"A record in {self.run_dir} cannot be read, and is left out: {error!r}"
         if self.run.files.num_bytes_waiting:
             return True
-        return self._scan(next(reversed(self._searches), ""))
+        newest = next(reversed(self._searches.values()), None)
+        return newest is not None and newest.scan(_SCAN_S)
 
     def _find(self, wanted: Mapping[str, str]) -> Row:
         text = wanted.get("text", "")
         if not text:
             return {**self.table.find(wanted), "searched": None}
-        search = self._search(text)
-        self._scan(text)
-        found = self.table.find(wanted, np.fromiter(search.found, np.int64))
-        return {**found, "searched": {"done": search.num_searched, "total": search.num_wanted}}
-
-    def _search(self, text: str) -> TextSearch:
-        """The newest is worked on."""
-        search, rest = self._searches.pop(text, None) or (TextSearch(self.run, self.texts, text), iter(()))
-        self._searches[text] = search, rest
+        search = self._searches.pop(text, None) or TextSearch(self.run, self.texts, text)
+        self._searches[text] = search
         while len(self._searches) > _MOST_SEARCHES:
             del self._searches[next(iter(self._searches))]
-        return search
-
-    def _scan(self, text: str) -> bool:
-        """Search for a moment; returns whether there is more to see."""
-        if text not in self._searches:
-            return False
-        search, rest = self._searches[text]
-        end = time.monotonic() + _SCAN_S
-        while time.monotonic() < end:
-            try:
-                next(rest)
-            except StopIteration:
-                if not search.num_left:
-                    return False
-                rest = search.advance()
-                self._searches[text] = search, rest
-        return True
-
-    def _is_live(self) -> bool:
-        ending = self._ending_of(self.run_dir)
-        return ending is not None and ending.how == "running"
-
-    def _loading(self) -> Row:
-        done = self.run.files.num_bytes_read
-        return {"done": done, "total": done + self.run.files.num_bytes_waiting}
+        search.scan(_SCAN_S)
+        found = self.table.find(wanted, np.fromiter(search.found, np.int64))
+        return {**found, "searched": {"done": search.num_searched, "total": search.num_wanted}}
 
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
