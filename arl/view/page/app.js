@@ -22,7 +22,6 @@ let list = null; // the address that Escape leads back to
 let view = null; // {update, keys} of the view, once it is there
 let mounted = new AbortController();
 let following = new AbortController();
-const lost = new Set();
 
 function route() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -83,33 +82,28 @@ function frame(name, query) {
   document.title = `${TABS[tab]} · ${runs[shown[0]]?.name ?? "arl view"}`;
 }
 
-// Follow the runs in sight, live ones first.
+// Follow the runs in sight, live ones first. The first event of a stream may be no news.
 function watch() {
   following.abort();
   following = new AbortController();
-  lost.clear();
-  tellLive();
+  tellLive(false);
   const chosen = route().name === "run" ? shown : shown.slice(0, 1);
-  if (!document.hidden) chosen.toSorted((a, b) => runs[b].is_live - runs[a].is_live).slice(0, MOST_STREAMS).forEach((k) => watchOne(k, following.signal));
-}
-
-function watchOne(k, signal) {
-  const tell = (event) => {
-    Object.assign(runs[k], event);
-    tellLive();
-    refresh();
-  };
-  follow(k, tell, (isLost) => {
-    lost[isLost ? "add" : "delete"](k);
-    tellLive();
-  }, signal);
+  const wanted = document.hidden ? [] : chosen.toSorted((a, b) => runs[b].is_live - runs[a].is_live).slice(0, MOST_STREAMS);
+  for (const k of wanted) {
+    follow(k, (event) => {
+      const isNews = Object.entries(event).some(([name, value]) => JSON.stringify(value) !== JSON.stringify(runs[k][name]));
+      Object.assign(runs[k], event);
+      tellLive(false);
+      if (isNews) refresh();
+    }, tellLive, following.signal);
+  }
 }
 
 const refresh = soon(() => view?.update?.().catch(() => {}), 600); // the stream tells when the server is there again
 
-function tellLive() {
+function tellLive(isLost) {
   const { done, total } = runs.map((run) => run.loading).find(({ done, total }) => done < total) ?? {};
-  const [state, said] = lost.size ? ["lost", "connection lost, trying again"]
+  const [state, said] = isLost ? ["lost", "connection lost, trying again"]
     : total ? ["reading", `reading ${Math.floor((100 * done) / total)} %`]
     : shown.some((k) => runs[k].is_live) ? ["live", "live"] : ["still", "not running"];
   if (live.textContent !== said) live.textContent = said;

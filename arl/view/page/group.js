@@ -12,8 +12,9 @@ export async function groupView({ place, path, run, link, back, signal }) {
       ["turns", row.turns], ["sampled tokens", row.trained], ["time", num(row.seconds, seconds)]]),
     h("div", { class: "text" }, visible(row.answer || row.message)));
 
-  async function update() {
-    const group = await get(`runs/${run.run}/groups/${path[1]}/${path[2]}`, {}, signal);
+  let group;
+  async function read() {
+    group = await get(`runs/${run.run}/groups/${path[1]}/${path[2]}`, {}, signal);
     const lasted = (from, to) => from !== null && to !== null && h("span", { title: moment(to) }, num(to - from, seconds));
     const example = h("a", { href: link("episodes", [], { example: group.row }) }, `row ${group.row}`);
     show(place,
@@ -27,8 +28,9 @@ export async function groupView({ place, path, run, link, back, signal }) {
       group.episodes.length ? h("div", { class: "columns", tabindex: "0" }, group.episodes.map(card)) : empty("No episode of it has begun."));
   }
 
-  await update();
-  return { update, keys: { Escape: back } };
+  await read();
+  const isOver = () => group.step !== null || ["rejected", "dropped"].includes(group.outcome);
+  return { update: async () => isOver() || read(), keys: { Escape: back } };
 }
 
 export function exampleOf(example) {

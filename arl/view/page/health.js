@@ -14,11 +14,8 @@ export async function healthView({ place, run, link, signal }) {
     facts(Object.entries(values).map(([name, value]) => [name.replaceAll("_", " "), num(value, format)]))];
   const list = (name, head, rows) => [h("h2", {}, name), table(name, head, rows)];
 
-  function findings({ findings, lost }) {
-    const found = [...findings, ...(run.problems ?? []).map((text) => ({ severity: "log", text }))];
-    if (lost.events || lost.episodes) {
-      found.push({ severity: "log", text: `${lost.events} records and the tokens of ${lost.episodes} episodes could not be written.` });
-    }
+  function findings({ findings }) {
+    const found = [...findings, ...run.problems.map((text) => ({ severity: "log", text }))];
     const told = ({ severity, text, advice }) => h("article", { class: "finding", style: { "--tone": `var(--${TONES[severity]})` } },
       tag(severity, TONES[severity]), " ", visible(text), advice && h("p", {}, visible(advice)));
     const none = h("article", { class: "finding", style: { "--tone": "var(--good)" } }, "Nothing was found that needs you.");
