@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ class RunRecord:
         self._groups: dict[tuple[int, int], GroupRecord] = {}
         """By life and name: a life takes names again that an earlier one used after its last checkpoint."""
         self._changed: set[int] = set()
+        self._saved: dict[int, float] = {}
+        """When the state of each version's checkpoint was copied."""
         self._steps = _Rows(run_dir / "metrics.jsonl")
         self._evaluations = _Rows(run_dir / "evaluations.jsonl")
 
@@ -183,6 +186,8 @@ class RunRecord:
                         group.taken = record.t
             case events.BatchTrained():
                 self._train(life, record)
+            case events.CheckpointWritten(error=""):
+                self._saved[record.version] = record.t - record.seconds
             case _:
                 pass
 
@@ -238,9 +243,15 @@ class RunRecord:
                 self._changed.add(episode.index)
 
     def _go_back(self, life: int, version: int) -> None:
-        """A life continues from the checkpoint of this version: later steps are undone, and what ran was lost."""
+        """A life continues from the checkpoint of this version: later steps are undone, and what ran was lost.
+
+        Groups that gave nothing to train on before that checkpoint are as they were.
+        """
+        saved = self._saved.get(version, -math.inf)
         for group in self.groups:
             if group.life >= life or (group.step is not None and group.step <= version):
+                continue
+            if group.outcome in ("rejected", "dropped") and group.ended is not None and group.ended <= saved:
                 continue
             group.step = None
             for episode in group.episodes:

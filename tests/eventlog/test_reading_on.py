@@ -8,7 +8,16 @@ import pytest
 
 from arl.api.config import EventsConfig
 from arl.api.errors import RunFileError
-from arl.api.events import BatchTrained, EpisodeBegan, EpisodeEnded, Event, GroupAdmitted, GroupEnded, RunBegan
+from arl.api.events import (
+    BatchTrained,
+    CheckpointWritten,
+    EpisodeBegan,
+    EpisodeEnded,
+    Event,
+    GroupAdmitted,
+    GroupEnded,
+    RunBegan,
+)
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.writer import EventLog
 
@@ -78,6 +87,18 @@ def test_a_later_life_trains_a_group_of_an_earlier_one(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.group(1, 0).step == 1
     assert not run.episode(1, "0.0").is_undone
+
+
+@pytest.mark.parametrize(("ended", "is_undone"), [(17.0, False), (18.5, True)])
+def test_a_group_that_was_rejected_before_the_checkpoint_is_not_undone(
+    tmp_path: Path, ended: float, is_undone: bool
+) -> None:
+    """The state of the checkpoint that is written at 20 was copied at 18."""
+    rejected = GroupEnded(group=0, outcome="rejected", reason="equal rewards", t=ended)
+    saved = CheckpointWritten(version=3, seconds=2.0, t=20.0)
+    write(tmp_path, began(), admitted(0), EpisodeBegan(episode="0.0"), finished("0.0", 1.0), rejected, saved)
+    write(tmp_path, began(3))
+    assert read_run(tmp_path).episode(1, "0.0").is_undone is is_undone
 
 
 def test_half_a_character_in_an_example_costs_no_record(tmp_path: Path) -> None:
