@@ -1,7 +1,9 @@
-"""What `arl view` shows of runs, live or ended: an HTTP server with a page and a JSON API over their event logs.
+"""Looking at runs, live or ended: an HTTP server with a page and a JSON API over their event logs, and other ways.
 
-    browser --> view_server --> ViewedRun, a thread each --> RunRecord --> run_dir
-                                  EpisodeTable, TextSearch, details, timeline, health
+    browser  --> view_server --------> ViewedRun, a thread each --> RunRecord --> run_dir
+    terminal --> screen, overview -->    EpisodeTable, TextSearch, details, timeline, health
+    Perfetto --> trace --------------> timeline --> RunRecord
+    notebook --> showing ------------> RunRecord, trajectories
 
 It reads run_dir and writes nothing. Import its modules; the package itself loads nothing.
 """

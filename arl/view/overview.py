@@ -97,7 +97,7 @@ def overview(viewed: ViewedRun, ending: Ending | None, health: Row, now: float) 
         stale_shares=_stale_shares(viewed),
         time_shares=_time_shares(last, seconds),
         speeds=_speeds(rows[-_STEPS - 1 :], seconds),
-        doing=_doing(run, now) if is_live else "",
+        doing=_doing(run, now, steps) if is_live else "",
         stalled=_stalled(run) if is_live else "",
         running=_running(viewed, now) if is_live else Running(),
         health=health,
@@ -169,12 +169,14 @@ def _speeds(rows: Sequence[Row], step_s: float | None) -> dict[str, float]:
     return found
 
 
-def _doing(run: RunRecord, now: float) -> str:
+def _doing(run: RunRecord, now: float, steps: int | None) -> str:
     """By the newest record of the trainer's loop."""
     for _, record in reversed(run.system):
         match record:
             case events.BatchTaken():
                 return f"training version {record.version + 1} for {_age(now, record.t)}"
+            case events.BatchTrained() if record.version == steps:
+                return f"all steps are trained since {_age(now, record.t)}"
             case events.BatchTrained():
                 return f"waiting for batch {record.version + 1} for {_age(now, record.t)}"
             case events.RunBegan():

@@ -76,6 +76,8 @@ def test_it_says_who_waits(tmp_path: Path) -> None:
     assert shown.time_shares == pytest.approx({"waiting": 0.6, "training": 0.3, "publishing": 0.05, "other": 0.05})
     assert shown.speeds == pytest.approx({"seconds a step": 10.0, "episodes/s": 1.5, "trained tokens/s": 20.0})
     assert shown.doing == "waiting for batch 2 for 8 s"
+    done = live(tmp_path / "done", *step(1, [], T0 + 10), steps=1)
+    assert seen(done, T0 + 20).doing == "all steps are trained since 8 s"
     assert any("waiting 60%  training 30%  publishing 5%" in line for line in frame(shown))
 
 
