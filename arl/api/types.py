@@ -145,8 +145,10 @@ class TurnSpan:
         if not 0 < self.start <= self.stop:
             raise TrajectoryError(f"a turn spans tokens {self.start} to {self.stop}; it must begin after token 0")
         _check_number(f"the reward of the turn at token {self.start}", self.reward, MAX_REWARD)
+        _put_plain(self, "reward", self.reward)
         if self.state is not None:
             _check_name(f"the state of the turn at token {self.start}", self.state)
+            _put_plain(self, "state", self.state)
 
 
 def _check_number(name: str, value: Any, limit: float) -> None:
@@ -164,6 +166,18 @@ def _make_plain(record: object, name: str, kind: type[int | float]) -> None:
         if not hasattr(value, "__float__" if kind is float else "__index__"):
             raise TrajectoryError(f"{name} is {value!r:.40}; it must be of type {kind.__name__}")
         object.__setattr__(record, name, kind(value))
+
+
+def _plain(value: Any) -> Any:
+    """A checked name or number as Python's own: JSON takes neither numpy's nor a bool for one."""
+    if type(value) in (int, float, str):
+        return value
+    return str.__str__(value) if isinstance(value, str) else float(value)
+
+
+def _put_plain(record: object, name: str, value: Any) -> None:
+    if (plain := _plain(value)) is not value:
+        object.__setattr__(record, name, plain)
 
 
 def _check_name(what: str, name: Any) -> None:
@@ -269,10 +283,14 @@ class Trajectory:
     def _check_numbers(self) -> None:
         _check_number("reward", self.reward, MAX_REWARD)
         _check_name("role", self.role)
+        _put_plain(self, "reward", self.reward)
+        _put_plain(self, "role", self.role)
         for name, numbers, limit in (("metrics", self.metrics, MAX_NUMBER), ("rewards", self.rewards, MAX_REWARD)):
             for key, value in numbers.items():
                 _check_name(f"a name in {name}", key)
                 _check_number(f"{name}[{key!r}]", value, limit)
+            if not all(type(value) in (int, float) for value in numbers.values()):
+                object.__setattr__(self, name, {_plain(key): _plain(value) for key, value in numbers.items()})
         _make_plain(self, "temperature", float)
         object.__setattr__(self, "is_truncated", bool(self.is_truncated))
         if not MIN_TEMPERATURE <= self.temperature <= MAX_NUMBER:

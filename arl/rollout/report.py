@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from arl.api.errors import EpisodeTimeoutError
 from arl.api.events import (
@@ -21,29 +22,51 @@ from arl.api.events import (
 )
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
 
-if TYPE_CHECKING:
-    pass
+log = logging.getLogger(__name__)
 
 LAST_SEEN = -1
 """The number of a trajectory made of the last request: what the model last saw and said."""
 
 
 _LONGEST = 2000
-"""Characters of an example's column that the event log holds."""
+"""Characters of an example's column, or of an error's message, that the event log holds."""
 
 
-def shown(example: Example) -> dict[str, Any]:
+def shown(example: Any) -> dict[str, Any]:
     """The example as JSON values, long ones cut."""
-    return {str(name): _shown(value) for name, value in example.items()}
+    if not isinstance(example, Mapping):  # a workflow may take it all the same
+        return {"": _shown(example)}
+    return {str(name): _shown(value) for name, value in cast("Example", example).items()}
 
 
 def _shown(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int) and abs(value) < 1 << 63:
+        return int(value)
     try:
-        text = value if isinstance(value, str) else repr(value)
+        beginning = _beginning(value, iter(range(_LONGEST)))
+        text = str(beginning) if isinstance(value, str) else repr(beginning)
     except Exception as error:  # noqa: BLE001 (a repr of users' own)
         text = f"{type(value).__name__}, whose repr raised {type(error).__name__}"
+    return _cut(text)
+
+
+def _beginning(value: Any, left: Iterator[int]) -> Any:
+    """As much of a large value as is shown, because the event loop waits for its repr. left: ends what it contains."""
+    if isinstance(value, str | bytes | bytearray):
+        return value[: _LONGEST + 1]
+    if type(value) is dict:
+        items = cast("dict[Any, Any]", value).items()
+        return {key: _beginning(item, left) for (key, item), _ in zip(items, left, strict=False)}
+    if type(value) in (list, tuple):
+        return type(value)(_beginning(item, left) for item, _ in zip(value, left, strict=False))
+    return value
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -93,7 +116,7 @@ class EpisodeReport:
                 episode=self.episode,
                 attempt=attempt,
                 error=type(error).__name__,
-                message=str(error),
+                message=_cut(str(error)),
                 runs_again=not is_last,
             )
         )
@@ -112,12 +135,20 @@ class EpisodeReport:
                 attempts=attempts,
                 reward=reward,
                 error=type(error).__name__ if error else "",
-                message=str(error) if error else "",
+                message=_cut(str(error)) if error else "",
                 trajectories=[_summary(trajectory) for trajectory in trajectories],
             )
         )
         if not trajectories and self._last is not None and self._events is not NOWHERE:
-            self._events.keep(KeptTokens(rows=[(self.episode, LAST_SEEN, _seen(*self._last))]))
+            self._keep_seen(*self._last)
+
+    def _keep_seen(self, request: ModelRequest, response: ModelResponse) -> None:
+        try:
+            seen = _seen(request, response)
+        except Exception as error:  # noqa: BLE001 (numbers that are no trajectory may be why the episode failed)
+            log.debug("what episode %s last saw is not kept: %s", self.episode, error)
+            return
+        self._events.keep(KeptTokens(rows=[(self.episode, LAST_SEEN, seen)]))
 
     def cancelled(self, how: str) -> None:
         """how: overtaken, straggler or stopped."""
@@ -150,4 +181,5 @@ def _seen(request: ModelRequest, response: ModelResponse) -> Trajectory:
         behavior_logprobs=np.concatenate([none, response.output_logprobs]),
         versions=np.concatenate([none.astype(np.int32) + NOT_SAMPLED, np.array(response.output_versions, np.int32)]),
         reward=0.0,
+        temperature=response.temperature,
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -123,3 +124,19 @@ def test_a_request_needs_a_token_to_continue_from() -> None:
 def test_a_response_needs_a_logprob_and_a_version_for_each_token() -> None:
     with pytest.raises(ValueError, match="2 tokens came with 1 logprobs and 2 versions"):
         ModelResponse(output_ids=(1, 2), output_logprobs=(-1.0,), output_versions=(0, 0), stop_reason="stop")
+
+
+def test_numbers_and_names_of_a_trajectory_become_pythons_own_as_json_takes_no_others():
+    numpys = {
+        "reward": np.float64(0.5),
+        "rewards": {"correct": np.float64(1.0), "short": True},
+        "metrics": {np.str_("turns"): np.float64(3.0)},
+        "role": np.str_("solver"),
+        "turns": (TurnSpan(start=1, stop=2, reward=np.float64(0.5), state=np.str_("a")),),
+    }
+    made = Trajectory(**{**PROPER, **numpys})
+    (turn,) = made.turns
+    given = {"reward": 0.5, "rewards": {"correct": 1.0, "short": 1.0}, "metrics": {"turns": 3.0}, "role": "solver"}
+    assert msgspec.json.decode(msgspec.json.encode({name: getattr(made, name) for name in given})) == given
+    assert msgspec.json.encode((turn.reward, turn.state)) == b'[0.5,"a"]'
+    assert type(made.rewards["short"]) is float

@@ -1,0 +1,132 @@
+"""What an episode tells the event log comes back as it was, and nothing in it can end or hold up the run."""
+
+import asyncio
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from records import trajectory
+
+from arl.api.config import EventsConfig
+from arl.api.engine import Sampler
+from arl.api.errors import TrajectoryError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory, TurnSpan
+from arl.api.workflow import RolloutWorkflow
+from arl.eventlog.run_record import RunRecord, read_run
+from arl.eventlog.writer import EventLog
+from arl.rollout.controller import run_examples
+from arl.rollout.episode import EpisodeRunner
+from arl.rollout.report import shown
+
+
+class Returns(RolloutWorkflow):
+    """Asks once, then returns the trajectory, or raises the error."""
+
+    def __init__(self, end: Trajectory | Exception) -> None:
+        self._end = end
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        await engine.agenerate(ModelRequest(input_ids=(5, 6)))
+        if isinstance(self._end, Exception):
+            raise self._end
+        return self._end
+
+
+def answer(logprob: float = -0.5) -> ModelResponse:
+    return ModelResponse(
+        output_ids=(7,), output_logprobs=(logprob,), output_versions=(0,), stop_reason="stop", temperature=0.25
+    )
+
+
+def record_of(run_dir: Path, end: Trajectory | Exception, response: ModelResponse | None = None) -> RunRecord:
+    with EventLog(run_dir, EventsConfig()).open() as log:
+        runner = EpisodeRunner(workflow=Returns(end), timeout_s=30.0, events=log)
+        engine = ScriptedEngine(lambda _: response or answer())
+        asyncio.run(run_examples(engine, runner, [{}], max_concurrent=1, number=1))
+    return read_run(run_dir)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reward": np.float64(0.5)},
+        {"rewards": {"correct": np.float64(0.5), "short": True}},
+        {"metrics": {"turns": np.float64(3.0), "solved": False}},
+        {"turns": (TurnSpan(start=1, stop=2, reward=np.float64(0.5)),)},
+        {"role": np.str_("solver")},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_numbers_and_names_that_are_not_pythons_own_are_in_the_log(tmp_path: Path, given: dict[str, Any]):
+    run = record_of(tmp_path, trajectory(versions=(0, 0), **given))
+    assert run.problems == []
+    (episode,) = run.episodes
+    (summary,) = episode.trajectories
+    (tokens,) = run.tokens(episode)
+    assert episode.how == "finished"
+    for name in given.keys() - {"turns", "reward"}:
+        assert getattr(summary, name) == getattr(tokens.row, name) == given[name]
+    assert tokens.row.reward == given.get("reward", 0.0)
+    assert summary.reward == (0.5 if given.keys() & {"turns", "reward"} else 0.0)
+
+
+def test_an_answer_that_is_no_trajectory_fails_its_episode_alone(tmp_path: Path):
+    (episode,) = record_of(tmp_path, TrajectoryError("a logprob is nan"), answer(logprob=math.nan)).episodes
+    assert (episode.how, episode.message, episode.places) == ("failed", "a logprob is nan", {})
+
+
+def test_what_a_failed_episode_last_saw_is_kept_with_its_temperature(tmp_path: Path):
+    run = record_of(tmp_path, ValueError("no luck"))
+    (tokens,) = run.tokens(run.episodes[0])
+    assert tokens.columns["token_ids"].tolist() == [5, 6, 7]
+    assert tokens.columns["versions"].tolist() == [-1, -1, 0]
+    assert tokens.row.temperature == 0.25
+
+
+def test_of_a_long_message_the_log_holds_the_beginning(tmp_path: Path):
+    (episode,) = record_of(tmp_path, ValueError("a" * 2_000_000)).episodes
+    assert episode.message == "a" * 2000 + "..."
+
+
+class Counted:
+    """Counts how often one of them is looked at."""
+
+    num = 0
+
+    def __repr__(self) -> str:
+        Counted.num += 1
+        return "here"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_shown_as"),
+    [
+        ({"b": [1, "x"], "a": (2.5, None)}, "{'b': [1, 'x'], 'a': (2.5, None)}"),
+        (b"bytes", "b'bytes'"),
+        ("text", "text"),
+        (np.str_("text"), "text"),
+        (np.float64(0.5), 0.5),
+        (True, True),
+        (1 << 63, "9223372036854775808"),
+        (10**5000, "int, whose repr raised ValueError"),
+        (Fraction(1, 2), "Fraction(1, 2)"),
+        ("a" * 2001, "a" * 2000 + "..."),
+        (b"a" * 100_000, "b'" + "a" * 1998 + "..."),
+        ([0] * 100_000, ("[" + "0, " * 2000)[:2000] + "..."),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_examples_values_are_shown_as_they_are_and_long_ones_cut(value: object, is_shown_as: object):
+    assert shown({"column": value}) == {"column": is_shown_as}
+    assert shown(value) == {"": is_shown_as} or isinstance(value, dict)
+
+
+def test_of_a_huge_value_only_the_beginning_is_looked_at():
+    for value in ([Counted()] * 100_000, [[Counted()] * 1000] * 1000, {n: Counted() for n in range(100_000)}):
+        Counted.num = 0
+        assert len(shown({"column": value})["column"]) == 2003
+        assert Counted.num <= 2000
