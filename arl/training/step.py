@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from arl.api.events import BatchTrained, Events, KeptTokens, TrainedSummary
-from arl.api.types import Group, StepStats
+from arl.api.types import Group, StepStats, Trajectory
 from arl.rollout.group import episode_name
 from arl.training.kept_tokens import TrainedBatch
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
@@ -59,11 +60,7 @@ def log_step(
 
 def report_step(events: Events, step: Step, version: int, seconds: float) -> None:
     """Give the event log the step that led to `version`."""
-    names = [
-        (episode_name(group.group_id, index), group.episode_indices[:i].count(index), trajectory)
-        for group in step.groups
-        for i, (index, trajectory) in enumerate(zip(group.episode_indices, group.trajectories, strict=True))
-    ]
+    names = [row for group in step.groups for row in _named(group)]
     kept = step.call.result().kept
     numbers = kept.numbers if kept else []
     events.emit(
@@ -76,3 +73,11 @@ def report_step(events: Events, step: Step, version: int, seconds: float) -> Non
     )
     if kept and kept.rows:
         events.keep(KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns, is_chosen=True))
+
+
+def _named(group: Group) -> Iterator[tuple[str, int, Trajectory]]:
+    """Each trajectory's episode, and its number there."""
+    numbers = Counter[int]()
+    for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+        yield episode_name(group.group_id, index), numbers[index], trajectory
+        numbers[index] += 1
