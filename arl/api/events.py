@@ -229,7 +229,6 @@ class RewardEnded(Event, frozen=True, kw_only=True):
 class SnapshotTaken(Event, frozen=True, kw_only=True):
     version: int
     seconds: float
-    num_bytes: int = 0
 
 
 class ServerPaused(Event, frozen=True, kw_only=True):

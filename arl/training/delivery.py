@@ -68,7 +68,7 @@ class Delivery:
         now = time.monotonic()
         self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
         self.newest = update.version
-        self.events.emit(SnapshotTaken(version=update.version, seconds=now - began, num_bytes=update.num_bytes))
+        self.events.emit(SnapshotTaken(version=update.version, seconds=now - began))
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
