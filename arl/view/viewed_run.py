@@ -187,7 +187,9 @@ class ViewedRun:
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
         problems = [*self.run.problems, *([self._problem] if self._problem else [])]
-        if not self.run.files.directory.is_dir() and (self.run.steps or not self._is_live()):  # else it may yet come
+        if not self.run.files.directory.is_dir() and (
+            self.run.steps or not self.tick()["is_live"]
+        ):  # else it may yet come
             problems.append(
                 f"{self.run_dir} has no event log: its steps and evaluations are shown, its episodes cannot be. An "
                 "older arl wrote none, and log.events: null turns it off."
