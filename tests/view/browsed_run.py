@@ -46,6 +46,10 @@ class BrowsedRun:
     def num_failed(self) -> int:
         return self.version * GROUPS // 2
 
+    def begin(self, episode: str) -> None:
+        """Of the next step; it has not ended."""
+        self._log.emit(EpisodeBegan(t=self._began, episode=episode))
+
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             start = self._began + self.version * STEP_S

@@ -266,6 +266,28 @@ async def test_a_long_episode_comes_in_windows(page: Page, address: str) -> None
     await expect(page.locator(".turn.sampled")).to_have_count(2)
 
 
+async def test_a_running_episode_shows_its_tokens_once_they_come(browser: Browser, tmp_path: Path) -> None:
+    with browsed_run(tmp_path / "run") as run:
+        run.begin("0.0")
+        async with looking_at(run.run_dir) as server:
+            while not await server.names():
+                pass
+            address = f"{server.session._base_url}/"
+            async with opened(browser, address) as page:
+                await show(page, address, "episode/0/1/0.0")
+                await expect(page.locator("main")).to_contain_text("still runs")
+                run.train()
+                await expect(page.locator(".turn.sampled")).to_have_count(2)
+
+
+async def test_the_choice_of_colours_is_remembered(page: Page, address: str) -> None:
+    await show(page, address, "episode/0/1/4.1")
+    await expect(page.get_by_label("Colour by")).to_have_value("sampled")
+    await page.get_by_label("Colour by").select_option("advantage")
+    await show(page, address, "episode/0/1/4.2")
+    await expect(page.get_by_label("Colour by")).to_have_value("advantages")
+
+
 async def test_branches_are_a_tree(page: Page, address: str) -> None:
     await show(page, address, f"episode/0/1/{BRANCHED}")
     tree = page.get_by_role("navigation", name="Trajectories")

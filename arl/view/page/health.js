@@ -10,7 +10,7 @@ export async function healthView({ place, run, link, signal }) {
   const at = (t) => h("span", { class: "num", title: moment(t) }, clock(t));
   const episode = ({ life, episode }) => h("a", { href: link("episode", [run.run, life, episode]) }, episode);
   const group = ({ life, group }) => h("a", { href: link("group", [run.run, life, group]) }, `group ${group}`);
-  const known = (name, values, format) => [h("h2", {}, name),
+  const known = (name, values, format) => Object.keys(values).length > 0 && [h("h2", {}, name),
     facts(Object.entries(values).map(([name, value]) => [name.replaceAll("_", " "), num(value, format)]))];
   const list = (name, head, rows) => [h("h2", {}, name), table(name, head, rows)];
 
