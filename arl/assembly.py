@@ -30,7 +30,7 @@ from arl.api.engine_config import (
     SGLangEngineConfig,
 )
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
-from arl.api.events import NOWHERE, Events, RunBegan
+from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
@@ -238,7 +238,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     )
 
 
-def _events(stack: AsyncExitStack, config: Config) -> Events:
+def _events(stack: AsyncExitStack, config: Config) -> EventStore:
     return stack.enter_context(EventLog(config.run_dir, config.log.events).open()) if config.log.events else NOWHERE
 
 

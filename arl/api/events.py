@@ -325,6 +325,21 @@ class Events(Protocol):
     def keep(self, tokens: KeptTokens) -> None: ...
 
 
+FLUSH_S = 10.0
+"""How long a checkpoint waits for the event log, in seconds."""
+
+
+class EventStore(Events, Protocol):
+    """Where records end up."""
+
+    def flush(self, timeout_s: float = FLUSH_S) -> bool:
+        """Wait until all that was given before is on the disk, or recorded as Lost. It never raises.
+
+        Returns False if that did not come about in `timeout_s` seconds: the disk hangs or is full, or the log is over.
+        """
+        ...
+
+
 class _Nowhere:
     def emit(self, event: Event) -> None:
         pass
@@ -332,8 +347,11 @@ class _Nowhere:
     def keep(self, tokens: KeptTokens) -> None:
         pass
 
+    def flush(self, timeout_s: float = FLUSH_S) -> bool:
+        return True
 
-NOWHERE: Events = _Nowhere()
+
+NOWHERE: EventStore = _Nowhere()
 
 
 @dataclass(frozen=True, slots=True)

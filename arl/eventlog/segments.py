@@ -154,6 +154,8 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metrics: dict[str, float] = {}
     turns: list[tuple[int, int, float]] = []
     """(start, stop, reward) of each."""
+    states: list[str | None] = []
+    """The key of the state in which each turn was taken; empty if none has one."""
     temperature: float = 1.0
     is_truncated: bool = False
 

@@ -49,7 +49,7 @@ class RunState:
     replay: Sequence[Group] = ()
     """Trained groups that may be trained again: Replay.groups."""
     sync: Callable[[], None] = lambda: None
-    """Forces to the disk what `values` refers to: RunLog.sync. Called before the checkpoint gets its name."""
+    """Forces to the disk what the logs say of the state. Called before the checkpoint gets its name."""
 
     def text(self, identity: Mapping[str, Any]) -> str:
         known = {"format": FORMAT, "identity": identity, **self.values}

@@ -13,7 +13,7 @@
 |           |                    |                     | the thread arl-train     | the end of its call            |
 | delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
 | evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
-| saving    | copies, RunState   | a checkpoint        | the disk                 | the step where it is due       |
+| saving    | copies, RunState   | a checkpoint        | the disk, the event log  | the step where it is due       |
 | `save`, `export` in other tasks | | a checkpoint, a model | the end of the step  | the step, which holds `_training` |
 | `stop`    |                    | the run's totals    | rollout, delivery, evaluation | their ends                |
 
@@ -36,7 +36,7 @@ from typing import Self
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, end_with, first_error
-from arl.api.events import NOWHERE, BatchTaken, Events
+from arl.api.events import NOWHERE, BatchTaken, EventStore
 from arl.api.notebook import run_html
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import TrainThread, offload
@@ -70,7 +70,7 @@ class Trainer:
     thread: TrainThread
     replay: Replay = field(default_factory=Replay)
     totals: RunTotals = field(default_factory=RunTotals)
-    events: Events = NOWHERE
+    events: EventStore = NOWHERE
     last_words: Callable[[str], object] = lambda reason: None
     """Called with the reason before a process that cannot end its run is ended."""
 
@@ -289,8 +289,13 @@ class Trainer:
             values=values | {"logs": self.log.positions()},
             groups=self.buffer.untrained(self.version),
             replay=self.replay.groups,
-            sync=self.log.sync,
+            sync=self._sync,
         )
+
+    def _sync(self) -> None:
+        """Force to the disk what a checkpoint counts on: the rows of its steps, and the records of its episodes."""
+        self.log.sync()
+        self.events.flush()
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:

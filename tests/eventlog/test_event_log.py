@@ -23,8 +23,9 @@ from arl.api.events import Event, KeptTokens, Lost, Warned
 from arl.eventlog import writer
 from arl.eventlog.reading import KINDS
 from arl.eventlog.run_record import RunRecord, read_run
+from arl.eventlog.segment_files import SegmentFiles
 from arl.eventlog.segments import segments
-from arl.eventlog.writer import EventLog, _Segments
+from arl.eventlog.writer import EventLog
 
 SCHEMA_PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 
@@ -100,7 +101,9 @@ def test_tokens_come_back_to_the_bit_with_what_training_computed_at_the_tokens_i
         for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions"):
             np.testing.assert_array_equal(found.columns[name], getattr(t, name))
         assert (found.row.role, found.row.temperature, found.row.reward) == (t.role, t.temperature, t.reward)
-        assert [turn[:2] for turn in found.row.turns] == [(turn.start, turn.stop) for turn in t.turns]
+        assert (found.row.rewards, found.row.is_truncated) == (t.rewards, t.is_truncated)
+        assert found.row.turns == [(turn.start, turn.stop, turn.reward) for turn in t.turns]
+        assert found.row.states == [turn.state for turn in t.turns]
         if values is None or not values.size:
             assert "weights" not in found.columns
         else:
@@ -172,35 +175,132 @@ def test_a_hanging_disk_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: py
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
+from records import trajectory
 from arl.api.config import EventsConfig
-from arl.api.events import EpisodeBegan
-from arl.eventlog.writer import EventLog, _Segments
+from arl.api.events import EpisodeBegan, KeptTokens, ToolEnded
+from arl.eventlog.segment_files import SegmentFiles
+from arl.eventlog.writer import EventLog
 
 log = EventLog(Path(sys.argv[1]), EventsConfig())
-files = _Segments(log.directory, 10**9)
+files = SegmentFiles(log.directory, 10**9)
 log.emit(EpisodeBegan(episode="0.before"))
 log._write(files)
 (size,) = (path.stat().st_size for path in log.directory.iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 60, resource.RLIM_INFINITY))  # a part of a frame fits
 for number in range(100):
     log.emit(EpisodeBegan(episode=f"0.{number}"))
-try:
-    log._write(files)
-except OSError as error:
-    print(error.strerror)
+    log.emit(ToolEnded(episode=f"0.{number}", tool="calculator", seconds=0.5))
+    log.keep(KeptTokens(rows=[(f"0.{number}", 0, trajectory())]))
+for _ in range(2):
+    try:
+        log._write(files)
+    except OSError as error:
+        print(error.strerror)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 log.emit(EpisodeBegan(episode="0.after"))
 log._write(files)
 """
 
 
-def test_a_full_disk_costs_what_could_not_be_written_and_nothing_else(tmp_path: Path):
-    run = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+def script(text: str, run_dir: Path) -> list[str]:
+    """The command of a program that imports what tests do."""
+    return [sys.executable, "-c", text, str(run_dir)]
+
+
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(tmp_path: Path):
+    ended = subprocess.run(
+        script(FULL_DISK, tmp_path), capture_output=True, text=True, check=True, timeout=60, env=PATHS
     )
-    assert run.stdout == "File too large\n"
-    assert {episode.episode for episode in read_run(tmp_path).episodes} == {"0.before", "0.after"}
-    assert lost_in(tmp_path) == (100, 0)
+    assert ended.stdout == "File too large\n" * 2
+    run = read_run(tmp_path)
+    names = [f"0.{number}" for number in range(100)]
+    assert [episode.episode for episode in run.episodes] == ["0.before", *names, "0.after"]
+    assert all(run.tokens(run.episode(1, name)) for name in names)
+    assert [record.episode for record in records_of(tmp_path) if isinstance(record, events.ToolEnded)] == names
+    assert lost_in(tmp_path) == (0, 0)
+
+
+def test_what_cannot_be_written_for_long_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer, "_PATIENCE_S", 0.0)
+    place = tmp_path / "events"
+    place.write_text("a file where the directory belongs")
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        for number in range(3):
+            log.emit(began(number))
+        log.keep(KeptTokens(rows=[("0.1", 0, trajectory())]))
+        assert not log.flush()
+        place.unlink()
+        log.emit(began(3))
+        assert log.flush()
+    assert [episode.episode for episode in read_run(tmp_path).episodes] == ["0.3"]
+    assert lost_in(tmp_path) == (4, 1), "three episodes that began and the warning; the tokens"
+    assert {record.why for record in records_of(tmp_path) if isinstance(record, Lost)} == {
+        f"FileExistsError: [Errno 17] File exists: '{place}'"
+    }
+
+
+FLUSHED = """
+import os, signal, sys
+from pathlib import Path
+from records import trajectory
+from arl.api.config import EventsConfig
+from arl.api.events import EpisodeBegan, KeptTokens, ToolEnded
+from arl.eventlog import writer
+
+writer._EVERY_S = 1000.0
+with writer.EventLog(Path(sys.argv[1]), EventsConfig()).open() as log:
+    for number in range(100):
+        log.emit(EpisodeBegan(episode=f"0.{number}"))
+        log.emit(ToolEnded(episode=f"0.{number}", tool="calculator", seconds=0.5))
+        log.keep(KeptTokens(rows=[(f"0.{number}", 0, trajectory(versions=(number,)))]))
+    print(log.flush(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_after_a_flush_a_kill_takes_nothing_of_what_was_given_before(tmp_path: Path):
+    ended = subprocess.run(script(FLUSHED, tmp_path), capture_output=True, text=True, timeout=60, env=PATHS)
+    assert (ended.stdout, ended.returncode) == ("True\n", -signal.SIGKILL)
+    run = read_run(tmp_path)
+    names = [f"0.{number}" for number in range(100)]
+    assert [episode.episode for episode in run.episodes] == names
+    assert [run.tokens(episode)[0].columns["versions"].tolist() for episode in run.episodes] == [
+        [-1, number] for number in range(100)
+    ]
+    assert [record.episode for record in records_of(tmp_path) if isinstance(record, events.ToolEnded)] == names
+
+
+def test_a_flush_forces_all_files_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced = set[str]()
+
+    def note(file: int) -> None:
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(began(0))
+        log.emit(events.ToolEnded(episode="0.0", tool="calculator", seconds=0.5))
+        log.keep(KeptTokens(rows=[("0.0", 0, trajectory())]))
+        monkeypatch.setattr(os, "fsync", note)
+        assert log.flush()
+    assert synced == {"events", *(f"0001-0001.{stream}.zst" for stream in ("events", "calls", "tokens"))}
+
+
+def test_a_flush_does_not_wait_for_a_hanging_disk_or_for_a_log_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    may_write = threading.Event()
+    monkeypatch.setattr(EventLog, "_write", lambda *_: may_write.wait())
+    log = EventLog(tmp_path, EventsConfig())
+    assert not log.flush()
+    with log.open():
+        assert not log.flush(timeout_s=0.01)
+        assert "did not take the records of a checkpoint in 0.01 s" in caplog.text
+        may_write.set()
+        assert log.flush()
+    assert not log.flush()
 
 
 KILLED = """
@@ -222,8 +322,7 @@ with writer.EventLog(Path(sys.argv[1]), EventsConfig()).open() as log:
 
 
 def test_after_a_kill_all_whole_frames_are_there_and_the_next_life_goes_on_beside_them(tmp_path: Path):
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, env=paths) as process:
+    with subprocess.Popen(script(KILLED, tmp_path), stdout=subprocess.PIPE, env=PATHS) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if int(line) >= 3000:
@@ -246,7 +345,7 @@ def test_old_segments_are_deleted_tokens_first_so_that_the_log_stays_below_its_b
     long = trajectory(versions=(1,) * 19_999)
     long = replace(long, token_ids=chance.integers(0, 1 << 30, 20_000), behavior_logprobs=-chance.random(20_000))
     log = EventLog(tmp_path, EventsConfig(tokens="all"))
-    files = _Segments(log.directory, most_bytes)
+    files = SegmentFiles(log.directory, most_bytes)
     for number in range(150):
         log.emit(began(number))
         log.keep(KeptTokens(rows=[(f"0.{number}", 0, long)]))

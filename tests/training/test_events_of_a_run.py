@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from one_turn import OneTurn
 from trainer_run import run, running
 
@@ -12,7 +13,10 @@ from arl.api import events
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, ModelRequest, Trajectory
+from arl.eventlog import writer
 from arl.eventlog.run_record import RunRecord, read_run
+from arl.training.flat_groups import read_groups
+from arl.training.run_dir import saved_versions
 
 SETTINGS: dict[str, Any] = {"rollout": {"max_staleness": 2, "batch_size": 2, "group_size": 3}}
 
@@ -145,6 +149,37 @@ async def test_a_life_that_goes_back_undoes_what_was_trained_after_its_checkpoin
     undone = [episode for episode in record.episodes if episode.is_undone]
     assert {episode.life for episode in undone} == {1}
     assert all(episode.step is None for episode in undone)
+
+
+async def test_what_a_checkpoint_counts_on_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each batch up to its version, the groups that wait in it, and their tokens."""
+    monkeypatch.setattr(writer, "_EVERY_S", 1000.0)
+    engine = ScriptedTrainEngine()
+    async with running(tmp_path, engine, steps=4, checkpoint={"every": 100}, **SETTINGS) as trainer:
+        _ = [await anext(trainer) for _ in range(3)]
+        while not trainer.buffer.untrained(3):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+        await trainer.save()
+        record = read_run(tmp_path)
+    with (tmp_path / "checkpoints" / "version-00000003" / "groups.npz").open("rb") as file:
+        waiting = {group.group_id for group in read_groups(file)}
+    assert [batch.version for batch in of_kind(record, events.BatchTrained)] == [1, 2, 3]
+    for version, batch in enumerate(engine.batches[:3], start=1):
+        episodes = [episode for episode in record.episodes if episode.step == version]
+        tokens = [found.columns["token_ids"].tolist() for episode in episodes for found in record.tokens(episode)]
+        assert sorted(tokens) == sorted(s.token_ids.tolist() for minibatch in batch for s in minibatch)
+    assert waiting
+    assert {group.group for group in record.groups if group.outcome == "kept" and group.step is None} >= waiting
+
+
+async def test_a_log_that_cannot_be_written_stops_neither_the_run_nor_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(writer, "_PATIENCE_S", 0.0)
+    (tmp_path / "events").write_text("a file where the directory belongs")
+    assert len(await run(tmp_path, steps=3, checkpoint={"every": 1, "keep": 3}, **SETTINGS)) == 3
+    assert max(saved_versions(tmp_path / "checkpoints")) == 3
+    assert "cannot be written, and the run goes on without" in caplog.text
 
 
 async def test_without_an_event_log_there_is_none(tmp_path: Path):
