@@ -194,7 +194,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         learner, engine = await _engines(stack, config, given.workflow, thread, events)
     transport = await thread(_transport, config, learner.engine)
     stack.callback(transport.close)
-    is_decoded = config.log.trajectories or (trackers.has_any and config.log.track_trajectories)
+    is_decoded = trackers.has_any and config.log.track_trajectories
     decode = await offload(decoder, config.model) if is_decoded else None
     tracker = trackers if trackers.has_any else None
     run_log = RunLog(config.run_dir, config.log, display=display, decode=decode, tracker=tracker)

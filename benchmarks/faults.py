@@ -143,7 +143,7 @@ async def train(servers: Servers, args: argparse.Namespace, *, kill: bool) -> Ou
                 "update_timeout_s": 10,
             },
             "rollout": {"batch_size": 4, "group_size": 4, "max_staleness": 2, "max_concurrent_episodes": 48},
-            "log": {"console": False, "trajectories": 0},
+            "log": {"console": False},
         }
     )
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]

@@ -35,7 +35,7 @@ class ScriptedServers:
 
 def small(run_dir: Path, **settings: Any) -> Config:
     """Settings of two steps of two groups of two episodes each, which shows nothing, with `settings` laid over them."""
-    few = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False, "trajectories": 0}}
+    few = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False}}
     return Config.model_validate({"model": "none", "run_dir": run_dir, **laid_over(few, settings)})
 
 

@@ -18,6 +18,8 @@ from arl.api.types import ModelRequest, SamplingParams, StepStats, TurnSpan
 from arl.api.workflow import ExampleRecord, RolloutWorkflow
 from arl.assembly import launch
 from arl.engine.tiny import write_tiny_model
+from arl.eventlog.records import GroupRecord
+from arl.eventlog.run_record import read_run
 from arl.training.run_files import read_jsonl
 
 
@@ -33,15 +35,17 @@ class Run:
         return [int(request.sampling.temperature == 0), len(self.asked) % 7]
 
     async def __call__(self, workflow: RolloutWorkflow, *, evaluate: bool = False, **settings: Any) -> list[StepStats]:
-        settings = {"steps": 3, "log": {"trajectories": 100}, "workflow": workflow, "evaluate": evaluate, **settings}
+        settings = {"steps": 3, "workflow": workflow, "evaluate": evaluate, **settings}
         async with running(self.run_dir, engine=ScriptedEngine(self._answer), **settings) as trainer:
             steps = [step async for step in trainer]
             if evaluate:
                 await trainer.evaluate()
         return steps
 
-    def logged(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.run_dir / "trajectories.jsonl")
+    def trained(self) -> list[GroupRecord]:
+        """Batch by batch."""
+        groups = [group for group in read_run(self.run_dir).groups if group.step]
+        return sorted(groups, key=lambda group: group.step or 0)
 
 
 @pytest.fixture
@@ -67,8 +71,11 @@ async def test_an_algorithm_with_a_greedy_baseline_has_one_greedy_episode_for_ea
     greedy = OneTurn(lambda answer: {"reward": float(answer)})
     advantage = {"kind": "returns", "baseline": "greedy", "scale": "none"}
     steps = await run(greedy, algorithm={"advantage": advantage}, rollout={"max_staleness": 0})
-    assert len(run.logged()) == 12
-    assert all(row["greedy_rewards"] == {"agent": 1.0} and row["reward"] == 0.0 for row in run.logged())
+    assert len(run.trained()) == 6
+    for group in run.trained():
+        greedy, *others = sorted(group.episodes, key=lambda episode: episode.episode, reverse=True)
+        assert (greedy.episode, greedy.reward, greedy.trained) == (f"{group.group}.greedy", 1.0, [])
+        assert [(episode.reward, episode.trained[0].advantage) for episode in others] == [(0.0, -1.0)] * 2
     greedy_requests = sum(sampling.temperature == 0 for sampling in run.asked)
     assert 6 <= steps[-1].metrics["baselines_finished"] <= greedy_requests <= 8
 
@@ -110,8 +117,7 @@ async def test_a_curriculum_says_what_is_trained(run: Run) -> None:
         return [record.index for record in records if record.index % 2]
 
     await run(OneTurn(), curriculum=odd_ones, rollout={"max_staleness": 0})
-    trained = list(dict.fromkeys(row["example_id"][1] for row in run.logged()))
-    assert trained == [1, 3, 5, 7, 9, 11]
+    assert [group.row for group in run.trained()] == [1, 3, 5, 7, 9, 11]
     assert {(sampling.temperature, sampling.seed) for sampling in run.asked} == {(1.0, None)}  # nothing asks for more
 
 

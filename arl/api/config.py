@@ -161,10 +161,6 @@ class LogConfig(Section):
     """Print a live table."""
     format: Literal["text", "json"] = "text"
     """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
-    trajectories: NonNegativeInt = 8
-    """How many trajectories of each step to write to trajectories.jsonl."""
-    trajectories_max_gb: PositiveFloat = 5.0
-    """Once trajectories.jsonl has this size, nothing is added to it."""
     max_mb: PositiveFloat = 64.0
     """Largest size of each file in run_dir/logs. Older text moves to NAME.log.old, which has the same limit."""
     events: EventsConfig | None = EventsConfig()
@@ -232,7 +228,7 @@ class Config(Section):
     model: str
     """A Hugging Face model directory, or a model's name on the hub."""
     run_dir: Path = Path("runs/run")
-    """Where metrics, trajectories, checkpoints and logs go."""
+    """Where metrics, the event log, checkpoints and logs go."""
     steps: PositiveInt = 100
     """Batches to train."""
     seed: int = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from arl.api.config import LogConfig
 from arl.api.tracking import TrackedTrajectory, Tracker
-from arl.api.types import COLUMNS, Evaluation, Group, StepStats, Trajectory
+from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import force_to_disk
 from arl.training.display import Display
 from arl.training.run_dir import usable
@@ -39,27 +38,25 @@ class RunLog:
         decode: Callable[[Sequence[int]], str] | None = None,
         tracker: Tracker | None = None,
     ) -> None:
-        """display: None shows nothing. decode: token ids -> text; None: trajectories are written without text. tracker:
-        gets steps and evaluations, too, once they are written.
+        """display: None shows nothing. tracker: gets steps and evaluations, too, once they are written. decode: token
+        ids -> text, for the tracker; None: it gets trajectories without text.
         """
         with usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
-        self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
+        self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
         self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._version = 0
-        """The last step whose rows are all there."""
+        """The last step whose row is there."""
         self._begun: dict[str, int] = {}
-        """Where the next rows begin, in files in which an error may have left some of them."""
-        self._is_full = False
-        """Whether trajectories.jsonl has its largest size."""
+        """Where the next row begins, in files in which an error may have left a part of it."""
         self._config = config
         self._decode = decode
         self._tracker = tracker
         self.display = display or Display(console=Console(quiet=True))
 
     def positions(self) -> dict[str, int]:
-        """The lengths in bytes of the files that grow with each step, up to the last whole step. Any thread may ask."""
-        return {name: self._ends[name] for name in ("metrics", "trajectories")}
+        """The length in bytes of the file that grows with each step, up to the last whole step. Any thread may ask."""
+        return {"metrics": self._ends["metrics"]}
 
     def sync(self) -> None:
         """Force the files to the disk, on any thread, before a checkpoint refers to their rows."""
@@ -87,26 +84,20 @@ class RunLog:
         return {row["version"]: Evaluation(**{name: row[name] for name in names}) for row in rows}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
-        """Write the step's rows once. A call after an error that left only some of them replaces these.
+        """Write the step's row once. A call after an error that left a part of it replaces this.
 
         advantages: each trajectory's mean over its trained tokens; None without trained tokens.
         """
         if stats.version <= self._version:
             return
-        ends = {
-            "metrics": self._append("metrics", [dict(stats.metrics)]),
-            "trajectories": self._append("trajectories", self._rows_with_room(stats.version, groups, advantages)),
-        }
-        self._ends |= ends
-        self._begun = {name: begun for name, begun in self._begun.items() if name not in ends}
+        self._append("metrics", stats.metrics)
         self._version = stats.version
         self.display.step(stats)
         if self._tracker is not None:
             self._tracker.step(stats, self._tracked(stats.version, groups, advantages))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._ends["evaluations"] = self._append("evaluations", [asdict(evaluation)])
-        del self._begun["evaluations"]
+        self._append("evaluations", asdict(evaluation))
         self.display.evaluation(evaluation)
         if self._tracker is not None:
             self._tracker.evaluation(evaluation)
@@ -140,56 +131,14 @@ class RunLog:
             text=self._decode(trajectory.token_ids.tolist()) if self._decode else "",
         )
 
-    def _rows_with_room(
-        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
-    ) -> Iterable[dict[str, Any]]:
-        """The rows of trajectories; none once the file has its largest size."""
-        max_gb = self._config.trajectories_max_gb
-        if self._ends["trajectories"] < max_gb * 1e9:
-            return self._trajectory_rows(version, groups, advantages)
-        if not self._is_full:
-            self._is_full = True
-            log.warning(
-                "%s has reached log.trajectories_max_gb=%g: no more are added", self._paths["trajectories"], max_gb
-            )
-        return ()
-
-    def _trajectory_rows(
-        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
-    ) -> Iterator[dict[str, Any]]:
-        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
-        pairs = zip(members, advantages, strict=True)
-        for (group, i), advantage in islice(pairs, self._config.trajectories):
-            trajectory = group.trajectories[i]
-            row = {
-                "version": version,
-                "group_id": group.group_id,
-                "example_id": group.example_id,
-                "episode": group.episode_indices[i],
-                **_row_of(trajectory),
-                "greedy_rewards": dict(group.greedy_rewards),
-                "advantage": advantage,
-            }
-            yield row | ({"text": self._decode(row["token_ids"])} if self._decode else {})
-
-    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Write rows at the end, in place of any that an error left there; returns where they end."""
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Write a row at the end, in place of any part of it that an error left there."""
         with usable(self._paths[name]), self._paths[name].open("ab") as file:
             file.truncate(min(self._begun.setdefault(name, file.tell()), file.tell()))
-            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-            return file.tell()
-
-
-def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """What was given for its fields, as JSON."""
-    row = {field.name: getattr(trajectory, field.name) for field in fields(trajectory) if field.init}
-    row |= {name: row[name].tolist() for name in COLUMNS if row[name] is not None}
-    return row | {
-        "loss_mask": [int(is_trained) for is_trained in row["loss_mask"]],
-        "turns": [asdict(turn) for turn in trajectory.turns],
-        "rewards": dict(trajectory.rewards),
-        "metrics": dict(trajectory.metrics),
-    }
+            file.write(json.dumps(dict(row)).encode() + b"\n")
+            end = file.tell()
+        self._ends[name] = end
+        del self._begun[name]
 
 
 def _cut(path: Path, version: int, position: int | None) -> None:

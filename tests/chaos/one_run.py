@@ -33,7 +33,7 @@ SETTINGS = {
     },
     "train": {"optimizer": {"lr": 1e-6}},
     "checkpoint": {"every": 2},
-    "log": {"trajectories": 100, "console": False},
+    "log": {"console": False},
     "stall": {"warn_after_s": 45},
 }
 TIMEOUTS = {"request_timeout_s": 8, "update_timeout_s": 4}

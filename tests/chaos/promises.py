@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from life import NUM_EXAMPLES, SEEN
-from recovery.invariants import check_ledger, newest_checkpoint
+from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 
+from arl.eventlog.records import EpisodeRecord, GroupRecord
+from arl.eventlog.run_record import RunRecord
 from arl.training.run_end import how_it_ended
 
 MARK = "ARL_CHAOS"
@@ -44,21 +46,24 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+GROUP_SIZE = 2
+
+
 def check_run_dir(run_dir: Path, *, batch_size: int, max_staleness: int) -> tuple[int, Counter[str]]:
     """The newest checkpoint agrees with itself and with the logs; returns its version and how examples ended."""
     check_metrics(rows_of(run_dir / "metrics.jsonl"))
     version, directory = newest_checkpoint(run_dir)
-    trajectories = rows_of(run_dir / "trajectories.jsonl")
-    for row in trajectories:
-        check_tokens(row, max_staleness)
+    run = RunRecord(run_dir)
+    run.update()
+    batches = trained_batches(run)
+    for batch in batches:
+        assert len(batch) == batch_size, "a trained group is missing in the event log"
+        for group in batch:
+            check_group(run, group, version, max_staleness)
+    assert len(batches) >= version, f"the checkpoint is of version {version}, and the event log has {len(batches)}"
     if version == 0:
         return 0, Counter()
-    kept = [row for row in trajectories if row["version"] <= version]
-    groups = {(row["version"], row["group_id"]): tuple(row["example_id"]) for row in kept}
-    assert len({group_id for _, group_id in groups}) == len(groups), "a group was trained twice"
-    assert len(set(groups.values())) == len(groups), "an example of an epoch was trained twice"
-    assert len(groups) == batch_size * version, "a trained group is missing in trajectories.jsonl"
-    logged = [sorted(index for (v, _), (_, index) in groups.items() if v == n) for n in range(1, version + 1)]
+    logged = [sorted(group.row for group in batch) for batch in batches[:version]]
     memory = directory / "engine" / SEEN
     seen = json.loads(memory.read_text()) if memory.exists() else logged
     assert [sorted(set(batch)) for batch in logged] == [sorted(set(batch)) for batch in seen], (
@@ -81,16 +86,37 @@ def check_metrics(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def check_tokens(row: dict[str, Any], max_staleness: int) -> None:
-    where = f"group {row['group_id']} of version {row['version']}"
-    sampled = [version for version in row["versions"] if version >= 0]
-    trained_at = row["version"] - 1
+def check_group(run: RunRecord, group: GroupRecord, saved: int, max_staleness: int) -> None:
+    """saved: the version of the newest checkpoint. A kill may take tokens of later ones."""
+    assert group.step is not None
+    episodes = sorted(episode.episode for episode in group.episodes)
+    where = f"group {group.group} of version {group.step}"
+    assert episodes == [f"{group.group}.{index}" for index in range(GROUP_SIZE)], f"{where} has the episodes {episodes}"
+    for episode in group.episodes:
+        assert episode.how == "finished", f"{where} has an episode that is {episode.how}"
+        assert len(episode.trajectories) == 1, f"{where} has an episode of {len(episode.trajectories)} trajectories"
+        assert episode.places or group.step > saved, f"{where} has no tokens"
+        if episode.places:
+            check_tokens(run, episode, f"episode {episode.episode} of version {group.step}", max_staleness)
+
+
+def check_tokens(run: RunRecord, episode: EpisodeRecord, where: str, max_staleness: int) -> None:
+    assert episode.group is not None
+    assert episode.step is not None
+    (tokens,) = run.tokens(episode)
+    columns, is_sampled = tokens.columns, tokens.columns["loss_mask"]
+    sampled, trained_at = columns["versions"][is_sampled].tolist(), episode.step - 1
     assert trained_at - max_staleness <= min(sampled) <= max(sampled) <= trained_at, (
         f"{where} has tokens of the versions {sorted(set(sampled))}"
     )
+    assert episode.staleness == trained_at - min(sampled), f"{where} says that its staleness is {episode.staleness}"
     assert len(sampled) == 10, f"{where} has {len(sampled)} sampled tokens in place of 10"
-    assert all(logprob <= 0 for logprob in row["behavior_logprobs"]), f"{where} has logprobs above 0, or none"
-    assert all(0 <= token < 10_000 for token in row["token_ids"]), f"{where} has tokens beyond the vocabulary"
+    assert (columns["versions"][~is_sampled] == -1).all(), f"{where} has versions of tokens that were not sampled"
+    assert columns["token_ids"][1] == episode.group.row, f"{where} has tokens of another example"
+    assert (columns["behavior_logprobs"] <= 0).all(), f"{where} has logprobs above 0, or none"
+    assert ((columns["token_ids"] >= 0) & (columns["token_ids"] < 10_000)).all(), (
+        f"{where} has tokens beyond the vocabulary"
+    )
 
 
 def check_output(output: str) -> None:

@@ -139,14 +139,14 @@ SETTINGS = {
 def soak_real(directory: Path, seconds: float) -> list[Sample]:
     shape = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
     model = write_tiny_model(directory / "model", shape=shape)
-    config = small(directory / "real", **{**SETTINGS, "model": str(model), "log": {"trajectories": 8}})
+    config = small(directory / "real", **{**SETTINGS, "model": str(model)})
     return asyncio.run(watched(config, TwoTurns(has_workers=True), 200, seconds))
 
 
 def soak_scripted(directory: Path, seconds: float) -> list[Sample]:
     with pytest.MonkeyPatch.context() as patch:
         forgetful_fakes(patch)
-        config = small(directory / "scripted", **{**SETTINGS, "log": {"trajectories": 8}})
+        config = small(directory / "scripted", **SETTINGS)
         return asyncio.run(watched(config, OneTurn(), 1000, seconds))
 
 
@@ -162,7 +162,6 @@ def forgetful_fakes(patch: pytest.MonkeyPatch, version: int = 0) -> None:
     train_engine = ScriptedTrainEngine(lambda _: train_engine.batches.clear())
     train_engine._version = version
     use_fakes(patch, engine, train_engine)
-    patch.setattr(arl.assembly, "decoder", lambda model: None)
 
 
 def grown(samples: Sequence[Sample], name: str, table: Table) -> list[str]:
@@ -223,7 +222,7 @@ def trained(run_dir: Path, steps: int, version: int = 0) -> Cost:
 
 async def train_on(run_dir: Path, steps: int, version: int) -> Cost:
     now = time.process_time
-    settings = {**SETTINGS, "evaluation": {"every": None}, "checkpoint": {"every": 10**9}, "log": {"trajectories": 8}}
+    settings = {**SETTINGS, "evaluation": {"every": None}, "checkpoint": {"every": 10**9}}
     config, began = small(run_dir, **settings), now()
     async with arl.assembly.launch(config, workflow=OneTurn(), dataset=Numbers()) as trainer:
         if version:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from life import NUM_EXAMPLES, TwoTurns
 from promises import check_end, check_output, check_run_dir, rows_of
@@ -17,7 +18,11 @@ from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_fakes
 
 import arl.assembly
+from arl.api.events import BatchTrained, EpisodeEnded, GroupAdmitted, TokensKept
 from arl.api.scripted import ScriptedEngine
+from arl.eventlog.reading import LogFiles
+from arl.eventlog.run_record import read_run
+from arl.eventlog.segments import new_packer, pack_tokens, packed_frame
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +35,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             _ = [step async for step in trainer]
 
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    config = small(run_dir, steps=6, log={"trajectories": 100})
+    config = small(run_dir, steps=6)
     with pytest.MonkeyPatch.context() as patch:
         use_fakes(patch, ScriptedEngine(lambda request: (7, 8, 9, 7, 8)))
-        patch.setattr(arl.assembly, "decoder", lambda model: None)
         asyncio.run(train())
     return run_dir
 
 
-def changed(name: str, change: Callable[[list[dict[str, Any]]], None]) -> Callable[[Path], None]:
-    """A change of the lines of one of the run's logs."""
-
+def changed_metrics(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], None]:
     def act(run_dir: Path) -> None:
-        path = run_dir / f"{name}.jsonl"
+        path = run_dir / "metrics.jsonl"
         rows = rows_of(path)
         change(rows)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,14 +52,62 @@ def changed(name: str, change: Callable[[list[dict[str, Any]]], None]) -> Callab
     return act
 
 
-def trained_again(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        if row["version"] == 4:
-            row["example_id"] = next(other["example_id"] for other in rows if other["version"] == 2)
+def changed_log(change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
+    """A change of the records in the event log's stream of events."""
+
+    def act(run_dir: Path) -> None:
+        directory = run_dir / "events"
+        records = [record for _, record in LogFiles(directory).new_records()]
+        change(records)
+        raw = msgspec.json.Encoder().encode_lines(records)
+        (directory / "0001-0001.events.zst").write_bytes(packed_frame(new_packer(), raw, len(records), 0.0, 1.0))
+
+    return act
 
 
-def of_the_future(rows: list[dict[str, Any]]) -> None:
-    rows[0]["versions"][-1] = 999
+def changed_tokens(name: str, value: float) -> Callable[[Path], None]:
+    """The last entry of a column of one trained trajectory is another."""
+
+    def act(run_dir: Path) -> None:
+        directory = run_dir / "events"
+        episode = next(episode for episode in read_run(run_dir).episodes if episode.step == 2)
+        life, segment, offset, place = episode.places[0]
+        rows, columns = LogFiles(directory).tokens(life, segment, offset)
+        columns[name] = columns[name].copy()
+        columns[name][sum(row.tokens for row in rows[: place + 1]) - 1] = value
+        frame = packed_frame(new_packer(), pack_tokens(rows, columns), len(rows), 0.0, 1.0)
+        (directory / "0001-0009.tokens.zst").write_bytes(frame)
+        names = [(row.episode, row.number) for row in rows]
+        changed_log(lambda records: records.append(TokensKept(segment=9, offset=0, rows=names)))(run_dir)
+
+    return act
+
+
+def batch_of(records: list[Any], version: int) -> BatchTrained:
+    return next(record for record in records if isinstance(record, BatchTrained) and record.version == version)
+
+
+def group_trained_again(records: list[Any]) -> None:
+    later = batch_of(records, 4)
+    later.groups[0] = batch_of(records, 2).groups[0]
+
+
+def example_trained_again(records: list[Any]) -> None:
+    first, again = (batch_of(records, version).groups[0] for version in (2, 4))
+    groups = {record.group: record for record in records if isinstance(record, GroupAdmitted)}
+    place = records.index(groups[again])
+    records[place] = msgspec.structs.replace(groups[again], row=groups[first].row, epoch=groups[first].epoch)
+
+
+def without_tokens(records: list[Any]) -> None:
+    group = batch_of(records, 3).groups[0]
+    kept = next(record for record in records if isinstance(record, TokensKept) and (f"{group}.0", 0) in record.rows)
+    kept.rows[kept.rows.index((f"{group}.0", 0))] = ("none", 0)
+
+
+def without_an_end(records: list[Any]) -> None:
+    name = f"{batch_of(records, 3).groups[0]}.0"
+    records[:] = [r for r in records if not (isinstance(r, EpisodeEnded) and r.episode == name)]
 
 
 def lost(run_dir: Path) -> None:
@@ -76,12 +126,20 @@ def test_nothing_is_wrong_with_a_run_that_nothing_hit(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (changed("metrics", lambda rows: rows.append(rows[-1])), "metrics.jsonl has the versions"),
-        (changed("metrics", lambda rows: rows.pop(2)), "metrics.jsonl has the versions"),
-        (changed("metrics", lambda rows: rows[3].update(loss=float("nan"))), "metrics that are no numbers: .'loss'"),
-        (changed("trajectories", trained_again), "an example of an epoch was trained twice"),
-        (changed("trajectories", lambda rows: rows.__delitem__(slice(0, 2))), "a trained group is missing"),
-        (changed("trajectories", of_the_future), r"has tokens of the versions \[0, 999\]"),
+        (changed_metrics(lambda rows: rows.append(rows[-1])), "metrics.jsonl has the versions"),
+        (changed_metrics(lambda rows: rows.pop(2)), "metrics.jsonl has the versions"),
+        (changed_metrics(lambda rows: rows[3].update(loss=float("nan"))), "metrics that are no numbers: .'loss'"),
+        (changed_log(group_trained_again), "a group was trained twice"),
+        (changed_log(example_trained_again), "an example of an epoch was trained twice"),
+        (changed_log(lambda records: records.append(batch_of(records, 6))), "version 6 was trained twice"),
+        (changed_log(lambda records: records.remove(batch_of(records, 3))), "the event log has the batches"),
+        (changed_log(lambda records: records.remove(batch_of(records, 6))), "version 6, and the event log has 5"),
+        (changed_log(lambda records: batch_of(records, 3).groups.pop()), "a trained group is missing"),
+        (changed_log(without_tokens), "has no tokens"),
+        (changed_log(without_an_end), "has an episode that is running"),
+        (changed_tokens("versions", 999), r"has tokens of the versions \[\d, 999\]"),
+        (changed_tokens("behavior_logprobs", 0.5), "has logprobs above 0, or none"),
+        (changed_tokens("token_ids", 10_000), "has tokens beyond the vocabulary"),
         (lost, "an example of this epoch is lost"),
     ],
 )

@@ -218,7 +218,7 @@ async def test_a_training_of_adapters_sees_the_samplers_logprobs_again(
         "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
         "train": {"optimizer": {"lr": 0.01}, "lora": {"rank": 4}},
         "weights": {"transport": "adapter"},
-        "log": {"console": False, "trajectories": 0},
+        "log": {"console": False},
     }
     config = Config.model_validate(settings)
     async with launch(config, workflow=SayDigits(), dataset=[{"number": n} for n in range(9)]) as trainer:

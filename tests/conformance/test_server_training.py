@@ -10,9 +10,12 @@ from statistics import mean
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from protocol_client import Client
 from servers import Server
+
+from arl.eventlog.run_record import read_run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -26,7 +29,7 @@ def train(server: Server, run_dir: Path, transport: str) -> None:
         "--engine.kind", "sglang", "--engine.addresses", server.url, "--weights.transport", transport,
         "--rollout.batch_size", "4", "--rollout.group_size", "8", "--rollout.max_staleness", str(MAX_STALENESS),
         "--train.optimizer.total_steps", str(NUM_STEPS), "--num_held_out", "48", "--evaluation.every", "100",
-        "--log.trajectories", "32", "--no-log.console",
+        "--no-log.console",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -37,13 +40,12 @@ def rows(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / f"{name}.jsonl").read_text().splitlines()]
 
 
-def check_versions(trajectory: dict[str, Any]) -> set[int]:
-    """The versions of a trajectory's sampled tokens, which lie within the bound for the step that trained on it."""
-    pairs = list(zip(trajectory["versions"], trajectory["loss_mask"], strict=True))
-    sampled = [version for version, is_trained in pairs if is_trained]
-    assert all(version == -1 for version, is_trained in pairs if not is_trained)
+def check_versions(columns: dict[str, np.ndarray], version: int) -> set[int]:
+    """The versions of a trajectory's sampled tokens, which lie within the bound for the step that made `version`."""
+    sampled = columns["versions"][columns["loss_mask"]].tolist()
+    assert (columns["versions"][~columns["loss_mask"]] == -1).all()
     assert sampled == sorted(sampled)
-    trained_at = trajectory["version"] - 1
+    trained_at = version - 1
     assert trained_at - MAX_STALENESS <= sampled[0] <= sampled[-1] <= trained_at
     return set(sampled)
 
@@ -69,6 +71,8 @@ async def test_twenty_steps_raise_the_reward_within_the_bound_on_staleness(
     # The first batch is of the trainer's own weights: its ratio is 1, or server and trainer disagree on logprobs.
     assert steps[0]["staleness/max"] == 0
     assert abs(steps[0]["behavior_weight_max"] - 1) < 1e-3
-    seen = [check_versions(trajectory) for trajectory in rows(tmp_path, "trajectories")]
+    run = read_run(tmp_path)
+    trained = [(tokens, episode.step) for episode in run.episodes if episode.step for tokens in run.tokens(episode)]
+    seen = [check_versions(tokens.columns, version) for tokens, version in trained]
     assert len(seen) == NUM_STEPS * 32
     assert len(set.union(*seen)) > NUM_STEPS / 2

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from arl.api.events import BatchTrained, RunBegan
+from arl.eventlog.records import GroupRecord
+from arl.eventlog.run_record import RunRecord
 from arl.rollout.ledger import ExampleLedger
 from arl.training.checkpoint import Checkpoints
 from arl.training.flat_groups import read_groups
@@ -15,6 +18,33 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, Path]:
     """Its version, 0 without one."""
     version = Checkpoints(run_dir / "checkpoints", 2, {}).newest_version() or 0
     return version, run_dir / "checkpoints" / f"version-{version:08d}"
+
+
+def trained_batches(run: RunRecord) -> list[list[GroupRecord]]:
+    """The groups of each batch in the history of the newest weights, by the event log: no group and no example twice.
+
+    A life that begins at a version forgets later ones.
+    """
+    assert run.problems == []
+    named: dict[int, list[int]] = {}
+    for _, record in run.system:
+        match record:
+            case RunBegan():
+                named = {version: numbers for version, numbers in named.items() if version <= record.version}
+            case BatchTrained():
+                assert record.version not in named, f"version {record.version} was trained twice"
+                named[record.version] = record.groups
+            case _:
+                pass
+    assert list(named) == list(range(1, len(named) + 1)), f"the event log has the batches {list(named)}"
+    numbers = [number for batch in named.values() for number in batch]
+    assert len(set(numbers)) == len(numbers), "a group was trained twice"
+    batches = [[group for group in run.groups if group.step == version] for version in named]
+    assert [sorted(group.group for group in batch) for batch in batches] == [sorted(batch) for batch in named.values()]
+    examples = [(group.epoch, group.row) for batch in batches for group in batch]
+    assert len(set(examples)) == len(examples), "an example of an epoch was trained twice"
+    assert not any(episode.is_undone for batch in batches for group in batch for episode in group.episodes)
+    return batches
 
 
 def check_ledger(checkpoint: Path, seen: Sequence[Sequence[int]], num_examples: int) -> dict[str, Any]:

@@ -102,13 +102,12 @@ def config(run_dir: Path, steps: int) -> Config:
         "max_failure_rate": 1.0,
         "replay_groups": 2,
     }
-    others = {"checkpoint": {"every": 2}, "log": {"trajectories": 100}}
+    others = {"checkpoint": {"every": 2}}
     return small(run_dir, steps=steps, rollout=rollout, weights={"directory": run_dir.parent / "weights"}, **others)
 
 
 async def live(run_dir: Path, steps: int) -> None:
     use_fakes(pytest.MonkeyPatch(), slow_engine(), Remembering())
-    arl.assembly.decoder = lambda model: None
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]
     async with arl.assembly.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
         async for _ in trainer:

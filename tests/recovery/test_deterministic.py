@@ -19,6 +19,7 @@ from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.eventlog.run_record import read_run
 from arl.trainer_process import load_train_engine
 from arl.training.run_files import read_jsonl
 
@@ -79,7 +80,6 @@ async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
         train={"optimizer": {"lr": 1e-2}},
         algorithm={"minibatches": 2, "dynamic_sampling": True},
         checkpoint={"every": 2},
-        log={"trajectories": 100},
     )
     # Without a seed of its own: each episode of a group gets one, whenever the group runs.
     workflow = OneTurn(lambda first: {"reward": float(first % 2)})
@@ -88,11 +88,18 @@ async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
         yield trainer
 
 
-def numbers(run_dir: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """What does not depend on the clock: of each step, and of each trajectory."""
+def numbers(run_dir: Path) -> tuple[list[dict[str, float]], list[tuple[Any, ...]]]:
+    """What does not depend on the clock: of each step, and of each trained trajectory, token by token."""
     names = ("version", "loss", "grad_norm", "reward", "entropy", "staleness/max", "episodes_trained")
     metrics = [{name: row[name] for name in names} for row in read_jsonl(run_dir / "metrics.jsonl")]
-    return metrics, read_jsonl(run_dir / "trajectories.jsonl")
+    run = read_run(run_dir)
+    trained = sorted((e for e in run.episodes if e.step and not e.is_undone), key=lambda e: (e.step, e.episode))
+    trajectories = [
+        (e.step, e.episode, e.reward, {name: column.tobytes() for name, column in tokens.columns.items()})
+        for e in trained
+        for tokens in run.tokens(e)
+    ]
+    return metrics, trajectories
 
 
 async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
@@ -109,4 +116,6 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
         _ = [step async for step in trainer]
     whole, killed = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
     assert len({row["loss"] for row in whole[0]}) == STEPS
+    assert len(whole[1]) == STEPS * 2 * 3
+    assert {"advantages", "proximal_logprobs", "versions"} <= whole[1][0][-1].keys()
     assert killed == whole

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from nursery import Nursery
-from recovery.invariants import check_ledger, newest_checkpoint
+from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 
 from arl.api.types import Group
+from arl.eventlog.run_record import read_run
 from arl.training.flat_groups import read_groups
 from arl.training.run_files import read_jsonl
 
 HERE = Path(__file__).parent
-NUM_EXAMPLES, BATCH_SIZE = 17, 2
+NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
 
 
 class Lives:
@@ -74,27 +75,27 @@ def check_replay(ledger: dict[str, Any], groups: list[Group], version: int) -> N
 
 
 def check_logs(run_dir: Path, seen: list[list[int]]) -> None:
-    metrics, trajectories = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "trajectories"))
-    logged = [row["version"] for row in metrics]
+    """The event log holds what the checkpoint counts on, token by token."""
+    logged = [row["version"] for row in read_jsonl(run_dir / "metrics.jsonl")]
     assert logged == list(range(1, len(logged) + 1))
     assert len(logged) >= len(seen)
-    groups: dict[int, tuple[int, int]] = {}
-    for version, batch in enumerate(seen, start=1):
-        new = {r["group_id"]: tuple(r["example_id"]) for r in trajectories if r["version"] == version}
-        assert sorted(index for _, index in new.values()) == batch
-        assert not new.keys() & groups.keys(), "a group was trained twice"
-        groups |= new
-    assert len(groups) == len(set(groups.values())), "an example of an epoch was trained twice"
+    run = read_run(run_dir)
+    batches = trained_batches(run)
+    assert len(batches) >= len(seen)
+    for batch, examples in zip(batches, seen, strict=False):
+        assert sorted(group.row for group in batch) == examples
+        for group in batch:
+            tokens = [found for episode in group.episodes for found in run.tokens(episode)]
+            assert [found.columns["token_ids"].tolist() for found in tokens] == [[1, group.row, 7, 8, 9]] * GROUP_SIZE
 
 
 def check_positions(run_dir: Path, positions: dict[str, int], version: int) -> None:
     """The rows up to the checkpoint's version end where it says."""
-    assert positions.keys() == {"metrics", "trajectories"}
-    for name, end in positions.items():
-        content = (run_dir / f"{name}.jsonl").read_bytes()
-        kept, later = ([json.loads(line) for line in part.split(b"\n")[:-1]] for part in (content[:end], content[end:]))
-        assert [row["version"] <= version for row in kept] == [True] * len(kept)
-        assert [row["version"] > version for row in later] == [True] * len(later)
+    assert positions.keys() == {"metrics"}
+    content, end = (run_dir / "metrics.jsonl").read_bytes(), positions["metrics"]
+    kept, later = ([json.loads(line) for line in part.split(b"\n")[:-1]] for part in (content[:end], content[end:]))
+    assert [row["version"] <= version for row in kept] == [True] * len(kept)
+    assert [row["version"] > version for row in later] == [True] * len(later)
 
 
 def test_killed_before_each_operation_on_a_file(lives: Lives):

@@ -11,11 +11,11 @@ from records import grouped, stats, trajectory
 
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
-from arl.api.types import Evaluation, Group, TurnSpan
+from arl.api.types import Evaluation, Group
 from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog, plot_run, read_jsonl
 
-QUIET = LogConfig(console=False, trajectories=3)
+QUIET = LogConfig(console=False)
 
 
 def write(log: RunLog, version: int, *groups: Group) -> None:
@@ -25,25 +25,6 @@ def write(log: RunLog, version: int, *groups: Group) -> None:
 
 def evaluation(version: int) -> Evaluation:
     return Evaluation(version=version, reward=0.25, num_episodes=4, num_failed=0, wall_s=1.0, metrics={})
-
-
-def test_trajectories_are_written_token_by_token_with_what_they_were_trained_with(tmp_path: Path) -> None:
-    turn = TurnSpan(start=1, stop=3, reward=0.5, state="s")
-    first = trajectory(rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
-    log = RunLog(tmp_path, QUIET, decode=lambda ids: " ".join(map(str, ids)))
-    right = trajectory(reward=1.0)
-    groups = grouped(first, number=2, greedy_rewards={"agent": 0.75}), grouped(right, right, right)
-    log.step(stats(1), groups, [0.25, None, -0.25, 0.0])
-    rows = read_jsonl(tmp_path / "trajectories.jsonl")
-    assert [(row["reward"], row["advantage"]) for row in rows] == [(0.0, 0.25), (1.0, None), (1.0, -0.25)]
-    assert (rows[0]["text"], rows[0]["example_id"]) == ("1 1 1", [0, 2])
-    columns = (
-        '"token_ids": [1, 1, 1], "loss_mask": [0, 1, 1], "behavior_logprobs": [0.0, -1.0, -1.0], "versions": [-1, 3, 4]'
-    )
-    assert columns in (tmp_path / "trajectories.jsonl").read_text().splitlines()[0]
-    assert rows[0]["turns"] == [{"start": 1, "stop": 3, "reward": 0.5, "state": "s"}]
-    assert (rows[0]["rewards"], rows[0]["greedy_rewards"]) == ({"form": 0.25}, {"agent": 0.75})
-    assert [row["is_truncated"] for row in rows] == [True, False, False]
 
 
 @pytest.mark.parametrize("knows_positions", [True, False])
@@ -64,24 +45,23 @@ def test_a_resume_cuts_back_to_its_version_drops_a_torn_line_and_keeps_evaluatio
     again = RunLog(tmp_path, QUIET)
     again.resume(2, positions if knows_positions else {})
     assert lines.read_text() == "".join(whole.splitlines(keepends=True)[:2])
-    assert [row["version"] for row in read_jsonl(tmp_path / "trajectories.jsonl")] == [1, 2]
     assert again.evaluations() == {0: evaluation(0), 2: evaluation(2)}
     write(again, 3, grouped(trajectory()))
-    assert again.positions() == {name: (tmp_path / f"{name}.jsonl").stat().st_size for name in positions}
+    assert again.positions() == {"metrics": lines.stat().st_size}
     assert plot_run(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_resume_does_not_read_what_it_keeps(tmp_path: Path, version: int) -> None:
     """It would take hours here: before the rows is a hole of 10 TB. Before the first version nothing is kept."""
-    path, end = tmp_path / "trajectories.jsonl", 10**13
+    path, end = tmp_path / "metrics.jsonl", 10**13
     kept, dropped = b'{"version": 2}\n' if version else b"", b'{"version": 3}\n{"ver'
     with path.open("wb") as file:
         if version:
             file.seek(end)
         file.write(kept + dropped)
     inode = path.stat().st_ino
-    RunLog(tmp_path, QUIET).resume(version, {"trajectories": end + len(kept)} if version else {})
+    RunLog(tmp_path, QUIET).resume(version, {"metrics": end + len(kept)} if version else {})
     assert path.stat().st_size == (end + len(kept) if version else 0)
     assert path.stat().st_ino == inode
 
@@ -107,22 +87,6 @@ def test_a_file_that_is_not_as_the_checkpoint_left_it_keeps_every_row_up_to_the_
     assert read_jsonl(path) == expected
     write(log, 3, grouped(trajectory()))
     assert [row["version"] for row in read_jsonl(path)] == [*(row["version"] for row in expected), 3]
-
-
-def test_a_full_file_of_trajectories_gets_no_more_until_a_resume_has_made_room_and_steps_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = LogConfig(console=False, trajectories=1, trajectories_max_gb=1e-8)
-    log = RunLog(tmp_path, config)
-    for version in (1, 2, 3):
-        write(log, version, grouped(trajectory()))
-    metrics, trajectories = (tmp_path / f"{name}.jsonl" for name in ("metrics", "trajectories"))
-    assert [row["version"] for row in read_jsonl(trajectories)] == [1]
-    assert caplog.messages == [f"{trajectories} has reached log.trajectories_max_gb=1e-08: no more are added"]
-    again = RunLog(tmp_path, config)
-    again.resume(0, {})
-    write(again, 1, grouped(trajectory()))
-    assert [[row["version"] for row in read_jsonl(path)] for path in (metrics, trajectories)] == [[1], [1]]
 
 
 def test_rows_behind_a_line_that_is_none_are_read_and_the_line_is_named(
@@ -155,7 +119,7 @@ def test_rows_are_on_the_disk_when_a_checkpoint_may_name_them(tmp_path: Path, mo
     log.evaluation(evaluation(1))
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
     log.sync()
-    assert synced == {"metrics.jsonl", "trajectories.jsonl", "evaluations.jsonl", tmp_path.name}
+    assert synced == {"metrics.jsonl", "evaluations.jsonl", tmp_path.name}
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp_path: Path) -> None:
@@ -175,27 +139,25 @@ def disk_of() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("torn", ["metrics", "trajectories"])
-def test_a_steps_rows_are_written_again_after_an_error_and_never_twice(
-    tmp_path: Path, torn: str, disk_of: Callable[[int], None]
+def test_a_steps_row_is_written_again_after_an_error_and_never_twice(
+    tmp_path: Path, disk_of: Callable[[int], None]
 ) -> None:
     log = RunLog(tmp_path, QUIET)
     write(log, 1, grouped(trajectory()))
-    positions, path = log.positions(), tmp_path / f"{torn}.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"of": "a user"}\n' * 100)  # it is nearer to its limit than the other
+    positions, path = log.positions(), tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"of": "a user"}\n' * 100)
     size = path.stat().st_size
     disk_of(size + 10)
-    with pytest.raises(RunFileError, match=rf"{torn}\.jsonl cannot be written or read: File too large"):
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written or read: File too large"):
         write(log, 2, grouped(trajectory()))
     assert path.stat().st_size == size + 10
     assert log.positions() == positions, "a checkpoint does not name half of a step"
     disk_of(resource.RLIM_INFINITY)
     for _ in range(2):
         write(log, 2, grouped(trajectory()))
-    for name in positions:
-        rows = read_jsonl(tmp_path / f"{name}.jsonl")
-        assert [row["version"] for row in rows if "version" in row] == [1, 2]
-        assert len(rows) == 2 + 100 * (name == torn)
+    rows = read_jsonl(path)
+    assert [row["version"] for row in rows if "version" in row] == [1, 2]
+    assert len(rows) == 2 + 100
 
 
 def test_half_of_an_evaluations_row_is_replaced_also_after_a_step(

@@ -10,6 +10,7 @@ from training.trainer_run import running, trained_examples
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import ModelRequest
+from arl.eventlog.run_record import read_run
 from arl.rollout.ledger import GroupOutcome
 from arl.training.run_files import read_jsonl
 
@@ -38,17 +39,17 @@ class Hesitant(ScriptedEngine):
 
 REPLAY: dict[str, Any] = {
     "rollout": {"max_staleness": 3, "max_concurrent_episodes": 2, "replay_groups": 3, "replay_min_reward": -1.0},
-    "log": {"console": False, "trajectories": 100},
+    "log": {"console": False},
 }
 
 
 def expected_replay(run_dir: Path, version: int) -> list[list[int]]:
     """By the logs of what was new: [group, example] of those whose oldest token is newest when `version` is trained."""
     oldest: dict[tuple[int, int], int] = {}
-    for row in read_jsonl(run_dir / "trajectories.jsonl"):
-        sampled = min(v for v in row["versions"] if v >= 0)
-        if row["version"] <= version and version - sampled <= 3:
-            key = (row["group_id"], row["example_id"][1])
+    for episode in read_run(run_dir).episodes:
+        group, sampled = episode.group, episode.oldest
+        if group and group.step and sampled is not None and group.step <= version and version - sampled <= 3:
+            key = (group.group, group.row)
             oldest[key] = min(sampled, oldest.get(key, sampled))
     return [[*key] for key in sorted(oldest, key=lambda key: (oldest[key], key[0]), reverse=True)[:3]]
 

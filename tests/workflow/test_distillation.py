@@ -176,7 +176,7 @@ async def test_a_few_steps_bring_the_student_nearer_to_its_teacher(tmp_path: Pat
         rollout=RolloutConfig(batch_size=8, group_size=4, max_staleness=1),
         train=TrainConfig(num_threads=1, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0, eps=1e-8)),
         algorithm={"preset": "distillation"},
-        log=LogConfig(console=False, trajectories=0),
+        log=LogConfig(console=False),
     )
     babbling = SingleTurnWorkflow(tiny_tokenizer(), one, sampling=SamplingParams(max_new_tokens=16, ignore_eos=True))
     questions = [{"question": str(number)} for number in range(64)]
