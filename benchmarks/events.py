@@ -36,7 +36,8 @@ from arl.api.events import (
     TrainedSummary,
 )
 from arl.api.types import ModelRequest, ModelResponse, Trajectory, TurnSpan
-from arl.eventlog.writer import EventLog, _Segments
+from arl.eventlog.segment_files import SegmentFiles
+from arl.eventlog.writer import EventLog
 from arl.rollout.report import EpisodeReport
 
 GROUP, BATCH = 8, 32
@@ -64,7 +65,7 @@ def write(run_dir: Path, num_episodes: int, num_turns: int) -> tuple[float, floa
     """Write the log of a run; returns the microseconds of CPU an episode, of emitting and of writing."""
     rng, emitting, writing, number = np.random.default_rng(0), 0.0, 0.0, 0
     log = EventLog(run_dir, EventsConfig(max_gb=100.0))
-    files = _Segments(log.directory, 10**12)
+    files = SegmentFiles(log.directory, 10**12)
     log.emit(RunBegan(version=0, arl="0", host="h", pid=1, workflow="W", num_examples=9, settings={"steps": 1}))
     made = [trajectory(num_turns, 3, rng) for _ in range(64)]
     said = (3,) * SAID
