@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from arl.api import events
-from arl.api.events import Event, TurnEnded
+from arl.api.events import Event
 from arl.eventlog.records import EpisodeRecord
 from arl.eventlog.run_record import RunRecord
 from arl.view.details import call_fields
 from arl.view.episode_table import EpisodeTable, Row, number, whole
+from arl.view.trace_counters import Requests
 
 WINDOW_S = 60.0
 MOST_SPANS = 20_000
@@ -166,7 +170,7 @@ def _calls(run: RunRecord, lanes: Lanes, problems: list[str]) -> list[Event]:
     found = list(run.files.calls(first, last + LATE_S, most=_MOST_CALLS if is_whole else _SOME_CALLS))
     calls = [call for call in found if call.t - getattr(call, "seconds", 0.0) <= last]
     if is_whole:
-        _busy(lanes, [call for call in calls if isinstance(call, TurnEnded) and call.server])
+        _busy(lanes, calls)
     else:
         problems.append(
             "There are too many turns and calls here to show all, and how busy the servers were: choose less time."
@@ -174,31 +178,17 @@ def _calls(run: RunRecord, lanes: Lanes, problems: list[str]) -> list[Event]:
     return calls
 
 
-def _busy(lanes: Lanes, turns: list[TurnEnded]) -> None:
-    """How many requests each server had at once, on average in each of the window's bins."""
-    width = (lanes.last - lanes.first) / _BINS
-    if not 0 < width < np.inf:
+def _busy(lanes: Lanes, calls: Iterable[Event]) -> None:
+    """How many requests each server had at once, on average in bins of the window's size."""
+    width_s = (lanes.last - lanes.first) / _BINS
+    if not 0 < width_s < math.inf:
         return
-    edges = lanes.first + width * np.arange(_BINS + 1)
-    by_server: defaultdict[str, list[TurnEnded]] = defaultdict(list)
-    for turn in turns:
-        by_server[turn.server].append(turn)
-    for server, own in by_server.items():
-        starts = np.sort([turn.t - max(turn.seconds - turn.queued_s, 0.0) for turn in own])
-        stops = np.sort([turn.t for turn in own])
-        with np.errstate(all="ignore"):  # of a damaged log's times
-            busy = np.diff(_time_before(edges, starts) - _time_before(edges, stops)) / width
-        lane = lanes.server(server)
-        for i, n in enumerate(np.round(busy, 1).tolist()):
+    requests = Requests(width_s)
+    deque(requests.counted(calls), maxlen=0)
+    for server, changes in groupby(requests.found(), key=itemgetter(1)):
+        for (start, _, n), (stop, _, _) in pairwise(changes):
             if n > 0:
-                lanes.span(lane, float(edges[i]), float(edges[i + 1]), "busy", f"{n:g} requests", n=n)
-
-
-def _time_before(edges: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """For each edge: the sum of how long ago the times before it were."""
-    sums = np.concatenate([[0.0], np.cumsum(times - edges[0])])
-    count = np.searchsorted(times, edges, side="right")
-    return count * (edges - edges[0]) - sums[count]
+                lanes.span(lanes.server(server), start, stop, "busy", f"{n:.3g} requests", n=n)
 
 
 def episodes_within(run: RunRecord, table: EpisodeTable, lanes: Lanes) -> list[EpisodeRecord]:

@@ -82,33 +82,35 @@ def _summed(changes: Iterable[tuple[float, int, int]]) -> Iterator[tuple[float, 
 
 
 class Requests:
-    """How many requests each server had at once, on average over each second."""
+    """How many requests each server had at once, on average over each bin of `width_s` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, width_s: float = 1.0) -> None:
+        self._width_s = width_s
         self._changes: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-        """By server and second: how much larger the average is than in the second before."""
+        """By server and bin: how much larger the average is than in the bin before."""
 
     def counted(self, calls: Iterable[Event]) -> Iterator[Event]:
         """The same calls; turns are counted on the way."""
         for call in calls:
-            if isinstance(call, TurnEnded) and call.server and math.isfinite(call.t):
-                started = call.t - max(call.seconds - call.queued_s, 0.0)
-                if math.isfinite(started):
-                    self._add(call.server, started, 1.0)
-                    self._add(call.server, call.t, -1.0)
+            if isinstance(call, TurnEnded) and call.server:
+                stop = call.t / self._width_s
+                start = (call.t - max(call.seconds - call.queued_s, 0.0)) / self._width_s
+                if math.isfinite(start) and math.isfinite(stop):
+                    self._add(call.server, start, 1.0)
+                    self._add(call.server, stop, -1.0)
             yield call
 
     def found(self) -> Iterator[tuple[float, str, float]]:
-        """(second, server, requests), where the number changes."""
+        """(start of the bin in seconds, server, requests), where the number changes."""
         for server, changes in sorted(self._changes.items()):
             number = 0.0
-            for second in sorted(changes):
-                number += changes[second]
-                if abs(changes[second]) > 1e-9:
-                    yield float(second), server, round(max(number, 0.0), 3)
+            for place in sorted(changes):
+                number += changes[place]
+                if abs(changes[place]) > 1e-9:
+                    yield place * self._width_s, server, round(max(number, 0.0), 3)
 
-    def _add(self, server: str, t: float, sign: float) -> None:
-        second = math.floor(t)
-        part = 1.0 - (t - second)
-        self._changes[server][second] += sign * part
-        self._changes[server][second + 1] += sign * (1.0 - part)
+    def _add(self, server: str, at: float, sign: float) -> None:
+        place = math.floor(at)
+        part = 1.0 - (at - place)
+        self._changes[server][place] += sign * part
+        self._changes[server][place + 1] += sign * (1.0 - part)

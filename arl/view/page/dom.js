@@ -62,14 +62,15 @@ export function number(value) {
 
 export const percent = (share) => (typeof share === "number" ? `${number(Math.round(share * 1000) / 10)} %` : "–");
 
-export function seconds(value) {
+// 5.2 ms, 5.2 s, 1:05, 2:01:05; digits: of the seconds beyond a minute.
+export function seconds(value, digits = 0) {
   if (typeof value !== "number") return "–";
-  if (value < 0) return `−${seconds(-value)}`;
-  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
-  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  if (value < 6000) return `${Math.floor(value / 60)} min ${String(Math.floor(value % 60)).padStart(2, "0")} s`;
-  return `${Math.floor(value / 3600)} h ${String(Math.floor((value % 3600) / 60)).padStart(2, "0")} min`;
+  if (value < 0) return `−${seconds(-value, digits)}`;
+  if (value < 60) return value < 1 && value > 0 ? `${number(value * 1e3)} ms` : `${number(value)} s`;
+  const t = Number(value.toFixed(digits));
+  const [hours, minutes, rest] = [Math.floor(t / 3600), Math.floor((t % 3600) / 60), Number((t % 60).toFixed(digits))];
+  const padded = (n) => `${n < 10 ? "0" : ""}${n}`;
+  return hours ? `${hours}:${padded(minutes)}:${padded(rest)}` : `${minutes}:${padded(rest)}`;
 }
 
 export function bytes(value) {

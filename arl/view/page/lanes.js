@@ -1,7 +1,7 @@
 // Lanes of spans over time, and arrows between them, on a canvas.
 
 import { BLUE, GREEN, OCHRE, ORANGE, PURPLE, ink, isDark, rewardScale, tone } from "./colour.js";
-import { h, visible } from "./dom.js";
+import { h, seconds, visible } from "./dom.js";
 
 const [LANE, AXIS, GAP] = [22, 24, 14]; // heights; the gap is above another kind of lanes
 const ROOM = 4000; // for the lanes of episodes: very many are thin
@@ -82,7 +82,7 @@ export class Lanes {
       pen.moveTo(x, AXIS - 4);
       pen.lineTo(x, height);
       pen.stroke();
-      pen.fillText(sinceStart(t), x + 4, AXIS / 2);
+      pen.fillText(seconds(t, 4), x + 4, AXIS / 2);
     }
   }
 
@@ -161,14 +161,6 @@ export class Lanes {
 }
 
 export const sameSpan = (a, b) => a.kind === b.kind && a.start === b.start && a.episode === b.episode && a.label === b.label;
-
-// 5.2 s, 1:05, 2:01:05
-function sinceStart(t) {
-  if (t < 60) return `${Number(t.toFixed(4))} s`;
-  const [hours, minutes, rest] = [Math.floor(t / 3600), Math.floor((t % 3600) / 60), Number((t % 60).toFixed(4))];
-  const padded = (n) => `${n < 10 ? "0" : ""}${n}`;
-  return hours ? `${hours}:${padded(minutes)}:${padded(rest)}` : `${minutes}:${padded(rest)}`;
-}
 
 function fitted(pen, text, width) {
   let end = text.length;
