@@ -73,9 +73,18 @@ class _Notes:
     def __init__(self, pipe: Pipe, episode: int) -> None:
         self._pipe = pipe
         self._episode = episode
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
     def emit(self, event: Event) -> None:
-        self._pipe.send(Noted(self._episode, event))
+        if threading.get_ident() == self._thread:
+            self._send(event)
+            return
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._send, event)  # as from a reward that a tool's thread awaits
+
+    def _send(self, event: Event) -> None:
+        with suppress(Exception):  # a record that does not pickle must not fail the episode
+            self._pipe.send(Noted(self._episode, event))
 
     def keep(self, tokens: KeptTokens) -> None:
         raise NotImplementedError("tokens are kept in the controller's process")

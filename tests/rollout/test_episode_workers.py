@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,16 @@ from arl.api.errors import (
     ToolError,
     WorkerError,
 )
-from arl.api.events import EpisodeEnded, Event, KeptTokens, RewardEnded, ToolEnded, TurnEnded
+from arl.api.events import (
+    EPISODE,
+    EpisodeContext,
+    EpisodeEnded,
+    Event,
+    KeptTokens,
+    RewardEnded,
+    ToolEnded,
+    TurnEnded,
+)
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Group, ModelRequest
 from arl.api.workflow import RolloutWorkflow
@@ -433,3 +443,32 @@ async def test_turns_tools_and_rewards_are_reported_from_workers_as_without_them
     assert rewards == [("5.0", "NumericMatch", 1.0), ("5.1", "NumericMatch", 0.0)]
     assert [r.episode for r in here if isinstance(r, TurnEnded)] == ["5.0", "5.0", "5.1", "5.1"]
     assert [r.how for r in here if isinstance(r, EpisodeEnded)] == ["finished", "finished"]
+
+
+class Sent:
+    """A worker's pipe that notes which thread sends, and takes nothing that does not pickle."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.rewards: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        pickle.dumps(message)
+        self.threads.append(threading.get_ident())
+        self.rewards.append(message.event.reward)
+
+
+async def test_a_reward_in_a_tools_thread_reports_through_the_workers_own_thread() -> None:
+    sent = Sent()
+    EPISODE.set(EpisodeContext("", worker._Notes(sent, 3)))  # pyright: ignore[reportArgumentType]
+    score = NumericMatch()("it is 42", {"answer": "42"})
+    assert await asyncio.to_thread(asyncio.run, score) == 1.0
+    await asyncio.sleep(0)
+    assert sent.threads == [threading.get_ident()]
+    assert sent.rewards == ["NumericMatch"]
+
+
+async def test_a_record_that_does_not_pickle_fails_nothing() -> None:
+    sent = Sent()
+    worker._Notes(sent, 3).emit(RewardEnded(episode="", reward=lambda: 0, seconds=0.0))  # pyright: ignore[reportArgumentType]
+    assert sent.rewards == []
