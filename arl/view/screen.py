@@ -101,7 +101,7 @@ def _numbers(shown: Overview, width: int, blocks: str) -> list[_Section]:
     room = width - _LABEL
     found = [
         _Section("reward", [_rewards(shown, room, blocks), *_held_out(shown, blocks)]),
-        _Section("staleness", _staleness(shown, blocks)),
+        _Section("staleness", _staleness(shown, room, blocks)),
         _Section("time", [*_shares(shown, room, blocks), *([Text(f"now {shown.doing}")] if shown.doing else [])]),
         _Section("speed", [Text(", ".join(f"{_short(value)} {name}" for name, value in shown.speeds.items()))]),
         _Section("running", _running(shown, room)),
@@ -167,7 +167,7 @@ def _held_out(shown: Overview, blocks: str) -> list[Text]:
     return [Text.assemble(said, "  ", (curve, "green"))]
 
 
-def _staleness(shown: Overview, blocks: str) -> list[Text]:
+def _staleness(shown: Overview, room: int, blocks: str) -> list[Text]:
     known, shares = shown.staleness, shown.stale_shares
     if not known:
         return []
@@ -175,11 +175,11 @@ def _staleness(shown: Overview, blocks: str) -> list[Text]:
     said = ", ".join([*parts, *([f"{known['bound']:g} allowed"] if "bound" in known else [])])
     if not shares:
         return [Text(said)]
-    if len(shares) <= 5:
-        histogram = "  ".join(f"{age}: {share:.0%}" for age, share in enumerate(shares))
-    else:
+    begin = f"{said}   oldest token "
+    histogram = "  ".join(f"{age}: {share:.0%}" for age, share in enumerate(shares[:30]))
+    if len(begin) + len(histogram) > room:
         histogram = f"0 {sparkline(shares[:30], 30, blocks)} {min(len(shares), 30) - 1}"
-    return [Text.assemble(said, ("   oldest token ", "dim"), histogram)]
+    return [Text.assemble(begin, histogram)]
 
 
 def _shares(shown: Overview, room: int, blocks: str) -> list[Text]:

@@ -127,6 +127,7 @@ def test_staleness_is_shown_against_its_bound(tmp_path: Path) -> None:
     assert shown.staleness == {"mean": 0.5, "max": 1.0, "bound": 2.0}
     assert shown.stale_shares == [0.0, 1.0]
     assert "staleness  mean 0.5, max 1, 2 allowed   oldest token 0: 0%  1: 100%" in frame(shown)
+    assert "staleness  mean 0.5, max 1, 2 allowed   oldest token 0 ▁█ 1" in frame(shown, 60)
 
 
 def test_what_runs_is_counted_and_the_longest_named(tmp_path: Path) -> None:
