@@ -98,7 +98,8 @@ class ViewServer:
         settings = [_flat(await run.ask(lambda run=run: run.run.settings)) for run in self._runs]
         names = sorted({name for one in settings for name in one})
         rows = [{"name": name, "values": [one.get(name) for one in settings]} for name in names]
-        differing = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+        known = [k for k, one in enumerate(settings) if one]  # of a run without an event log, none are
+        differing = [row for row in rows if any(row["values"][k] != row["values"][known[0]] for k in known)]
         names = [run.run_dir.resolve().name for run in self._runs]
         return _response(_encoded({"runs": names, "settings": differing}))
 

@@ -317,10 +317,13 @@ async def test_health_says_what_looks_wrong(browser: Browser) -> None:
 async def test_runs_are_compared_by_the_settings_that_differ(tmp_path: Path) -> None:
     for name, size in (("one", 4), ("two", 8)):
         life(tmp_path / name, [began(steps=3, rollout={"group_size": size, "max_staleness": 1})])
-    async with looking_at(tmp_path / "one", tmp_path / "two") as browser:
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "run.lock").touch()
+    async with looking_at(tmp_path / "one", tmp_path / "two", tmp_path / "unknown") as browser:
         await browser.loaded(1)
         told = await browser.get("/api/compare-settings")
-    assert told == {"runs": ["one", "two"], "settings": [{"name": "rollout.group_size", "values": [4, 8]}]}
+    assert told["runs"] == ["one", "two", "unknown"]
+    assert told["settings"] == [{"name": "rollout.group_size", "values": [4, 8, None]}]
 
 
 async def test_a_stream_tells_when_something_has_come(tmp_path: Path) -> None:

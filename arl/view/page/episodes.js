@@ -24,11 +24,13 @@ const COLUMNS = [
   ["error", "Error", (row) => h("span", { title: visible(row.message) }, visible([row.error, row.message].filter(Boolean).join(": "))), "text"],
 ];
 
+const UNDONE = "The run went back to a checkpoint that does not know this episode.";
+
 export function ended(row) {
   const tone = { finished: "good", failed: "bad", timed_out: "bad", lost: "warn", rejected: "warn" }[row.how] ?? "";
   const group = ["rejected", "dropped"].includes(row.outcome) && row.how === "finished" ? `, group ${row.outcome}` : "";
   const why = visible(row.reason || row.message);
-  return [tag(row.how.replace("_", " ") + group, group ? "warn" : tone, why), row.is_undone && tag("undone", "warn")];
+  return [tag(row.how.replace("_", " ") + group, group ? "warn" : tone, why), row.is_undone && tag("undone", "warn", UNDONE)];
 }
 
 export async function episodesView({ place, query, run, go, setQuery, signal }) {

@@ -31,7 +31,7 @@ export async function healthView({ place, run, link, signal }) {
         health.failures.map((one) => [visible(one.error), visible(one.message), num(one.count), at(one.first), at(one.last), episode(one.example)])),
       list("Groups that were not trained", ["Outcome", "Reason", "Count", "For instance"],
         health.rejected.map((one) => [one.outcome, visible(one.reason), num(one.count), group(one.example)])),
-      list("Servers", ["Server", "State", "Since", "Fences", "Reason"],
+      list(run.is_live ? "Servers" : "Servers, when the run ended", ["Server", "State", "Since", "Fences", "Reason"],
         health.servers.map((one) => [visible(one.server), tag(one.state, STATES[one.state]), at(one.since), num(one.fences), visible(one.reason ?? "")])),
       list("Restarts", ["When", "Process", "How"], health.restarts.map((one) => [at(one.t), visible(one.name), visible(one.how)])),
       list("Warnings", ["Level", "From", "Text", "Count", "Last"],

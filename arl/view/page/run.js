@@ -17,8 +17,8 @@ const CHARTS = [
     range: () => [0, 1], lines: [[waited, "the trainer, for data"]] },
   { name: "loss", title: "Loss", lines: [["loss", "loss"]] },
   { name: "entropy", title: "Entropy", what: "nats per trained token", lines: [["entropy", "entropy"]] },
-  { name: "kl", title: "KL", what: "from the sampler, and from the reference",
-    lines: [["behavior_kl_proximal", "proximal"], ["behavior_kl_current", "current", "dashed"], ["kl_reference", "reference", "thin"]] },
+  { name: "kl", title: "KL", what: "nats per trained token",
+    lines: [["behavior_kl_proximal", "sampler to proximal"], ["behavior_kl_current", "sampler to current", "dashed"], ["kl_reference", "current to reference", "thin"]] },
   { name: "ess", title: "Effective sample size", what: "1: all tokens weigh the same", lines: [["effective_sample_size", "share"]] },
   { name: "clip", title: "Clipped", what: "share of trained tokens", format: percent,
     lines: [["clip_fraction", "clipped"], ["behavior_weight_zero", "weight 0", "thin"]] },
@@ -150,7 +150,8 @@ function settingsOf(runs) {
   const settings = runs.map((run) => Object.fromEntries(flat(run.settings).filter(([name]) => name)));
   const names = [...new Set(settings.flatMap(Object.keys))].sort();
   const rows = names.map((name) => [name, ...settings.map((one) => said(one[name]))]);
-  const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
+  const known = settings.map((one) => Object.keys(one).length > 0); // of a run without an event log, none are
+  const differing = rows.filter(([, ...values]) => new Set(values.filter((_, k) => known[k])).size > 1);
   const head = ["Setting", ...runs.map((run) => run.name)];
   return [
     runs.length > 1 && [h("h2", {}, "How their settings differ"), table("Differences", head, differing, { id: "differences", class: "mono" })],
