@@ -57,8 +57,9 @@ def _trace(run_dir: Path, path: Path, window: tuple[float, float]) -> str:
             counts = write_trace(run, table, file, window)
     except OSError as error:
         raise RunFileError(f"{path} cannot be written: {error.strerror or error}") from error
-    said = "".join(f"\n{problem}" for problem in run.problems)
-    return f"{path}: {counts['episodes']} episodes, {counts['calls']} turns, tools and rewards{said}"
+    late = [f"{counts['late']} more came too late in the log, and are left out"] if counts["late"] else []
+    said = f"{path}: {counts['episodes']} episodes, {counts['calls']} turns, tools and rewards"
+    return "\n".join([said, *late, *run.problems])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ are microseconds since the run began. Episodes and calls are written as the log 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -100,8 +100,9 @@ class TraceFile:
         self._num_events += 1
 
 
-def write_trace(run: RunRecord, table: EpisodeTable, file: IO[bytes], window: tuple[float, float]) -> dict[str, int]:
-    """Write what overlaps the window, in seconds since the run began. Returns how many episodes and calls there were.
+def write_trace(run: RunRecord, table: EpisodeTable, file: IO[bytes], window: tuple[float, float]) -> Counter[str]:
+    """Write what overlaps the window, in seconds since the run began. Returns how many episodes and calls there were,
+    and how many calls came too late in the log and are left out.
 
     table: of the run, refreshed.
     """
@@ -127,26 +128,27 @@ def write_trace(run: RunRecord, table: EpisodeTable, file: IO[bytes], window: tu
         trace.flow(arrow, kinds)
     for t, name, values in counters(run, shown, (lanes.first, lanes.last)):
         trace.counter(t, name, values)
-    num_calls, requests = 0, Requests()
+    counts, requests = Counter(episodes=len(shown), calls=0, late=0), Requests()
     for life in sorted({episode.life for episode in shown}):
         own = [episode for episode in shown if episode.life == life]
         calls = requests.counted(run.files.calls(lanes.first, lanes.last + LATE_S, life))
-        num_calls += _write_life(trace, calls, own, lane_of, lanes.last)
+        counts += _write_life(trace, calls, own, lane_of, lanes.last)
     for t, server, number in requests.found():
         if lanes.first <= t <= lanes.last:
             trace.counter(t, f"requests, {server}", {"requests": number})
     trace.end()
-    return {"episodes": len(shown), "calls": num_calls}
+    return counts
 
 
 def _write_life(
     trace: TraceFile, calls: Iterable[Event], own: Sequence[EpisodeRecord], lane_of: Mapping[int, str], last: float
-) -> int:
+) -> Counter[str]:
     """The episodes of one life, each with its calls, as soon as these are known. Returns how many calls there were."""
     waiting = deque(sorted(own, key=_end))
-    open_names = {episode.episode for episode in own}
+    names = {episode.episode for episode in own}
+    open_names = set(names)
     calls_of: defaultdict[str, list[Row]] = defaultdict(list)
-    num_calls = 0
+    counts = Counter[str]()
 
     def write_next() -> None:
         episode = waiting.popleft()
@@ -157,12 +159,13 @@ def _write_life(
     for call in calls:
         while waiting and _end(waiting[0]) < call.t - _SETTLED_S:
             write_next()
-        if (name := getattr(call, "episode", "")) in open_names:
-            num_calls += 1
+        if (name := getattr(call, "episode", "")) in names:
+            counts["calls" if name in open_names else "late"] += 1
+        if name in open_names:
             calls_of[name].append(_call_span(call_fields(call)))
     while waiting:
         write_next()
-    return num_calls
+    return counts
 
 
 def _end(episode: EpisodeRecord) -> float:
