@@ -12,7 +12,7 @@ from arl.api.errors import RunFileError
 from arl.api.events import AttemptFailed, Event
 from arl.eventlog.records import EpisodeRecord, TokenRecord
 from arl.eventlog.run_record import RunRecord
-from arl.view.episode_table import EpisodeTable, Row, episodes_of
+from arl.view.episode_table import EpisodeTable, Row
 from arl.view.texts import Texts
 
 WINDOW = 4000
@@ -142,5 +142,5 @@ def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -
     if row["row"] is None:
         return []
     same = np.flatnonzero(table.having("kind", row["kind"]) & (table.column("row") == row["row"]))
-    others = [table.row(e) for e in episodes_of(run, same[same != episode.index][-_MOST_SAME:])]
+    others = [table.row(run.episodes[index]) for index in same[same != episode.index][-_MOST_SAME:]]
     return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]

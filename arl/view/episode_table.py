@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -222,7 +222,3 @@ def whole(wanted: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal() or len(text) > 15:
         raise RequestError(f"{name} is {text}; it must be a whole number from 0")
     return int(text)
-
-
-def episodes_of(run: RunRecord, indices: Sequence[int] | np.ndarray) -> list[EpisodeRecord]:
-    return [run.episodes[index] for index in indices]

@@ -86,52 +86,42 @@ export class Lanes {
     }
   }
 
-  #clipped(top, height, draw) {
-    this.pen.save();
-    this.pen.beginPath();
-    this.pen.rect(this.left, top, this.width, height);
-    this.pen.clip();
-    draw();
-    this.pen.restore();
-  }
-
   #lane({ lane, top, tall }, isNameless) {
     const name = lane.kind === "episodes" ? "episodes" : visible(lane.name.replace(/^server |https?:\/\//g, ""));
     this.pen.fillStyle = ink("soft");
     if (!isNameless) this.pen.fillText(fitted(this.pen, name, this.left - 16), 8, top + tall / 2);
-    this.#clipped(top, tall, () => lane.spans.forEach((span) => this.#span(span, lane, top, tall)));
+    for (const span of lane.spans) this.#span(span, lane, top, tall);
   }
 
   #span(span, lane, top, tall) {
     const { pen } = this;
     const isEpisode = lane.kind === "episodes";
-    const wide = this.#bar(span, top + 1, tall - (tall < 8 ? 1 : 4), this.#toneOf(span), { top, bottom: top + tall, span, lane });
-    const parts = isEpisode && wide > 30 && tall > 12 ? span.children : [];
-    if (parts.length) pen.clearRect(this.xOf(span.start), top + tall - 7, wide, 7);
+    const [left, wide] = this.#bar(span, top + 1, tall - (tall < 8 ? 1 : 4), this.#toneOf(span), { top, bottom: top + tall, span, lane });
+    const parts = isEpisode && wide > 30 && tall >= 10 ? span.children : [];
+    if (parts.length) pen.clearRect(left, top + tall - 7, wide, 7);
     for (const part of parts) {
       const hit = { top: top + tall - 7, bottom: top + tall, span: part, lane, inside: span };
       this.#bar(part, top + tall - 6, 4, tone(part.failure ? RED : TONES[part.kind]), hit);
     }
-    const left = this.xOf(span.start);
-    if (this.picked && sameSpan(span, this.picked)) {
+    if (wide && this.picked && sameSpan(span, this.picked)) {
       [pen.strokeStyle, pen.lineWidth] = [ink("focus"), 2];
       pen.strokeRect(left, top + 1, wide, tall - 3);
       pen.lineWidth = 1;
     }
     if (wide <= 44 || isEpisode) return;
     pen.fillStyle = PALE.has(span.kind) ? ink("ink") : isDark() ? "#111" : "#fff";
-    pen.fillText(fitted(pen, visible(span.label || span.kind), wide - 8), Math.max(left, this.left) + 4, top + tall / 2 - 1);
+    pen.fillText(fitted(pen, visible(span.label || span.kind), wide - 8), left + 4, top + tall / 2 - 1);
   }
 
-  // Draw a bar, and note where it is; returns its width, or 0 if it is out of sight.
+  // Draw what is in sight of a bar, and note where it is; returns its left end and its width.
   #bar(span, top, height, colour, hit) {
-    const [left, right] = [this.xOf(span.start), this.xOf(span.stop)];
-    if (right < this.left || left > this.width) return 0;
+    const [left, right] = [Math.max(this.xOf(span.start), this.left), Math.min(this.xOf(span.stop), this.width)];
+    if (right < left) return [left, 0];
     const wide = Math.max(right - left - 0.5, 1);
     this.pen.fillStyle = colour;
     this.pen.fillRect(left, top, wide, height);
     this.hits.push({ left, right: left + Math.max(wide, 3), ...hit });
-    return wide;
+    return [left, wide];
   }
 
   #toneOf(span) {
@@ -143,7 +133,10 @@ export class Lanes {
     const { pen } = this;
     pen.strokeStyle = ink("soft");
     pen.globalAlpha = 0.55;
-    this.#clipped(AXIS, 1e5, () => this.data.arrows.slice(0, 400).forEach(({ from, to }) => {
+    pen.beginPath();
+    pen.rect(this.left, AXIS, this.width, 1e5);
+    pen.clip();
+    for (const { from, to } of this.data.arrows.slice(0, 400)) {
       const [a, b] = [lanes.get(from.lane), lanes.get(to.lane)];
       const isDown = b.top > a.top;
       const [x, y, u, v] = [this.xOf(from.t), a.top + a.tall / 2, this.xOf(to.t), b.top + (isDown ? 2 : b.tall - 4)];
@@ -155,8 +148,7 @@ export class Lanes {
       pen.lineTo(u, v);
       pen.lineTo(u + 3, back);
       pen.stroke();
-    }));
-    pen.globalAlpha = 1;
+    }
   }
 }
 
