@@ -31,7 +31,9 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   let byTime = query.x === "time";
   const more = new Set((query.more ?? "").split(",").filter(Boolean));
   const charts = new Map();
-  const [grid, about, axis] = [h("div", { class: "charts" }), h("div"), h("span", { class: "segments", role: "group", "aria-label": "Horizontal axis" })];
+  const [grid, about] = [h("div", { class: "charts" }), h("div")];
+  const axes = ["step", "time"].map((name) => button(name, () => change(() => (byTime = name === "time"))));
+  const axis = h("span", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, axes);
   const picker = h("select", { "aria-label": "Add a chart of any metric", onchange: () => change(() => more.add(picker.value)) });
   signal.addEventListener("abort", () => charts.forEach((chart) => chart.close()));
 
@@ -78,8 +80,7 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
     }
     const names = [...new Set(shown.flatMap((k) => [...tables.get(k).names]))].sort();
     show(picker, option("", "Add a metric …"), names.filter((name) => !charts.has(name)).map((name) => option(name)));
-    show(axis, ["step", "time"].map((name) =>
-      button(name, () => change(() => (byTime = name === "time")), { "aria-pressed": String((name === "time") === byTime) })));
+    axes.forEach((one, k) => one.setAttribute("aria-pressed", String(byTime === (k === 1))));
     show(about, charts.size === 0 && empty("No step yet: the first batch is not trained."), shown.map(aboutRun));
   }
 
