@@ -13,7 +13,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short soak bubblewrap browser lint format clean
+.PHONY: quickstart test test-slow test-browser test-sglang test-gpu chaos chaos-short soak bubblewrap browser lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -31,7 +31,7 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' -n $(TEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -m 'not slow and not browser' -n $(TEST_WORKERS) --dist loadgroup
 
 # Random faults against real runs. Each broken promise prints the command that repeats it.
 CHAOS_S ?= 1200
@@ -56,6 +56,10 @@ browser:
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		apt-get install --yes --no-install-recommends chromium || \
 		{ echo 'Install Chromium as root: apt-get install chromium, or dnf install chromium' >&2; exit 1; }
+
+# The page of `arl view`, in a real browser.
+test-browser: $(STAMP)
+	ARL_NEEDS_BROWSER=1 $(BIN)/python -m pytest -m browser
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -19,7 +19,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
 from arl.eventlog.run_record import read_run
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 STEPS = 12
 TRAINING = (0x0B, 0x6E, 0x8F)
 """The colour of a trainer that trains."""
