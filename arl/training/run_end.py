@@ -99,8 +99,8 @@ class RunEnd:
         best, last = self.evaluations.get("best"), self.evaluations.get("last")
         if best and last:
             rewards = f"held-out reward {last['reward']:.3f} at version {last['version']}"
-            is_best = best == last
-            numbers.append(rewards + ("" if is_best else f", {best['reward']:.3f} at version {best['version']}"))
+            is_best = round(best["reward"], 3) <= round(last["reward"], 3)
+            numbers.append(rewards + ("" if is_best else f", best {best['reward']:.3f} at version {best['version']}"))
         return [
             f"the run {how}" + (": " if numbers else "") + ", ".join(numbers),
             f"next: {self.what_next}" if self.what_next else "",

@@ -55,6 +55,15 @@ async def test_a_run_that_is_done_says_so_with_its_numbers_and_the_same_call_tha
     assert end_of(tmp_path).why == "there was nothing left to train: steps is 4, and 4 are trained"
 
 
+@pytest.mark.parametrize(("best", "said"), [(0.974, ""), (0.9741, ""), (0.98, ", best 0.980 at version 3")])
+def test_the_best_evaluation_is_named_where_its_reward_reads_higher_than_the_last(
+    tmp_path: Path, best: float, said: str
+) -> None:
+    known = {"best": {"version": 3, "reward": best}, "last": {"version": 4, "reward": 0.974}}
+    (line, *_) = RunEnd(how="finished", why="", evaluations=known).lines(tmp_path)
+    assert line == "the run finished: held-out reward 0.974 at version 4" + said
+
+
 async def test_a_script_that_leaves_its_loop_early_has_finished_and_can_be_continued(tmp_path: Path) -> None:
     async with running(tmp_path, steps=9) as trainer:
         await anext(trainer)
