@@ -51,7 +51,7 @@ class RunBegan(Event, frozen=True, kw_only=True):
 
 class RunEnded(Event, frozen=True, kw_only=True):
     how: str
-    """finished, or the name of the error that ended the run."""
+    """finished, interrupted, or the name of the error that ended the run."""
     why: str = ""
 
 

@@ -120,9 +120,13 @@ class RunRecord:
                 raise RunFileError(f"the tokens of episode {episode.episode} are damaged: {error}") from error
         return found
 
+    def __repr__(self) -> str:
+        return f"RunRecord({str(self.run_dir)!r}, {len(self.steps)} steps, {len(self.episodes)} episodes)"
+
     def _repr_html_(self) -> str:
         """For a notebook. `arl.show` shows an episode."""
-        ended = next((record for _, record in reversed(self.system) if isinstance(record, events.RunEnded)), None)
+        newest = max(self.lives, default=0)
+        ended = next((r for life, r in self.system if life == newest and isinstance(r, events.RunEnded)), None)
         facts = {
             "run_dir": self.run_dir,
             "workflow": next((began.workflow for began in self.lives.values()), None),

@@ -9,6 +9,7 @@ comes faster than it can be written.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -106,7 +107,8 @@ class EventLog:
         try:
             yield self
         except BaseException as error:
-            self._events.append(RunEnded(how=type(error).__name__, why=str(error)))
+            is_stop = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+            self._events.append(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=str(error)))
             raise
         else:
             self._events.append(RunEnded(how="finished"))

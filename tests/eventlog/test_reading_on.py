@@ -1,5 +1,6 @@
 """A reader that follows a run: in slices, with what changed, and over several lives."""
 
+import asyncio
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from arl.api.events import (
     GroupAdmitted,
     GroupEnded,
     RunBegan,
+    RunEnded,
 )
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.writer import EventLog
@@ -99,6 +101,22 @@ def test_a_group_that_was_rejected_before_the_checkpoint_is_not_undone(
     write(tmp_path, began(), admitted(0), EpisodeBegan(episode="0.0"), finished("0.0", 1.0), rejected, saved)
     write(tmp_path, began(3))
     assert read_run(tmp_path).episode(1, "0.0").is_undone is is_undone
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [(asyncio.CancelledError, "interrupted"), (KeyboardInterrupt, "interrupted"), (ValueError, "ValueError")],
+)
+def test_a_life_says_how_it_ended(tmp_path: Path, error: type[BaseException], how: str) -> None:
+    with pytest.raises(error), EventLog(tmp_path, EventsConfig()).open():
+        raise error
+    ended = [record for _, record in read_run(tmp_path).system if isinstance(record, RunEnded)]
+    assert [record.how for record in ended] == [how]
+
+
+def test_a_run_names_itself(tmp_path: Path) -> None:
+    write(tmp_path, began(), admitted(0), EpisodeBegan(episode="0.0"))
+    assert repr(read_run(tmp_path)) == f"RunRecord({str(tmp_path)!r}, 0 steps, 1 episodes)"
 
 
 def test_half_a_character_in_an_example_costs_no_record(tmp_path: Path) -> None:

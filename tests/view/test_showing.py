@@ -10,10 +10,12 @@ import pytest
 from made_run import ANSWERS, PROMPT, TOKENIZER, began, life, tokens_of, trajectory, write_run
 
 import arl
+from arl.api.config import EventsConfig
 from arl.api.errors import ConfigError, RunFileError
 from arl.api.notebook import MOST_TOKENS, curve_svg, run_html
 from arl.api.types import Group
 from arl.eventlog.run_record import read_run
+from arl.eventlog.writer import EventLog
 from arl.experiment import TrainingResult
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m\x00\n& ☃"
@@ -125,6 +127,15 @@ def test_a_run_shows_its_numbers_and_curves(tmp_path: Path) -> None:
     assert "failed episodes3" in shown.text
     assert "reward (dots: held out)" in shown.text
     assert html.count("<circle") == 1
+
+
+def test_a_life_that_still_trains_has_not_ended_as_the_one_before_it(tmp_path: Path) -> None:
+    life(tmp_path, [began()])
+    assert "endedfinished" in Checked(read_run(tmp_path)._repr_html_()).text
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(began(version=1))
+        assert log.flush()
+        assert "ended" not in Checked(read_run(tmp_path)._repr_html_()).text
 
 
 def test_an_episode_of_a_run_has_text_and_what_training_computed(tmp_path: Path) -> None:
