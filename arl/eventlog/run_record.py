@@ -261,9 +261,11 @@ class RunRecord:
             for episode in group.episodes:
                 episode.is_undone = True
                 episode.trained.clear()
-                if episode.ended is None:
-                    episode.how = "lost"
             self._touch(group)
+        for episode in self.episodes:  # those of evaluations, too, and late ones of trained groups
+            if episode.life < life and episode.ended is None and episode.how == "running":
+                episode.how = "lost"
+                self._changed.add(episode.index)
 
 
 def read_run(run_dir: str | Path) -> RunRecord:

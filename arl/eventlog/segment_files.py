@@ -22,6 +22,8 @@ class SegmentFiles:
         self._packer = new_packer()
         self._open: dict[Stream, tuple[SegmentName, IO[bytes], int]] = {}
         """The name, the file, and where its last whole frame ends."""
+        self._next: dict[Stream, int] = {}
+        """The number of the stream's next segment, if that is not 1."""
 
     def append(self, stream: Stream, raw: bytes, num_records: int, times: tuple[float, float]) -> tuple[int, int]:
         """Write a frame; returns its segment and offset. times: of its first and last record."""
@@ -56,15 +58,18 @@ class SegmentFiles:
         self._begin_life()
         if stream in self._open:
             name, file, end = self._open[stream]
-            if end < min(_SEGMENT_BYTES[stream], self._most_bytes // 8):
+            is_there = (self._directory / name.file).exists()  # or somebody has deleted the log
+            if is_there and end < min(_SEGMENT_BYTES[stream], self._most_bytes // 8):
                 return name, file, end
-            os.fsync(file.fileno())
-            file.close()
+            if is_there:
+                os.fsync(file.fileno())
+            with suppress(OSError):
+                file.close()
             del self._open[stream]
-            name = name._replace(segment=name.segment + 1)
-        else:
-            name = SegmentName(self._life, 1, stream)
+            self._next[stream] = name.segment + 1  # also if it cannot be opened yet
+        self._directory.mkdir(parents=True, exist_ok=True)
         self._make_room()
+        name = SegmentName(self._life, self._next.get(stream, 1), stream)
         self._open[stream] = name, (self._directory / name.file).open("xb"), 0
         return self._open[stream]
 

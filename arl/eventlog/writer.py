@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,8 @@ _PATIENCE_S = 60.0
 """How long the log cannot be written before what waits is dropped."""
 _QUIET_S = 60.0
 """The log tells of at most one failure in this time."""
+_LONGEST = 20_000
+"""Characters of a warning that the event log holds."""
 
 
 class EventLog:
@@ -108,7 +111,7 @@ class EventLog:
             yield self
         except BaseException as error:
             is_stop = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-            self._events.append(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=str(error)))
+            self._events.append(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=_text_of(error)))
             raise
         else:
             self._events.append(RunEnded(how="finished"))
@@ -204,13 +207,26 @@ class EventLog:
             return
         try:
             times = min(map(_TIME, records)), max(map(_TIME, records))
-            files.append(stream, _lines(records), len(records), times)
+            files.append(stream, self._lines(records), len(records), times)
         except OSError:
             queue.extendleft(reversed(records))
             raise
         except BaseException:
-            self._lost.events += len(records)
+            for record in records:
+                self._lost.add(record)
             raise
+
+    def _lines(self, records: list[Event]) -> bytes:
+        """Takes records that JSON cannot hold out of the list, and counts them as lost."""
+        try:
+            return _ENCODER.encode_lines(records)
+        except Exception:  # noqa: BLE001 (one of them has a value of somebody's own)
+            lines = [(record, _line(record)) for record in records]
+        records[:] = [record for record, line in lines if line]
+        for record, line in lines:
+            if not line:
+                self._lost.add(record)
+        return b"".join(line for _, line in lines)
 
     def _drop(self) -> None:
         """Give up what waits."""
@@ -233,16 +249,37 @@ def _answer(flushes: Iterable[Future[bool]], is_written: bool) -> None:
         flushed.set_result(is_written)
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=repr)
+def _plain(value: Any) -> object:
+    """For what msgspec does not know, such as numpy's numbers."""
+    match value:
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case str():
+            return str.__str__(value)
+        case _:
+            return repr(value)
 
 
-def _lines(records: Sequence[Event]) -> bytes:
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def _line(record: Event) -> bytes:
+    """Empty for a record that JSON cannot hold."""
+    with suppress(Exception):
+        try:
+            return _ENCODER.encode(record) + b"\n"
+        except UnicodeEncodeError:  # half of a character becomes a question mark
+            return _ENCODER.encode(_encodable(msgspec.to_builtins(record, enc_hook=_plain))) + b"\n"
+    return b""
+
+
+def _text_of(error: BaseException) -> str:
     try:
-        return _ENCODER.encode_lines(records)
-    except UnicodeEncodeError:  # half of a character, which no JSON file can hold, becomes a question mark
-        return b"".join(
-            _ENCODER.encode(_encodable(msgspec.to_builtins(record, enc_hook=repr))) + b"\n" for record in records
-        )
+        return str(error)[:_LONGEST]
+    except Exception:  # noqa: BLE001 (an error of a user's own, which is the one to be raised)
+        return ""
 
 
 def _encodable(value: Any) -> Any:
@@ -317,4 +354,5 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(Exception):
-            self._events.emit(Warned(level=record.levelname.lower(), logger=record.name, text=self.format(record)))
+            text = self.format(record)[:_LONGEST]
+            self._events.emit(Warned(level=record.levelname.lower(), logger=record.name, text=text))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from records import trajectory
 from arl.api import events
 from arl.api.config import EventsConfig
 from arl.api.events import Event, KeptTokens, Lost, Warned
-from arl.eventlog import writer
+from arl.eventlog import segment_files, writer
 from arl.eventlog.reading import KINDS
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.segment_files import SegmentFiles
@@ -366,3 +367,72 @@ def test_of_episodes_in_no_batch_the_settings_say_whose_tokens_are_kept(tmp_path
             log.emit(began(number))
             log.keep(KeptTokens(rows=[(f"0.{number}", -1, trajectory())]))
     assert sum(bool(episode.places) for episode in read_run(tmp_path).episodes) == num_kept
+
+
+def test_after_a_segment_could_not_be_opened_the_log_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(segment_files._SEGMENT_BYTES, "events", 1)
+    log = EventLog(tmp_path, EventsConfig())
+    files = SegmentFiles(log.directory, 10**9)
+    log.emit(began(0))
+    log._write(files)
+    (in_the_way := log.directory / "0001-0002.events.zst").touch()
+    for number in (1, 2):
+        log.emit(began(number))
+        with pytest.raises(OSError, match="exists"):
+            log._write(files)
+    in_the_way.unlink()
+    log.emit(began(3))
+    log._write(files)
+    files.close()
+    assert [episode.episode for episode in read_run(tmp_path).episodes] == ["0.0", "0.1", "0.2", "0.3"]
+    assert lost_in(tmp_path) == (0, 0)
+
+
+def test_a_log_that_somebody_deletes_goes_on(tmp_path: Path):
+    log = EventLog(tmp_path, EventsConfig())
+    files = SegmentFiles(log.directory, 10**9)
+    for number in range(3):
+        log.emit(began(number))
+        log.keep(KeptTokens(rows=[(f"0.{number}", 0, trajectory(versions=(number,)))]))
+        log._write(files)
+        if number == 0:
+            shutil.rmtree(log.directory)
+    files.close()
+    run = read_run(tmp_path)
+    assert [episode.episode for episode in run.episodes] == ["0.1", "0.2"]
+    assert [run.tokens(episode)[0].columns["versions"][1] for episode in run.episodes] == [1, 2]
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("nothing to say")
+
+
+def test_the_runs_own_error_passes_even_if_it_has_no_text(tmp_path: Path):
+    with pytest.raises(SilentError), EventLog(tmp_path, EventsConfig()).open():
+        raise SilentError
+    assert [record.how for record in records_of(tmp_path) if isinstance(record, events.RunEnded)] == ["SilentError"]
+
+
+def test_a_record_that_json_cannot_hold_costs_no_other(tmp_path: Path):
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        for number, value in enumerate((1, 10**5000, 2)):
+            log.emit(events.GroupAdmitted(group=number, epoch=0, row=0, stamp=0, example={"value": value}))
+        log.flush()
+    assert [group.group for group in read_run(tmp_path).groups] == [0, 2]
+    assert lost_in(tmp_path) == (1, 0)
+
+
+def test_numpys_numbers_and_strings_come_back_as_pythons(tmp_path: Path):
+    numpys: dict[str, Any] = {"rid": np.str_("a"), "seconds": np.float32(0.5), "oldest": np.int64(3)}
+    turn = events.TurnEnded(episode="0.0", prompt=2, output=1, **numpys)
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(turn)
+    (found,) = [record for record in records_of(tmp_path) if isinstance(record, events.TurnEnded)]
+    assert found == turn
+
+
+def test_of_a_long_warning_the_log_holds_the_beginning(tmp_path: Path):
+    with EventLog(tmp_path, EventsConfig()).open():
+        logging.getLogger("arl.engine").warning("a" * 2_000_000)
+    assert [len(record.text) for record in records_of(tmp_path) if isinstance(record, Warned)] == [20_000]

@@ -140,3 +140,14 @@ def test_an_episode_that_is_not_there_is_an_error_with_a_sentence(tmp_path: Path
     write(tmp_path, began())
     with pytest.raises(RunFileError, match=r"has no episode 7\.0 in its life 1"):
         read_run(tmp_path).episode(1, "7.0")
+
+
+def test_what_ran_when_a_life_ended_is_lost_held_out_episodes_and_late_ones_too(tmp_path: Path) -> None:
+    trained = BatchTrained(version=1, groups=[0], seconds=1.0)
+    names = ("0.0", "0.1", "e1.0", "e1.1")
+    write(tmp_path, began(), admitted(0), *(EpisodeBegan(episode=name) for name in names), trained)
+    write(tmp_path, began(version=1), EpisodeBegan(episode="e1.0"))
+    run = read_run(tmp_path)
+    assert {run.episode(1, name).how for name in names} == {"lost"}
+    assert run.episode(2, "e1.0").how == "running"
+    assert not run.episode(1, "0.0").is_undone
