@@ -48,7 +48,9 @@ class RunRecord:
     @property
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
-        return list(self.files.problems)
+        for rows in (self._steps, self._evaluations):
+            rows.read()
+        return [*self.files.problems, *(rows.problem for rows in (self._steps, self._evaluations) if rows.problem)]
 
     @property
     def began(self) -> list[events.RunBegan]:
@@ -287,6 +289,8 @@ class _Rows:
     """The rows of a JSONL file, which is read again when it has changed; torn or strange lines are left out."""
 
     def __init__(self, path: Path) -> None:
+        self.problem = ""
+        """What could not be read, in a sentence."""
         self._path = path
         self._seen: tuple[int, int] | None = None
         self._rows: list[dict[str, Any]] = []
@@ -295,11 +299,21 @@ class _Rows:
         try:
             now = self._path.stat()
             if (now.st_size, now.st_mtime_ns) != self._seen:
-                self._rows = [row for line in self._path.read_bytes().splitlines() if (row := _row(line)) is not None]
+                self._take(self._path.read_bytes().split(b"\n"))
                 self._seen = now.st_size, now.st_mtime_ns
-        except OSError:
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problem = f"{self._path} cannot be read: {error.strerror}"
             return []
         return self._rows
+
+    def _take(self, lines: list[bytes]) -> None:
+        """The last one may be being written."""
+        found = [_row(line) for line in lines]
+        self._rows = [row for row in found if row is not None]
+        strange = sum(row is None and bool(line.strip()) for row, line in zip(found[:-1], lines, strict=False))
+        self.problem = f"damaged lines of {self._path} are left out: {strange}" if strange else ""
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -126,6 +126,23 @@ def test_half_a_character_in_an_example_costs_no_record(tmp_path: Path) -> None:
     assert [group.example["question"] for group in run.groups] == ["half ? of it", "whole"]
 
 
+def test_lines_of_metrics_that_are_damaged_are_counted_but_not_one_that_is_being_written(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"version": 1}\n{"versi\n{"version": 2}\n\n[]\n{"version": 3}\n{"ver')
+    run = read_run(tmp_path)
+    assert [row["version"] for row in run.steps] == [1, 2, 3]
+    assert run.problems == [f"damaged lines of {metrics} are left out: 2"]
+    metrics.write_text('{"version": 1}\n{"ver')
+    assert run.problems == []
+
+
+def test_metrics_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "evaluations.jsonl").mkdir()
+    run = read_run(tmp_path)
+    assert run.evaluations == []
+    assert run.problems == [f"{tmp_path / 'evaluations.jsonl'} cannot be read: Is a directory"]
+
+
 def test_metrics_are_read_again_when_their_file_has_changed(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps({"version": 1}) + "\n")
