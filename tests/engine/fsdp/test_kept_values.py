@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_groups import random_groups
+from random_groups import MAX_STALENESS, VERSION, random_groups
+from transformers import AutoModelForCausalLM
 
 from arl.algorithm.batch import Batch
 from arl.api.config import Config, EventsConfig
-from arl.api.types import Group
+from arl.api.types import Group, Trajectory
 from arl.trainer_process import load_learner
 from arl.training.kept_tokens import KeptBatch, choose
 from arl.training.learner import Learner
@@ -120,3 +121,132 @@ def test_a_share_takes_whole_groups_the_same_ones_each_time():
     names = {of[row] for row in chosen}
     assert chosen == [row for row, name in enumerate(of) if name in names] == choose(groups, [0.0] * 1000, config)
     assert 5 < len(names) < 35
+
+
+def alone(model: Any, trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """Logprobs and entropies of a trajectory's trained tokens, from a forward pass of it alone."""
+    ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logprobs = (model(ids[None]).logits[0].double() / trajectory.temperature).log_softmax(-1)[:-1]
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    chosen, mask = logprobs.gather(1, ids[1:, None])[:, 0], trajectory.loss_mask[1:]
+    return chosen.numpy()[mask], entropies.numpy()[mask]
+
+
+def at_level(log_weight: np.ndarray, level: str) -> np.ndarray:
+    if not log_weight.size:
+        return log_weight
+    summed = {"token": log_weight, "sequence": log_weight.sum(), "geometric": log_weight.mean()}[level]
+    return np.broadcast_to(summed, log_weight.shape)
+
+
+STANDING = {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}, "max_tokens_per_microbatch": 60}
+"""Weights do not move, so every update of a batch computes the same."""
+
+
+@pytest.mark.parametrize(
+    ("proximal", "level"),
+    [("recomputed", "token"), ("recomputed", "sequence"), ("approximated", "geometric"), ("bypassed", "token")],
+)
+@pytest.mark.parametrize("seed", [5, 6])
+def test_they_are_those_of_each_trajectory_alone(model_dir: Path, seed: int, proximal: str, level: str):
+    masked = {"kind": "mask", "level": level, "upper": 3.0, "lower": 0.1, "veto": None}
+    algorithm: dict[str, Any] = {
+        "preset": "decoupled_ppo",
+        "minibatches": 2,
+        "epochs": seed - 4,
+        "proximal": proximal,
+        "correction": {"kind": "none", "veto": None} if proximal == "bypassed" else masked,
+        "overlong": {"mask_truncated": True},
+        "kl": {"coefficient": 0.1},
+    }
+    config = Config.model_validate(
+        {
+            "model": str(model_dir),
+            "rollout": {"batch_size": 4, "group_size": 2, "max_staleness": MAX_STALENESS},
+            "train": STANDING,
+            "algorithm": algorithm,
+        }
+    )
+    groups = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, temperature=(1.0, 0.7)[i % 2], is_truncated=i % 4 == 3)
+                for i, t in enumerate(group.trajectories)
+            ),
+        )
+        for group in random_groups(seed)
+    ]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    learner = load_learner(config)
+    try:
+        learner.engine._version = VERSION  # pyright: ignore[reportAttributeAccessIssue]
+        prepared = learner.prepare(groups, random_groups(9)[2:])
+        kept = learner.train(prepared).kept
+    finally:
+        learner.close()
+    assert kept is not None
+    advantages, starts = prepared.batch.advantages.numpy(), prepared.batch.starts
+    start = 0
+    for row, trajectory in enumerate(t for group in groups for t in group.trajectories):
+        stop = start + trajectory.num_trained_tokens
+        own = {name: column[start:stop] for name, column in kept.columns.items()}
+        start = stop
+        if trajectory.is_truncated:
+            assert all(np.isnan(column).all() for column in own.values())
+            assert kept.numbers[row] == (0.0, 0.0, 0.0, 0.0)
+            continue
+        mask = trajectory.loss_mask
+        current, entropy = alone(model, trajectory)
+        behavior, versions = trajectory.behavior_logprobs[mask], trajectory.versions[mask]
+        staleness = VERSION - versions
+        known = {
+            "recomputed": current,
+            "approximated": behavior + staleness / (staleness + 1) * (current - behavior),
+            "bypassed": behavior,
+        }[proximal]
+        weight = np.exp(at_level(known - behavior, level))
+        weight = weight * ((weight >= 0.1) & (weight <= 3.0))
+        advantage = advantages[starts[row] : starts[row + 1]][mask]
+        ratio = np.exp(current - known)
+        clipped = ((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))
+        expected = {
+            "current_logprobs": current,
+            "reference_logprobs": current,
+            "entropy": entropy,
+            "weights": weight,
+            "clipped": clipped,
+            "advantages": advantage,
+            **({} if proximal == "bypassed" else {"proximal_logprobs": known}),
+        }
+        assert own.keys() == expected.keys()
+        for name, column in expected.items():
+            np.testing.assert_allclose(own[name], column, rtol=1e-3, atol=1e-4, err_msg=name)
+        means = [values.mean() if values.size else 0.0 for values in (advantage, clipped, entropy)]
+        largest = weight.max(initial=0.0)
+        np.testing.assert_allclose(kept.numbers[row], [means[0], largest, means[1], means[2]], rtol=1e-3, atol=1e-4)
+    assert start == len(kept.columns["weights"])
+
+
+def test_keeping_them_changes_nothing_in_training_to_the_bit(model_dir: Path):
+    groups, replayed, ends = random_groups(7), random_groups(9)[:1], list[tuple[dict[str, float], bytes]]()
+    for events in ({}, None):
+        config = Config.model_validate(
+            {
+                "model": str(model_dir),
+                "rollout": {"batch_size": 4, "group_size": 2},
+                "train": {"optimizer": {"lr": 1e-3}, "max_tokens_per_microbatch": 60},
+                "algorithm": {"preset": "decoupled_ppo", "minibatches": 2, "epochs": 2},
+                "log": {"events": events},
+            }
+        )
+        learner = load_learner(config)
+        try:
+            result = learner.train(learner.prepare(groups, replayed))
+            after = torch.cat(learner.engine.forward(Batch.of(groups).sequences(), "logprobs"))
+        finally:
+            learner.close()
+        assert (result.kept is None) == (events is None)
+        ends.append((result.metrics, after.numpy().tobytes()))
+    assert ends[0] == ends[1]
