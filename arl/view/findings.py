@@ -171,7 +171,7 @@ def _held_out(run: RunRecord, rows: list[Row]) -> Row | None:
     before, now = _mean(rows[:5], "reward"), _mean(rows[-_STEPS:], "reward")
     if len(values) < 3 or before is None or now is None or now < before or high == low:
         return None
-    if max(values) - values[-1] < 0.2 * (high - low):
+    if max(values) - values[-1] < 0.2 * (high - low) or _fallen(run, rows) is not None:
         return None
     return _finding(
         "warning",
@@ -280,7 +280,7 @@ def _equal(run: RunRecord, rows: list[Row]) -> Row | None:
     use = "Use harder" if high > low else "Read some: the reward may miss right answers. Otherwise use easier"
     which = f"{low:.0%} of these the lowest, {high:.0%} the highest" if lowest < highest else f"all {lowest:g}"
     return _finding(
-        "warning" if share >= 0.6 else "note",
+        "warning" if share >= 0.7 else "note",
         f"{share:.0%} of the last {len(several)} groups had equal rewards, and taught nothing: {which}.",
         f"{use} examples, a curriculum, a larger rollout.group_size, or a reward with more grades; "
         "algorithm.dynamic_sampling replaces such groups.",

@@ -1,7 +1,7 @@
 """What the health page says about runs that learn, and about runs that do not."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ STEPS = 60
 RISING = [0.2 + 0.5 * k / STEPS for k in range(STEPS)]
 
 
-def told(place: Path, columns: dict[str, Sequence[float]], held_out: Sequence[float] = ()) -> list[str]:
+def told(place: Path, columns: Mapping[str, Sequence[float]], held_out: Sequence[float] = ()) -> list[str]:
     """The severity and the sentence of each finding about a run with these metrics; the others are FINE and RISING."""
-    all_columns = {name: [value] * STEPS for name, value in FINE.items()} | {"reward": RISING} | columns
+    all_columns = {**{name: [value] * STEPS for name, value in FINE.items()}, "reward": RISING, **columns}
     rows = [{"version": k + 1, **{name: all_columns[name][k] for name in all_columns}} for k in range(STEPS)]
     evaluations = [{"version": 10 * k, "reward": reward} for k, reward in enumerate(held_out)]
     for name, written in (("metrics", rows), ("evaluations", evaluations)):
@@ -86,6 +86,12 @@ def test_held_out_rewards_that_fall_behind_those_of_training_are_told(tmp_path: 
     (said,) = told(tmp_path, {}, held_out=[0.3, 0.6, 0.5, 0.3])
     assert said == "warning: The held-out reward fell from 0.6 to 0.3, and that of training did not."
     assert told(tmp_path, {}, held_out=[0.3, 0.6, 0.5]) == []
+
+
+def test_a_run_whose_reward_fell_is_not_said_to_keep_it(tmp_path: Path) -> None:
+    up_and_down = [0.2 + 0.02 * min(k, 59 - k) for k in range(STEPS)]
+    (said,) = told(tmp_path, {"reward": up_and_down}, held_out=[0.3, 0.7, 0.4])
+    assert said.startswith("warning: The reward fell to")
 
 
 def groups(rewards: Sequence[Sequence[float]], outcome: str = "kept") -> list[Event]:
