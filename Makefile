@@ -13,7 +13,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-browser test-sglang test-gpu chaos chaos-short soak bubblewrap browser lint format clean
+.PHONY: quickstart test test-slow test-browser test-sglang test-gpu chaos chaos-short soak bubblewrap browser health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -60,6 +60,12 @@ browser:
 # The page of `arl view`, in a real browser.
 test-browser: $(STAMP)
 	ARL_NEEDS_BROWSER=1 $(BIN)/python -m pytest -m browser
+
+# The runs of docs/healthy.md, and the pictures of docs/healthy.md and docs/viewing.md. Runs that are there stay.
+health: $(STAMP)
+	$(BIN)/python examples/health/runs.py healthy hacking collapse stale starved template
+	test -f runs/quickstart/summary.json || $(BIN)/python examples/agents/math_agent.py
+	$(BIN)/python scripts/pictures.py runs/health runs/quickstart
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
+for directory in ("agents", "health"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / directory))
