@@ -18,6 +18,7 @@ from made_run import looking_at
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
 from arl.eventlog.run_record import read_run
+from arl.view.viewed_run import Ending
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 STEPS = 12
@@ -385,6 +386,24 @@ async def test_a_key_is_asked_for_and_leaves_the_address(browser: Browser, run: 
             await page.goto(f"{address}#key=open%20sesame")
             await page.locator('[data-chart="loss"] canvas').wait_for()
             assert "sesame" not in page.url
+
+
+async def test_a_page_that_was_open_says_how_the_run_ended(browser: Browser, tmp_path: Path) -> None:
+    ending = Ending("running", "", "")
+    with browsed_run(tmp_path / "run") as run:
+        run.train(2)
+        async with looking_at(run.run_dir, ending_of=lambda _: ending) as server:
+            address = f"{server.session._base_url}/"
+            async with opened(browser, address) as page:
+                await show(page, address, "run")
+                facts = page.locator("main dl").first
+                await expect(facts).to_contain_text("running")
+                await expect(facts).to_contain_text(f"Groups{2 * GROUPS}")
+                run.train()
+                ending = Ending("failed", "the disk is full", "free some space")
+                await expect(facts).to_contain_text("Statefailed")
+                await expect(facts).to_contain_text(f"Groups{3 * GROUPS}")
+                await expect(page.locator("main")).to_contain_text("the disk is full free some space")
 
 
 async def test_a_live_run_grows_without_a_reload(page: Page, address: str, run: BrowsedRun) -> None:

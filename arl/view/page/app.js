@@ -99,7 +99,10 @@ function watch() {
   }
 }
 
-const refresh = soon(() => view?.update?.().catch(() => {}), 600); // the stream tells when the server is there again
+const refresh = soon(() => learn().then(() => view?.update?.()).catch(() => {}), 600); // the stream tells when the server is there again
+
+// A stream tells little: how a run ended, its lives and its problems come with the whole.
+const learn = async () => (await get("runs")).forEach((run, k) => Object.assign(runs[k], run));
 
 function tellLive(isLost) {
   const { done, total } = runs.map((run) => run.loading).find(({ done, total }) => done < total) ?? {};
