@@ -32,6 +32,7 @@ from arl.api.engine_config import (
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
@@ -205,7 +206,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
-    settings = config.model_dump(mode="json", fallback=str)
+    settings = settings_without_keys(config)
     events.emit(_beginning(given, settings, learner.version))
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)

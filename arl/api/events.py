@@ -46,7 +46,7 @@ class RunBegan(Event, frozen=True, kw_only=True):
     num_examples: int
     num_eval_examples: int = 0
     settings: dict[str, Any]
-    """All settings, without keys."""
+    """All settings. Keys, passwords and users in URLs are masked."""
 
 
 class RunEnded(Event, frozen=True, kw_only=True):

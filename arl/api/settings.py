@@ -6,6 +6,7 @@ A section is a class of settings. Some come in variants, a class for each, told 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args, get_origin
@@ -161,6 +162,32 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
             return f"{name}: {message}" if name else message
         case _:
             return f"{name} is {given!r}{variant}: {message}"
+
+
+_KEY = re.compile(
+    r"^token$|(^|_)(api_?key|(access|secret|private)_key|secret|password|(api|access|auth|bearer|hf)_token)$", re.I
+)
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_MASK = "**********"
+"""As pydantic writes a SecretStr."""
+
+
+def settings_without_keys(config: BaseModel) -> dict[str, Any]:
+    """All settings as JSON values, for logs. Masked are SecretStr, texts whose names say that they are a key or a
+    password, and users and passwords in URLs.
+    """
+    return _without_keys(config.model_dump(mode="json", fallback=str))
+
+
+def _without_keys(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        parts = cast("dict[str, Any]", value)
+        return {part: _without_keys(inner, part) for part, inner in parts.items()}
+    if isinstance(value, list):
+        return [_without_keys(inner, name) for inner in cast("list[Any]", value)]
+    if isinstance(value, str) and value:
+        return _MASK if _KEY.search(name) else _USER.sub(_MASK, value)
+    return value
 
 
 def _tag(section: type[BaseModel]) -> str:

@@ -18,7 +18,7 @@ class TrackedRun:
 
     run_dir: Path
     settings: Mapping[str, Any]
-    """All settings, section by section, as JSON values. Keys are masked."""
+    """All settings, section by section, as JSON values. Keys, passwords and users in URLs are masked."""
     version: int = 0
     """The version that the run continues from; 0 for a new run. The next step leads to version + 1."""
     run_id: str | None = None

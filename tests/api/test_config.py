@@ -16,6 +16,7 @@ from arl.api.engine_config import (
     TrainConfig,
     WeightsConfig,
 )
+from arl.api.settings import settings_without_keys
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),
@@ -139,3 +140,31 @@ def test_a_section_given_in_part_keeps_what_the_class_set_and_one_of_another_kin
 ) -> None:
     (name,) = given
     assert getattr(TunedConfig.model_validate({"model": "m", **given}), name) == expected
+
+
+class Judged(Config):
+    """A user's own settings."""
+
+    judge_api_key: str = ""
+    eos_token: str = "<end>"
+    passwords: int = 3
+
+
+def test_logged_settings_hold_no_key_no_password_and_no_user_of_a_url():
+    config = Judged.model_validate(
+        {
+            "model": "m",
+            "judge_api_key": "sk-1",
+            "engine": {
+                "kind": "sglang",
+                "addresses": ["http://me:sk-2@host:30000", "http://host:1"],
+                "api_key": "sk-3",
+            },
+            "log": {"trackers": [{"kind": "mlflow", "address": "https://me:sk-4@host/mlflow"}]},
+        }
+    )
+    shown = settings_without_keys(config)
+    assert "sk-" not in str(shown)
+    assert shown["judge_api_key"] == shown["engine"]["api_key"] == "**********"
+    assert shown["engine"]["addresses"] == ["http://**********@host:30000", "http://host:1"]
+    assert (shown["eos_token"], shown["passwords"], shown["log"]["events"]["every"]) == ("<end>", 3, 1)
