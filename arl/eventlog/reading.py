@@ -116,7 +116,7 @@ class LogFiles:
             self._unpacked = place, unpack_tokens(frame_at(path, offset))
             return self._unpacked[1]
         except FileNotFoundError:
-            raise RunFileError(f"{path} was deleted to keep log.events.max_gb: its tokens are gone") from None
+            raise RunFileError(f"{path} is gone: the oldest tokens are deleted to keep log.events.max_gb") from None
         except (ValueError, TypeError, struct.error, OSError) as error:
             raise RunFileError(f"{path} is damaged at byte {offset}: {error}") from error
 

@@ -241,6 +241,8 @@ def arrows_within(run: RunRecord, lanes: Lanes, lane_of: Mapping[int, str]) -> l
                 ended, index = max(ends, default=(0.0, -1))
                 if index in lane_of and ended >= record.t - record.waited_s:
                     arrows.append(_arrow(lane_of[index], ended, "trainer", record.t, "waited_for"))
+            case events.RunBegan():
+                trained.clear()  # what a life publishes first comes from a checkpoint
             case events.BatchTrained():
                 trained[record.version] = record.t
             case events.Published() if lanes.first <= record.t <= lanes.last:

@@ -16,14 +16,16 @@ from made_run import (
     Ending,
     began,
     episode,
+    group,
     is_running,
     life,
     looking_at,
+    step,
     trajectory,
     write_run,
 )
 
-from arl.api.events import GroupAdmitted, KeptTokens
+from arl.api.events import GroupAdmitted, KeptTokens, Published, ServerLoaded
 from arl.view import timeline
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
@@ -283,6 +285,17 @@ async def test_an_arrow_shows_which_episode_the_trainer_waited_for(browser: Brow
     assert (arrow["from"]["t"], arrow["to"]) == (T0 + 7, {"lane": "trainer", "t": T0 + 10})
     assert "1.1" in [span["episode"] for span in lane["spans"]]
     assert {one["kind"] for one in time["arrows"]} == {"waited_for", "publishes", "loads"}
+
+
+async def test_no_arrow_leads_from_one_life_to_the_next(tmp_path: Path) -> None:
+    """What a life publishes first was trained by the one before."""
+    life(tmp_path, [began(), *group(0, T0 + 1, ["a", "b"]), *step(1, [0], T0 + 10)])
+    republished = [record for record in step(1, [], T0 + 60) if isinstance(record, ServerLoaded | Published)]
+    life(tmp_path, [began(version=1, t=T0 + 50), *republished])
+    async with looking_at(tmp_path) as browser:
+        time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 100}")
+    assert {one["kind"] for one in time["arrows"]} >= {"publishes", "loads"}
+    assert max(one["to"]["t"] for one in time["arrows"]) < T0 + 50
 
 
 async def test_a_time_line_is_cut_down_to_its_limit_and_says_so(browser: Browser) -> None:
