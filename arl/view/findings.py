@@ -13,7 +13,7 @@ from arl.view.episode_table import Row, mean
 _STEPS = 20
 """The last steps of a run, which rules look at."""
 _EPISODES = 500
-_GROUPS = 50
+_GROUPS = 200
 _WINDOW = 10
 """Steps whose mean reward is compared with that of others."""
 _NO_AIMS = frozenset({"episode/context_full"})
