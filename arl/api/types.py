@@ -111,11 +111,12 @@ class ModelResponse:
     stop_reason: StopReason
     temperature: float = 1.0
     """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
-    server: str = ""
+    # How it was served, which makes no response another:
+    server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""
-    queued_s: float = 0.0
+    queued_s: float = field(default=0.0, compare=False)
     """How long the request waited for a server, in seconds."""
-    sends: int = 1
+    sends: int = field(default=1, compare=False)
     """How often it was sent: pauses that abort, and servers that fail, make it more than one."""
 
     def __post_init__(self) -> None:

@@ -192,7 +192,7 @@ def test_a_run_without_events_has_a_frame(tmp_path: Path, files: dict[str, str])
         (tmp_path / name).write_text(text)
     text = "\n".join(frame(seen(tmp_path, ending_of=lambda _: Ending("killed", "", "")), 100, None))
     assert "no step is trained yet" in text
-    assert "has no event log" in text
+    assert "has no event log" in " ".join(text.split())  # it may be broken into lines anywhere
 
 
 def test_a_torn_log_has_a_frame_with_what_is_whole(tmp_path: Path) -> None:
