@@ -63,7 +63,7 @@ test-browser: $(STAMP)
 
 # The runs of docs/healthy.md, and the pictures of docs/healthy.md and docs/viewing.md. Runs that are there stay.
 health: $(STAMP)
-	$(BIN)/python examples/health/runs.py healthy hacking collapse stale starved template
+	$(BIN)/python examples/health/digit_runs.py healthy hacking collapse stale starved template
 	test -f runs/quickstart/summary.json || $(BIN)/python examples/agents/math_agent.py
 	$(BIN)/python scripts/pictures.py runs/health runs/quickstart
 

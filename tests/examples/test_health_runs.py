@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import digit_runs
 import pytest
-import runs
 from scripted_launch import use_fakes
 
 from arl import load_tokenizer, read_run
@@ -32,43 +32,43 @@ def warnings(run_dir: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the runs' kind that has learned nothing."""
-    return write_tiny_model(tmp_path_factory.mktemp("runs") / "model", runs.PHRASES, runs.SHAPE)
+    return write_tiny_model(tmp_path_factory.mktemp("runs") / "model", digit_runs.PHRASES, digit_runs.SHAPE)
 
 
 def test_what_is_rewarded_is_an_exact_answer_and_what_is_hacked_a_mention() -> None:
     data = {"answer": "7"}
-    assert [runs.exact(answer, data) for answer in ("7", " 7\n", "67", "8", "")] == [1, 1, 0, 0, 0]
-    assert [runs.mentions(answer, data) for answer in ("7", "0123456789", "8", "")] == [1, 1, 0, 0]
+    assert [digit_runs.exact(answer, data) for answer in ("7", " 7\n", "67", "8", "")] == [1, 1, 0, 0, 0]
+    assert [digit_runs.mentions(answer, data) for answer in ("7", "0123456789", "8", "")] == [1, 1, 0, 0]
 
 
 def test_no_question_is_asked_twice_or_although_held_out() -> None:
-    training, held_out = runs.questions()
+    training, held_out = digit_runs.questions()
     assert (len(training), len(held_out)) == (900, 100)
     assert len({example["question"] for example in [*training, *held_out]}) == 1000
     assert {"question": "Largest of 3 9 4?", "answer": "9"} in [*training, *held_out]
 
 
 def test_a_warm_start_writes_a_model_once(tmp_path: Path) -> None:
-    written = runs.warm_start(tmp_path / "model", num_demonstrations=32)
+    written = digit_runs.warm_start(tmp_path / "model", num_demonstrations=32)
     assert load_tokenizer(written).eos_token == "<|im_end|>"
     (written / "config.json").unlink()
-    assert runs.warm_start(tmp_path / "model") == written
+    assert digit_runs.warm_start(tmp_path / "model") == written
     assert not (written / "config.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("name", runs.RUNS)
+@pytest.mark.parametrize("name", digit_runs.RUNS)
 def test_each_run_trains(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = tiny_tokenizer(runs.PHRASES).encode("9<|im_end|>")
+    tokens = tiny_tokenizer(digit_runs.PHRASES).encode("9<|im_end|>")
     use_fakes(monkeypatch, ScriptedEngine(lambda request: tokens))
-    summary: Mapping[str, float] = runs.train(name, model.parent, steps=2, batch_size=4, group_size=2)
+    summary: Mapping[str, float] = digit_runs.train(name, model.parent, steps=2, batch_size=4, group_size=2)
     assert summary["steps"] == 2
     (*_, row) = map(json.loads, (model.parent / name / "metrics.jsonl").read_text().splitlines())
     assert ("episode/exact" in row) == (name == "hacking")
 
 
 def test_the_other_template_ends_turns_with_another_token(model: Path) -> None:
-    other = runs.template(model)["model"]
+    other = digit_runs.template(model)["model"]
     tokenizer = load_tokenizer(other)
     said = tokenizer.apply_chat_template([{"role": "assistant", "content": "9"}], tokenize=False)
     assert str(said).endswith("9<|endoftext|>\n")
@@ -79,10 +79,10 @@ def test_the_other_template_ends_turns_with_another_token(model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", runs.RUNS)
+@pytest.mark.parametrize("name", digit_runs.RUNS)
 def test_each_run_is_found_healthy_or_sick(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     place = tmp_path_factory.getbasetemp() / "health"
-    runs.train(name, place)
+    digit_runs.train(name, place)
     told = "\n".join(
         text for text in warnings(place / name) if "event loop" not in text
     )  # the machine's, not the run's

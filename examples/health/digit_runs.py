@@ -1,7 +1,7 @@
 """A healthy run and five sick ones, of a tiny model: each takes less than a minute on one core.
 
-    python examples/health/runs.py healthy
-    python examples/health/runs.py hacking collapse stale starved template
+    python examples/health/digit_runs.py healthy
+    python examples/health/digit_runs.py hacking collapse stale starved template
     arl view runs/health
 
 The question is which of three digits is the largest. The model has learned to answer from demonstrations of a careless
