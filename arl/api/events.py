@@ -303,8 +303,6 @@ class CheckpointWritten(Event, frozen=True, kw_only=True):
 
 CALLS = (TurnEnded, ToolEnded, RewardEnded)
 
-Call = TurnEnded | ToolEnded | RewardEnded
-
 
 class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories whose tokens the log shall keep, and what training computed for their trained tokens."""
