@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -240,7 +240,16 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
 
 
 def _events(stack: AsyncExitStack, config: Config) -> EventStore:
-    return stack.enter_context(EventLog(config.run_dir, config.log.events).open()) if config.log.events else NOWHERE
+    if config.log.events is None:
+        return NOWHERE
+    opened = EventLog(config.run_dir, config.log.events).open()
+    stack.push_async_exit(partial(_close_events, opened))
+    return opened.__enter__()
+
+
+async def _close_events(opened: AbstractContextManager[EventLog], *error: Any) -> None:
+    """In a thread, because it waits for a disk that hangs. error: what ended the run, if anything did."""
+    await finished(offload(opened.__exit__, *error))
 
 
 def _beginning(given: _Given, settings: dict[str, Any], version: int) -> RunBegan:
