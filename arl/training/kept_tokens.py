@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import EventsConfig
 from arl.api.types import Group, Trajectory
 
@@ -43,14 +44,15 @@ def kept_batch(
     num_groups: int,
     parts: Sequence[tuple[Sequence[int], Mapping[str, torch.Tensor]]],
     config: EventsConfig,
+    algorithm: AlgorithmConfig,
 ) -> KeptBatch:
     """num_groups: how many of the batch's groups are new. parts: for each minibatch, in the order of training, the
     numbers of its trajectories in `batch`, and TrainEngine.kept of it: later ones prevail.
     """
-    columns = {"advantages": batch.advantages.float().numpy()}
-    for name in ("reference_logprobs", "values", "returns"):
-        if (column := getattr(batch, name)).any():
-            columns[name] = column.float().numpy()
+    known = ["advantages"]
+    known += ["reference_logprobs"] if algorithm.kl.coefficient > 0 else []
+    known += ["values", "returns"] if algorithm.critic else []
+    columns = {name: getattr(batch, name).float().numpy() for name in known}
     for rows, kept in parts:
         places = _places(batch, rows)
         for name, values in kept.items():

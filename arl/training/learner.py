@@ -159,7 +159,7 @@ class Learner:
         if self._events is None or self.version % self._events.every:
             return None
         parts = [*zip(batch.rows, self.engine.kept, strict=False)]  # the engine has none where the policy stood still
-        return kept_batch(batch.batch, batch.num_new, parts, self._events)
+        return kept_batch(batch.batch, batch.num_new, parts, self._events, self._config)
 
     def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
         """The groups of each minibatch: equally many new ones, nearly equally many replayed ones.

@@ -3,6 +3,7 @@
 import itertools
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from train_models import write_model
+from train_models import load_twin, write_model
 from train_ranks import Ranks, Report
-from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences, same, share_of
+from train_sequences import (
+    LOSS,
+    assert_same_metrics,
+    assert_same_rows,
+    family_sequences,
+    random_sequences,
+    same,
+    share_of,
+    twin_logprobs,
+)
 from train_variants import LORA, OPTIMIZER, VARIANTS, Variant, assert_same_tensors
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -113,6 +123,33 @@ def test_ranks_train_publish_and_continue_like_one(
         assert [report["adapter_bytes"] for report in reports] == [expected["adapter_bytes"], 0]
     for file in (tmp_path / "alone").glob("*/*.safetensors"):
         assert_same_tensors(load_file(tmp_path / "ranks" / file.relative_to(tmp_path / "alone")), load_file(file))
+
+
+# What is kept of each token
+
+
+def train_with_half_of_each_layer(rank: int, model_dir: Path) -> Report:
+    config = TrainConfig(num_ranks=2, tensor_parallel=2, max_tokens_per_microbatch=60)
+    engine = FSDPTrainEngine(model_dir, config)
+    engine.train_batch([family_sequences()], replace(LOSS, keeps_tokens=True))
+    engine.close()
+    return {"kept": engine.kept}
+
+
+def test_ranks_that_hold_parts_of_the_layers_keep_the_numbers_of_each_token(pair: Ranks, model_dir: Path):
+    sequences, model = family_sequences(), load_twin(model_dir)
+    for report in pair.run(train_with_half_of_each_layer, model_dir):
+        (kept,) = report["kept"]
+        flat = {name: column.split([len(s) for s in sequences]) for name, column in kept.items()}
+        for number, sequence in enumerate(sequences):
+            mask = sequence.loss_mask
+            with torch.no_grad():
+                current, entropy = twin_logprobs(model, sequence)
+            torch.testing.assert_close(flat["current_logprobs"][number][mask], current, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(flat["entropy"][number][mask], entropy, rtol=1e-3, atol=1e-4)
+            weights = (sequence.proximal_logprobs - sequence.behavior_logprobs)[mask].exp().clamp(max=2.0)
+            torch.testing.assert_close(flat["weights"][number][mask], weights, rtol=1e-3, atol=1e-4)
+            assert flat["weights"][number][~mask].isnan().all()
 
 
 # bfloat16
