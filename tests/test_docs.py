@@ -20,6 +20,7 @@ from scripted_launch import small, use_fakes
 from arl.__main__ import main as arl_main
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.config import EventsConfig, LogConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.engine_config import ClientConfig
 from arl.api.presets import PRESETS
@@ -193,6 +194,13 @@ def names_of_the_loss() -> set[str]:
 def reported(losses: TokenLosses) -> set[str]:
     kinds = (losses.means, losses.maxima, losses.weighted, losses.quotients, losses.sample_sizes)
     return {name for kind in kinds for name in kind}
+
+
+def test_every_setting_under_log_has_its_row() -> None:
+    page = (ROOT / "docs" / "running.md").read_text()
+    rows = re.findall(r"^\| `(log\.[\w.]+)` \|", page, re.MULTILINE)
+    names = {f"log.{name}" for name in LogConfig.model_fields} - {"log.events"}
+    assert sorted(rows) == sorted(names | {f"log.events.{name}" for name in EventsConfig.model_fields})
 
 
 def test_every_preset_has_its_row() -> None:
