@@ -33,11 +33,13 @@ _SCAN_EVERY_S = 300.0
 """How often the sizes of files are looked at."""
 _OPEN_METRICS = "application/openmetrics-text"
 _LABELLED = (
-    (re.compile(r"reward/(.+)"), "reward_part", "part"),
-    (re.compile(r"episode/(.+)"), "episode_metric", "metric"),
+    (re.compile(r"reward/(.*)", re.DOTALL), "reward_part", "part"),
+    (re.compile(r"episode/(.*)", re.DOTALL), "episode_metric", "metric"),
     (re.compile(r"(staleness_)(?P<value>[^/]+)/(?P<rest>.+)"), "by_staleness_", "staleness"),
 )
 """arl's names with a variable part -> a name, and the label that has the variable part."""
+_MOST_SAMPLES = 1000
+"""Of one family. Workflows name their metrics, and a scrape is put together on the event loop."""
 _OUTCOMES = ("trained", "rejected", "dropped", "surplus")
 _UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"))
 
@@ -190,12 +192,19 @@ class _Families:
     def info(self, name: str, values: Labels, about: str) -> None:
         from prometheus_client.metrics_core import InfoMetricFamily
 
-        self._by_name[name] = InfoMetricFamily(f"arl_{name}", about, value=dict(values))
+        self._by_name[name] = InfoMetricFamily(f"arl_{name}", about, value=_encodable(values))
 
     def _add(self, kind: Any, name: str, value: float, about: str, labels: Labels) -> None:
         if name not in self._by_name:
             self._by_name[name] = kind(f"arl_{name}", about, labels=list(labels))
-        self._by_name[name].add_metric(list(labels.values()), value)
+        family = self._by_name[name]
+        if len(family.samples) < _MOST_SAMPLES:
+            family.add_metric(list(_encodable(labels).values()), value)
+
+
+def _encodable(labels: Labels) -> dict[str, str]:
+    """The name of a directory, or one that a workflow chose, may hold what UTF-8 has no bytes for."""
+    return {name: value.encode(errors="backslashreplace").decode() for name, value in labels.items()}
 
 
 def gauge_name(name: str) -> tuple[str, dict[str, str]]:

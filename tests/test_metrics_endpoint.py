@@ -87,6 +87,23 @@ async def test_a_scrape_has_the_last_steps_metrics_and_the_runs_state_under_vali
     assert unlike - totals - renamed == set(), "a metric of the step is missing"
 
 
+async def test_whatever_a_workflow_calls_its_numbers_the_name_is_a_label_of_its_own(tmp_path: Path) -> None:
+    odd = ["ünï", "日本/語", "a b", "a_b", "a/b", "a\nb", "a\n\nb", "a\\nb", "", "\x00", 'a"b', "part", "max"]
+    many = [f"of example {number}" for number in range(1500)]
+    odd.append("\ud800")
+    address = f"127.0.0.1:{free_port()}"
+    workflow = OneTurn(lambda _: {"rewards": dict.fromkeys(odd, 0.5), "metrics": dict.fromkeys(many, 2.0)})
+    async with running(tmp_path, workflow=workflow, log={"metrics_address": address}, steps=1) as trainer:
+        await anext(trainer)
+        for parse, headers in ((open_metrics, OPEN), (plain, {})):
+            _, _, text = await get(f"http://{address}/metrics", headers)
+            seen = [(s.name, tuple(s.labels.items())) for family in parse(text) for s in family.samples]
+            assert len(set(seen)) == len(seen)
+            parts = [dict(labels)["part"] for name, labels in seen if name == "arl_reward_part"]
+            assert parts == [*odd[:-1], "\\ud800"]
+            assert sum(name == "arl_episode_metric" for name, _ in seen) == 1000
+
+
 async def test_counters_and_groups_move_between_two_steps(tmp_path: Path) -> None:
     async with scraped(tmp_path, steps=9) as (trainer, url):
         await anext(trainer)
