@@ -194,16 +194,25 @@ class _RunIds:
             known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = {}
-        self._ids: dict[str, str] = known if isinstance(known, dict) else {}
+        own = known.items() if isinstance(known, dict) else ()
+        self._ids: dict[str, str] = {name: run_id for name, run_id in own if isinstance(run_id, str)}
 
     def get(self, name: str) -> str | None:
         return self._ids.get(name)
 
-    def put(self, name: str, run_id: str | None) -> None:
+    def put(self, name: str, run_id: object) -> None:
+        """Keep what `open` returned. Without it the tracker works, but a continued run gets no id."""
         with self._changing:
             if run_id is None or self._ids.get(name) == run_id:
                 return
+            if not isinstance(run_id, str):
+                why = f"open returned {run_id!r:.80}, which is not a str"
+                log.warning("the run's id in the tracker %s is not kept for a continued run: %s", name, why)
+                return
             self._ids[name] = run_id
-            aside = self._path.with_name(self._path.name + ".tmp")
-            aside.write_text(json.dumps(self._ids, indent=2) + "\n")
-            aside.replace(self._path)
+            try:
+                aside = self._path.with_name(self._path.name + ".tmp")
+                aside.write_text(json.dumps(self._ids, indent=2) + "\n")
+                aside.replace(self._path)
+            except OSError as error:
+                log.warning("the run's id in the tracker %s is not kept for a continued run: %s", name, error)

@@ -244,8 +244,27 @@ def test_records_beyond_those_that_may_wait_are_dropped_and_counted(
     assert said(caplog)[1:] == ["the tracker Recorder has missed 3 records"]
 
 
-def test_a_broken_list_of_ids_is_as_none(tmp_path: Path) -> None:
-    (tmp_path / "trackers.json").write_text("[1")
+@pytest.mark.parametrize(("run_id", "why"), [(Path("a"), "which is not a str"), ("a", "Is a directory")])
+def test_an_id_that_cannot_be_kept_is_told_of_and_the_tracker_goes_on_and_so_do_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, run_id: Any, why: str
+) -> None:
+    if isinstance(run_id, str):
+        (tmp_path / "trackers.json.tmp").mkdir()
+    recorders = [Recorder(run_id=run_id), Recorder(run_id=None if isinstance(run_id, str) else "known")]
+    trackers = Trackers(own=recorders)
+    given(tmp_path, trackers, 2)
+    trackers.close(None)
+    assert [recorder.versions for recorder in recorders] == [[1, 2]] * 2
+    (line,) = said(caplog)
+    assert line.startswith("the run's id in the tracker Recorder is not kept for a continued run: ")
+    assert why in line
+    if not isinstance(run_id, str):
+        assert json.loads((tmp_path / "trackers.json").read_text()) == {"Recorder-2": "known"}
+
+
+@pytest.mark.parametrize("text", ["[1", '{"Recorder": 3}'])
+def test_a_broken_list_of_ids_is_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trackers.json").write_text(text)
     recorder = Recorder()
     trackers = Trackers(own=[recorder])
     given(tmp_path, trackers, 1)
