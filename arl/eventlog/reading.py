@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from arl.api import events
 from arl.api.errors import RunFileError
@@ -21,7 +20,7 @@ from arl.eventlog.segments import (
     FrameHead,
     SegmentName,
     Stream,
-    TokenRow,
+    UnpackedTokens,
     frame_at,
     frame_heads,
     segments,
@@ -55,7 +54,7 @@ class LogFiles:
         """Frames of that stream that were not read yet."""
         self._heads: dict[SegmentName, list[FrameHead]] = {}
         self._is_bad: set[SegmentName] = set()
-        self._unpacked: tuple[tuple[int, int, int], tuple[list[TokenRow], dict[str, np.ndarray]]] | None = None
+        self._unpacked: tuple[tuple[int, int, int], UnpackedTokens] | None = None
         """The last frame of tokens, and where it lies: the episodes of a group are in one."""
 
     @property
@@ -106,7 +105,7 @@ class LogFiles:
                     if head.first <= last and head.last >= first:
                         yield name, head
 
-    def tokens(self, life: int, segment: int, offset: int) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
+    def tokens(self, life: int, segment: int, offset: int) -> UnpackedTokens:
         """The frame of tokens there. Raises RunFileError for one that was deleted, or is damaged."""
         place = life, segment, offset
         if self._unpacked and self._unpacked[0] == place:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from arl.api.events import TrainedSummary, TrajectorySummary
-from arl.eventlog.segments import TokenRow
+from arl.eventlog.segments import TokenRow, UnpackedTokens
 
 Place = tuple[int, int, int, int]
 """Of a trajectory's tokens: life, segment, offset of the frame, row in it."""
@@ -97,18 +97,17 @@ class TokenRecord:
     """token_ids, loss_mask, behavior_logprobs, versions; and what training computed, nan at tokens it did not train."""
 
 
-def token_record(rows: list[TokenRow], columns: dict[str, np.ndarray], place: int) -> TokenRecord:
-    """Row `place` of a frame of tokens. Raises ValueError, TypeError or LookupError for a damaged one."""
-    start = sum(row.tokens for row in rows[:place])
-    row = rows[place]
-    per_token = {name: column[start : start + row.tokens] for name, column in columns.items() if name in PER_TOKEN}
+def token_record(frame: UnpackedTokens, place: int) -> TokenRecord:
+    """Row `place` of a frame. Raises ValueError, TypeError or LookupError for a damaged one."""
+    row, start, begin = frame.rows[place], frame.starts[place], frame.trained_starts[place]
+    columns = frame.columns.items()
+    per_token = {name: column[start : start + row.tokens] for name, column in columns if name in PER_TOKEN}
     token_ids, mask, *_ = (per_token[name] for name in PER_TOKEN[:4])
     if any(len(column) != row.tokens for column in per_token.values()):
         raise ValueError(f"not all columns have {row.tokens} entries")
     if token_ids.dtype.kind not in "iu" or mask.dtype != bool:
         raise ValueError(f"token_ids are {token_ids.dtype}, and loss_mask is {mask.dtype}")
-    begin = sum(row.trained for row in rows[:place])
-    for name, column in columns.items():
+    for name, column in columns:
         if name not in PER_TOKEN and row.trained:
             whole = np.full(row.tokens, np.nan, dtype=np.float32)
             whole[mask] = column[begin : begin + row.trained]

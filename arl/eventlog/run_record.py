@@ -115,9 +115,9 @@ class RunRecord:
         """Its trajectories, as far as their tokens are kept. Raises RunFileError if they were deleted."""
         found: list[TokenRecord] = []
         for _, (life, segment, offset, place) in sorted(episode.places.items()):
-            rows, columns = self.files.tokens(life, segment, offset)
+            frame = self.files.tokens(life, segment, offset)
             try:
-                found.append(token_record(rows, columns, place))
+                found.append(token_record(frame, place))
             except (ValueError, TypeError, LookupError) as error:
                 raise RunFileError(f"the tokens of episode {episode.episode} are damaged: {error}") from error
         return found

@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -173,7 +174,18 @@ def pack_tokens(rows: Sequence[TokenRow], columns: Mapping[str, np.ndarray]) -> 
     return b"".join((struct.pack("<I", len(header)), header, *(column.tobytes() for column in columns.values())))
 
 
-def unpack_tokens(raw: bytes) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
+class UnpackedTokens(NamedTuple):
+    """A frame of tokens."""
+
+    rows: list[TokenRow]
+    columns: dict[str, np.ndarray]
+    starts: list[int]
+    """Where each row begins in the columns per token, and the end of the last."""
+    trained_starts: list[int]
+    """The same in the columns per trained token."""
+
+
+def unpack_tokens(raw: bytes) -> UnpackedTokens:
     """Raises ValueError (msgspec's, too) for bytes that pack_tokens did not make."""
     (length,) = struct.unpack_from("<I", raw)
     header = msgspec.json.decode(raw[4 : 4 + length], type=_Columns)
@@ -184,4 +196,6 @@ def unpack_tokens(raw: bytes) -> tuple[list[TokenRow], dict[str, np.ndarray]]:
             raise ValueError(f"column {name} is of dtype {dtype}")
         columns[name] = np.frombuffer(raw, dtype, count=entries, offset=start)
         start += columns[name].nbytes
-    return header.rows, columns
+    starts = accumulate((row.tokens for row in header.rows), initial=0)
+    trained_starts = accumulate((row.trained for row in header.rows), initial=0)
+    return UnpackedTokens(header.rows, columns, [*starts], [*trained_starts])

@@ -16,6 +16,7 @@ from arl.api.errors import RunFileError
 from arl.api.events import CALLS, Event
 from arl.eventlog.reading import LogFiles
 from arl.eventlog.records import PER_TOKEN, EpisodeRecord, GroupRecord, TokenRecord, token_record
+from arl.eventlog.segments import UnpackedTokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -221,7 +222,8 @@ def _tokens(run: Recorded) -> _Pieces:
     for episode in run.episodes:
         for number, place in episode.places.items():
             frames[place[:3]].append((episode, number))
-    computed = dict.fromkeys(name for place in frames for name in _frame(run, place)[1] if name not in PER_TOKEN)
+    names = (name for place in frames if (frame := _frame(run, place)) for name in frame.columns)
+    computed = dict.fromkeys(name for name in names if name not in PER_TOKEN)
     types = {
         "life": "int64", "episode": "string", "trajectory": "int64", "role": "string", "position": "int64",
         **dict(zip(PER_TOKEN, _PER_TOKEN_TYPES, strict=True)),
@@ -232,27 +234,27 @@ def _tokens(run: Recorded) -> _Pieces:
     )
 
 
-def _frame(run: Recorded, place: tuple[int, int, int]) -> tuple[Any, Mapping[str, np.ndarray]]:
-    """Nothing for one that was deleted or is damaged: run.problems says so."""
+def _frame(run: Recorded, place: tuple[int, int, int]) -> UnpackedTokens | None:
+    """None for one that was deleted or is damaged: run.problems says so."""
     try:
         return run.files.tokens(*place)
     except RunFileError as error:
         run.files.problems[str(error)] = None
-        return [], {}
+        return None
 
 
 def _tokens_in(
     run: Recorded, place: tuple[int, int, int], wanted: Sequence[tuple[EpisodeRecord, int]], types: Mapping[str, str]
 ) -> Values | None:
     """The columns of the wanted trajectories in one frame; None without any."""
-    rows, columns = _frame(run, place)
+    if (frame := _frame(run, place)) is None:
+        return None
     parts: list[tuple[EpisodeRecord, int, TokenRecord]] = []
     for episode, number in wanted:
         try:
-            parts.append((episode, number, token_record(rows, dict(columns), episode.places[number][3])))
+            parts.append((episode, number, token_record(frame, episode.places[number][3])))
         except (ValueError, TypeError, LookupError) as error:
-            if rows:
-                run.files.problems[f"the tokens of episode {episode.episode} are damaged: {error}"] = None
+            run.files.problems[f"the tokens of episode {episode.episode} are damaged: {error}"] = None
     if not parts:
         return None
     sizes = [part.row.tokens for _, _, part in parts]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from arl.api.errors import RunFileError
 from arl.eventlog.records import EpisodeRecord
 from arl.eventlog.run_record import RunRecord
-from arl.eventlog.segments import TokenRow
 from arl.view.texts import Texts
 
 _Frame = tuple[int, int, int]
@@ -68,10 +67,8 @@ class TextSearch:
             yield from self._look_into(frame, {e.episode: e for e in episodes})
 
     def _look_into(self, frame: _Frame, episodes: dict[str, EpisodeRecord]) -> Iterator[None]:
-        rows: list[TokenRow] = []
         try:
-            rows, columns = self._run.files.tokens(*frame)
-            starts = _starts(rows)
+            rows, columns, starts, _ = self._run.files.tokens(*frame)
             for first in range(0, len(rows), 64):
                 part = range(first, min(first + 64, len(rows)))
                 token_ids = [columns["token_ids"][starts[i] : starts[i + 1]].tolist() for i in part]
@@ -97,11 +94,3 @@ class TextSearch:
 
 def _is_over(episode: EpisodeRecord) -> bool:
     return episode.ended is not None or episode.how == "lost"
-
-
-def _starts(rows: list[TokenRow]) -> list[int]:
-    """Where each row begins in the columns per token, and the end of the last."""
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + row.tokens)
-    return starts
