@@ -6,6 +6,7 @@ fields and kinds may be added within a schema. SCHEMA grows when the meaning of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -22,13 +23,31 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
+class _Clock:
+    """Seconds since 1970. It follows a system clock that is set forward, or a machine that sleeps, and never goes back.
+
+    Else an episode's calls could seem to have happened before it began.
+    """
+
+    def __init__(self) -> None:
+        self._offset = -math.inf
+
+    def __call__(self) -> float:
+        self._offset = max(self._offset, time.time() - time.monotonic())
+        return time.monotonic() + self._offset
+
+
+timestamp = _Clock()
+"""The clock of all records of a process."""
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event", tag=True):
     """The base of all. A record of an interval is emitted at its end."""
 
     is_call: ClassVar[bool] = False
     """An episode may have many of these, so they are written to files of their own."""
-    t: float = msgspec.field(default_factory=time.time)
-    """Seconds since 1970."""
+    t: float = msgspec.field(default_factory=timestamp)
+    """Seconds since 1970, by `timestamp`."""
 
 
 # The run

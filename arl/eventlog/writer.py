@@ -26,7 +26,7 @@ from zlib import crc32
 import msgspec
 
 from arl.api.config import EventsConfig
-from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned
+from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned, timestamp
 from arl.eventlog.segment_files import SegmentFiles
 from arl.eventlog.segments import Stream
 from arl.eventlog.token_frames import frames_of, num_tokens
@@ -178,11 +178,11 @@ class EventLog:
 
     def _write_tokens(self, files: SegmentFiles) -> None:
         frames = deque(frames_of(_all_of(self._tokens)))
-        now = time.time()
+        t = timestamp()
         try:
             while frames:
                 frame = frames[0]
-                segment, offset = files.append("tokens", frame.raw(), len(frame.rows), (now, now))
+                segment, offset = files.append("tokens", frame.raw(), len(frame.rows), (t, t))
                 rows = [(episode, number) for episode, number, _ in frame.rows]
                 self._events.append(TokensKept(segment=segment, offset=offset, rows=rows))
                 self._uncount(frames.popleft().parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from arl.api.events import (
     KeptTokens,
     TrajectorySummary,
     TurnEnded,
+    timestamp,
 )
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
 
@@ -81,7 +81,7 @@ class EpisodeReport:
 
     def begin(self) -> None:
         """Tools and rewards that run in the calling task, or in tasks that it makes, report as this episode's."""
-        self._began = time.time()
+        self._began = timestamp()
         EPISODE.set(EpisodeContext(self.episode, self._events))
         self._events.emit(EpisodeBegan(t=self._began, episode=self.episode))
 
