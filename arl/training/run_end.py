@@ -109,11 +109,13 @@ class RunEnd:
         ]
 
 
-def how_it_ended(run_dir: Path) -> RunEnd | None:
-    """How the last run in `run_dir` ended, or that it goes on; None if there was none, or it said nothing.
+def how_it_ended(run_dir: str | Path) -> RunEnd | None:
+    """How the last run in `run_dir` ended, or that it still trains; None if no file tells of a run.
 
-    Reads two small files, and disturbs no run. A run on a machine whose locks are not seen here looks killed.
+    Reads two small files, and disturbs no run. If this machine does not see the other machine's lock, a run there looks
+    killed.
     """
+    run_dir = Path(run_dir)
     process = _process(holder_of(run_dir / LOCK))
     if process and is_locked(run_dir / LOCK):
         return RunEnd(how="running", why=f"{process} trains", process=process)
