@@ -82,7 +82,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     steps: batches to train. batch_size: examples in a batch. group_size: episodes of each example.
     max_staleness: how many versions old a trained token may be; 0 is synchronous training.
     lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.
-    trackers: what shows the run elsewhere: names such as "trackio" or "wandb", or a `Tracker` of your own.
+    trackers: experiment trackers, by names such as "trackio" or "wandb", or a `Tracker` of your own.
     config: all other settings.
 
     Raises ConfigError for a wrong setting, DatasetError for an unusable dataset, and any error that ends a run.

@@ -26,7 +26,7 @@ def load_train_engine(
 ) -> TrainEngine:
     """The train engine alone, on as many ranks as `settings` says, for fine-tuning; see docs/finetuning.md.
 
-    seed: of a head that the model does not have. head: what the model ends in; "value" for a reward model. Close the
+    seed: initialises a head that the model lacks. head: the head to train; "value" for a reward model. Close the
     engine after use. Raises ConfigError, ModelError.
     """
     settings, hook = settings or TrainConfig(), sys.excepthook

@@ -78,7 +78,7 @@ def test_a_default_is_what_the_class_makes_of_it(config: type[Config], flag: str
         ("--engine.request_timeout_s", r"^[^\[]*$"),
         ("--algorithm.loss.clip_high", r"\[ppo, gspo, gmpo, cispo\] The ratio is clipped"),
         ("--algorithm.advantage.turn_discount", r"\[returns\] .*\(default: 1.0\) \[gigpo\] .*\(default: 0.95\)"),
-        ("--engine.kind", r"local: The embedded server, in .* sglang: SGLang servers that run already\."),
+        ("--engine.kind", r"local: The embedded server, in .* sglang: SGLang servers that already run\."),
         ("--share", r"How much, of 100%\. \(default: 0.5\)"),
     ],
 )

@@ -45,7 +45,7 @@ METRICS_KEY = "ARL_METRICS_KEY"
 
 
 class RolloutConfig(Section):
-    """How episodes run, and what happens when they do not go well."""
+    """How episodes run, and what happens when they fail."""
 
     batch_size: PositiveInt = 32
     """Groups in a batch (B): what the trainer takes at a time."""
@@ -71,14 +71,14 @@ class RolloutConfig(Section):
     """Over-sampling: start this many episodes more than group_size for each example. The first group_size that finish
     are trained and the others are aborted, which favours short episodes."""
     replay_groups: NonNegativeInt = 0
-    """How many groups that were trained before are added to each batch, within max_staleness."""
+    """How many groups of earlier batches are trained again with each batch, within max_staleness."""
     replay_min_reward: float = 0.0
     """A group is kept for replay if one of its trajectories has a reward above this."""
     seed_requests: bool = False
     """Give each request without a seed one that depends on `seed`, the group, the episode and the request's number: an
     episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
     shuffle: bool = True
-    """Shuffle the dataset anew each epoch, by seed; otherwise its order is kept. A curriculum orders it itself."""
+    """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses an order of its own."""
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:
@@ -121,7 +121,7 @@ class CheckpointConfig(Section):
     """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
     notice_s: PositiveFloat | None = None
     """The process ends this long after a Ctrl-C, SIGTERM or SIGUSR1, even if the checkpoint is not done: less than the
-    time until the kill (Kubernetes' grace period, Slurm's --signal). Unset: it takes the time that it needs."""
+    time until the kill (Kubernetes' grace period, Slurm's --signal). Unset: no limit."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
 
@@ -136,14 +136,15 @@ class EventsConfig(Section):
     """Whose tokens to keep: all episodes', those of `share` and `notable`, or nobody's. Unset: all, in batches of up to
     500,000 tokens; some in larger ones."""
     share: float = Field(default=0.05, ge=0, le=1)
-    """Some: this share of the groups, whole."""
+    """With some: the share of the groups whose tokens are kept, 0 to 1."""
     notable: NonNegativeInt = 2
-    """Some: this many episodes of a batch, for each of: highest and lowest reward, longest, most stale, largest weight;
-    and of those that failed between two batches."""
+    """With some: also keep this many trajectories of a batch for each of: highest and lowest reward, longest, most
+    stale, largest weight; and this many that failed between two batches."""
     every: PositiveInt = 1
     """Keep tokens of each Nth batch only."""
     max_gb: float = Field(default=5.0, ge=0.01)
-    """Of run_dir/events. The oldest tokens are deleted first, then turns and calls, then the rest."""
+    """Largest size of run_dir/events, in GB (10^9 bytes). The oldest tokens are deleted first, then turns and calls,
+    then the rest."""
 
     def keeps(self, num_tokens: int) -> Literal["all", "some", "none"]:
         """Whose tokens to keep of a batch of so many, or of what comes between two batches."""
@@ -162,14 +163,15 @@ class LogConfig(Section):
     format: Literal["text", "json"] = "text"
     """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
     max_mb: PositiveFloat = 64.0
-    """Largest size of each file in run_dir/logs. Older text moves to NAME.log.old, which has the same limit."""
+    """Largest size of each file in run_dir/logs, in MB (10^6 bytes). Older text moves to NAME.log.old, which has the
+    same limit."""
     events: EventsConfig | None = EventsConfig()
     """The event log. null: none."""
     metrics_address: str | None = None
-    """HOST:PORT at which Prometheus finds /metrics while the run trains, such as 127.0.0.1:9400. Unset: nowhere."""
+    """HOST:PORT at which Prometheus finds /metrics while the run trains, such as 127.0.0.1:9400. Unset: none."""
     metrics_key: SecretStr | None = None
-    """The bearer token that scrapes must have. Unset: $ARL_METRICS_KEY. Beyond loopback there must be one. Not for the
-    command line."""
+    """The bearer token that scrapes must send. Unset: $ARL_METRICS_KEY. Required beyond loopback. Not for the command
+    line."""
 
     @property
     def key(self) -> str | None:
@@ -197,7 +199,7 @@ class LogConfig(Section):
         return given
 
     trackers: tuple[TrackerConfig, ...] = ()
-    """What shows the run elsewhere: trackio, wandb, tensorboard, mlflow; a name, or as JSON with settings:
+    """Experiment trackers: trackio, wandb, tensorboard, mlflow. Each is a name, or JSON with its settings:
     {"kind": "wandb", "project": "sums"}."""
     track_trajectories: NonNegativeInt = 4
     """How many trajectories of a step trackers get, with their text."""
@@ -218,8 +220,8 @@ class StallConfig(Section):
     warn_after_s: PositiveFloat = 600.0
     """Log what waits for what after this long, and again after twice as long each time."""
     end_after_s: PositiveFloat | None = None
-    """End the run, with a checkpoint, after this long, and the process after twice as long. Unset: wait on. Set it
-    far above the time to train a batch, or to write the last checkpoint: meanwhile nothing moves."""
+    """End the run, with a checkpoint, after this long, and the process after twice as long. Unset: keep waiting. Set it
+    far above the time that training a batch or writing the last checkpoint takes: nothing moves meanwhile."""
 
 
 class Config(Section):

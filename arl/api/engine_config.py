@@ -97,7 +97,7 @@ def _key(given: SecretStr | None, variable: str) -> str | None:
 
 
 class SGLangEngineConfig(ClientConfig):
-    """SGLang servers that run already."""
+    """SGLang servers that already run."""
 
     kind: Literal["sglang"] = "sglang"
     addresses: tuple[str, ...] = ()
@@ -293,12 +293,12 @@ class TrainConfig(Section):
     num_ranks: PositiveInt = 1
     """Processes to train with. More than 1: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
     ray_address: str | None = None
-    """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
+    """With several ranks: the Ray cluster to use, such as auto. Unset: one on this machine, for this run only."""
     startup_timeout_s: PositiveFloat = 300.0
     """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
     the model (the ranks of a machine load one after another)."""
     rank_timeout_s: PositiveFloat = 1800.0
-    """With several ranks: the run ends as hung when none has ended a call, or a microbatch of it, for this long."""
+    """With several ranks: the run ends as hung when no rank has finished a call, or a microbatch, for this long."""
     tensor_parallel: PositiveInt = 1
     """Split each layer of a Qwen or Llama over this many ranks. Divides num_ranks; the rest is data-parallel."""
     activation_checkpointing: bool = False

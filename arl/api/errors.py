@@ -113,7 +113,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class ToolError(ArlError):
-    """A tool cannot do what the model asked, and the model reads the message. Also: a function that is no tool."""
+    """A tool cannot do what the model asked, and the model reads the message. Also: a function cannot be a tool."""
 
 
 class ToolsHungError(ArlError):

@@ -16,11 +16,11 @@ class TrackioConfig(Section):
     kind: Literal["trackio"] = "trackio"
     project: str = "arl"
     name: str | None = None
-    """The run's name. Unset: run_dir's. Both get a random ending where runs of other directories go, too."""
+    """The run's name. Unset: run_dir's. It gets a random ending if runs of other directories go to the same place."""
     group: str | None = None
     """Shown with the other runs of this group."""
     directory: Path | None = None
-    """Where the database lies. Unset: run_dir/trackio."""
+    """The database's directory. Unset: run_dir/trackio."""
     space_id: str | None = None
     """A Hugging Face Space that gets the run, instead of the directory. Unset: $TRACKIO_SPACE_ID, if any."""
 
@@ -46,7 +46,7 @@ class TensorBoardConfig(Section):
 
     kind: Literal["tensorboard"] = "tensorboard"
     directory: Path | None = None
-    """Where the event files lie. Unset: run_dir/tensorboard."""
+    """The directory of the event files. Unset: run_dir/tensorboard."""
 
 
 class MLflowConfig(Section):

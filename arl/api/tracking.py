@@ -1,4 +1,4 @@
-"""Trackers show a run elsewhere, such as in Weights & Biases. Users write their own by subclassing Tracker."""
+"""Trackers show a run in another tool, such as Weights & Biases. Users write their own by subclassing Tracker."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrackedTrajectory:
 
 
 class Tracker(ABC):
-    """Shows a run elsewhere. Each tracker has a thread of its own, which makes all its calls, one after another.
+    """Shows a run in another tool. Each tracker has a thread of its own, which makes all its calls, one after another.
 
     It cannot stop a run or slow it down: an exception is logged, and after three failed calls in a row the tracker is
     left out. The run does not wait for a call that hangs; records that come meanwhile are dropped once too many wait.

@@ -206,7 +206,7 @@ class Trajectory:
     reward: float
     """The reward of the outcome."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The named parts of the reward, if they are to be normalised apart (GDPO)."""
+    """The named parts of the reward, for advantages that normalise them separately (GDPO)."""
     token_rewards: OptionalColumn = None  # pyright: ignore[reportAssignmentType] - it is given a sequence or None
     """float64, or None: process rewards beside the outcome, one for each token."""
     turns: tuple[TurnSpan, ...] = ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RunRecord:
-    """A run, read from `run_dir`. `update` reads what has come since; nothing else looks at the files' ends."""
+    """A run, read from `run_dir`. Only `update` reads what was added since."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -271,10 +271,10 @@ class RunRecord:
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """What is known of the run in `run_dir`: its episodes, groups, steps, evaluations, tokens and events.
+    """Read what the run in `run_dir` recorded: its episodes, groups, steps, evaluations, tokens and events.
 
-    It may still run; `update()` reads on. `problems` names what could not be read: a log of a newer arl, a damaged
-    file. Raises RunFileError if there is no run at all.
+    The run may still train; `update()` reads what was added since. `problems` lists what could not be read: a log of a
+    newer arl, a damaged file. Raises RunFileError if there is no run at all.
     """
     run_dir = Path(run_dir)
     known = ("events", "metrics.jsonl", "evaluations.jsonl", "run.lock")

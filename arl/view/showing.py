@@ -35,13 +35,14 @@ class NotebookPicture:
 def show(
     record: Trajectory | Group | Sequence[Trajectory] | RunRecord, tokenizer: Any = None, *, episode: str | None = None
 ) -> NotebookPicture:
-    """Show tokens as text, coloured by the version that sampled them; each token says its numbers under the mouse.
+    """Show tokens as text, coloured by the version that sampled them. Point at a token to see its numbers.
 
     record: what an episode returned, or a group; or a run of `arl.read_run`, together with an episode's name, such as
         "13.4" or "e2.0" (the newest of this name). Without `episode`, an overview of the run.
     tokenizer: of `arl.load_tokenizer`; a run has its own. Without one, ids are shown.
 
-    Raises RunFileError if the run has no such episode, or its tokens were deleted; ConfigError for a strange tokenizer.
+    Raises RunFileError if the run has no such episode, or its tokens were deleted; ConfigError for an object that is
+    not a tokenizer.
     """
     if isinstance(record, RunRecord):
         return NotebookPicture(record._repr_html_() if episode is None else _episode_html(record, episode))  # pyright: ignore[reportPrivateUsage]

@@ -41,7 +41,7 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
     """The tools of one server, with its names and JSON schemas. Make it with `stdio` or `http`; `async with` connects.
 
     start_timeout_s: the longest that connecting may take. Raises ServerError if no server answers, or if it offers no
-    tools. A server that goes fails the call with ServerError; the next call connects again.
+    tools. If the server goes away, the call raises ServerError; the next call connects again.
     """
 
     def __init__(self, name: str, connect: Connect, start_timeout_s: float) -> None:
