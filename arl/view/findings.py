@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from arl.eventlog.records import EpisodeRecord
 from arl.eventlog.run_record import RunRecord
-from arl.view.episode_table import Row, mean
+from arl.view.digest import Digest, digest_of, mean_of, number, values
+from arl.view.episode_table import Row
 
-_STEPS = 20
-"""The last steps of a run, which rules look at."""
+_FEW = 20
+"""Steps that are too few for what needs time."""
 _EPISODES = 500
 _GROUPS = 200
-_WINDOW = 10
-"""Steps whose mean reward is compared with that of others."""
-_NO_AIMS = frozenset({"episode/context_full"})
-"""Metrics that should fall."""
+_NO_AIM = re.compile(
+    "error|fail|malformed|invalid|unread|killed|timed_?out|timeout|truncat|penal|repeat|repetit|"
+    "(context_full|tool_calls|turns|teacher_kl)$",
+    re.IGNORECASE,
+)
+"""In the names of metrics that may well fall: mishaps, penalties and counts. The weights of rewards are not logged."""
 
 Severity = Literal["error", "warning", "note"]
 
@@ -54,13 +59,8 @@ _RULES = (
         "Gradients were not finite in the last steps, and their optimizer steps were skipped.",
         "Use a smaller train.lr, or train.dtype float32.",
     ),
-    _Rule(
-        "event_loop_lag_s", lambda mean: mean > 1, "warning",
-        "The event loop was blocked for {mean:.2f} s at a time: a workflow computes on it.",
-        "Move that work into a thread, or set rollout.num_workers.",
-    ),
-    _Rule(
-        "event_loop_lag_s", lambda mean: 0.3 < mean <= 1, "note",
+    _Rule(  # a note: the lag alone cannot tell a workflow from a busy machine
+        "event_loop_lag_s", lambda mean: mean > 0.3, "note",
         "The event loop was blocked for up to {mean:.2f} s: by a workflow, or because no core was to spare.",
         "If it is the workflow: move that work into a thread, or set rollout.num_workers.",
     ),
@@ -73,13 +73,11 @@ _RULES = (
 
 
 def findings(run: RunRecord, servers: Sequence[Row], lost: Mapping[str, int]) -> list[Row]:
-    """Errors first."""
-    rows = run.steps
-    last = rows[-_STEPS:]
-    found = [
-        _told(rule, mean) for rule in _RULES if (mean := _mean(last, rule.metric)) is not None and rule.is_bad(mean)
-    ]
-    found += [one for check in _CHECKS if (one := check(run, rows)) is not None]
+    """Errors first. servers: as `arl.view.health` lists them. lost: records ("events") and "episodes"."""
+    digest = digest_of(run)
+    means = ((rule, mean_of(digest.last, rule.metric)) for rule in _RULES)
+    found = [_told(rule, mean) for rule, mean in means if mean is not None and rule.is_bad(mean)]
+    found += [one for check in _CHECKS if (one := check(digest)) is not None]
     found += [one for one in (_failing(run), _losses(lost)) if one is not None]
     if servers and all(server["state"] in ("fenced", "left") for server in servers):
         found.append(_finding("error", "No inference server serves.", "See the reasons below, and the servers' logs."))
@@ -95,66 +93,40 @@ def _told(rule: _Rule, mean: float) -> Row:
     return _finding(rule.severity, rule.text.format(mean=mean), rule.advice)
 
 
-def _values(rows: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
-    values = (row.get(metric) for row in rows)
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
-
-
-def _mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    values = _values(rows, metric)
-    return mean(values) if values else None
-
-
-def _range(rows: Sequence[Row]) -> tuple[float, float]:
-    """The lowest and the highest reward of an episode, in all steps; (0, 0) if that is not known."""
-    return min(_values(rows, "reward_min"), default=0.0), max(_values(rows, "reward_max"), default=0.0)
-
-
-def _is_solved(rows: Sequence[Row]) -> bool:
-    """Whether nearly all episodes of the last steps had the highest reward of the run, and others once had not."""
-    low, high = _range(rows)
-    now = _mean(rows[-_STEPS:], "reward")
-    return now is not None and high > low and now >= low + 0.9 * (high - low)
-
-
-def _entropy(_: RunRecord, rows: list[Row]) -> Row | None:
-    """The policy of a solved task need not explore."""
-    first, now = _mean(rows[:5], "entropy"), _mean(rows[-_STEPS:], "entropy")
-    if len(rows) < _STEPS or first is None or now is None or now > first / 5 or _is_solved(rows):
+def _entropy(run: Digest) -> Row | None:
+    """The policy of a solved task need not explore, and one that learns explores less and less."""
+    first, now = mean_of(run.first, "entropy"), mean_of(run.last, "entropy")
+    if len(run.rows) < _FEW or first is None or now is None or now >= first or now > first / 5 or run.is_solved:
         return None
     return _finding(
-        "warning",
+        "warning" if now <= first / 10 else "note",
         f"The entropy fell from {first:.3g} to {now:.3g} nats: the policy hardly explores any more.",
         "Begin again with a smaller train.lr, fewer updates of each batch (algorithm.epochs, minibatches), or an "
         "entropy bonus (algorithm.entropy).",
     )
 
 
-def _fallen(_: RunRecord, rows: list[Row]) -> Row | None:
-    low, high = _range(rows)
-    rewards = _values(rows, "reward")
-    windows = [mean(rewards[k : k + _WINDOW]) for k in range(len(rewards) - _WINDOW + 1)]
-    if len(windows) <= _WINDOW or max(windows) - windows[-1] < 0.2 * (high - low) or high == low:
+def _fallen(run: Digest) -> Row | None:
+    if (fall := run.fall) is None or not run.is_much(fall.best - fall.now, fall.error):
         return None
-    best = windows.index(max(windows))
     return _finding(
         "warning",
-        f"The reward fell to {windows[-1]:.3g}; in steps {best + 1} to {best + _WINDOW} it was {windows[best]:.3g}.",
+        f"The reward fell to {fall.now:.3g}; in {fall.steps} it was {fall.best:.3g}.",
         "See what moved before it fell: entropy, effective_sample_size, behavior_kl_proximal, lengths. Go on from an "
         "earlier checkpoint with a smaller train.lr or rollout.max_staleness.",
     )
 
 
-def _hacked(_: RunRecord, rows: list[Row]) -> Row | None:
+def _hacked(run: Digest) -> Row | None:
     """Shares that fall while the reward rises: a part of the reward, or a metric of the workflow that only watches."""
-    low, high = _range(rows)
-    before, now = _mean(rows[:5], "reward"), _mean(rows[-_STEPS:], "reward")
-    if len(rows) < _STEPS or before is None or now is None or now - before < 0.1 * (high - low) or high == low:
+    before, now = run.before, run.now
+    if len(run.rows) < _FEW or before is None or now is None or not now - before >= 0.1 * run.range > 0:
         return None
-    for name in sorted(name for name in rows[0] if name.startswith(("reward/", "episode/")) and name not in _NO_AIMS):
-        values = _values(rows, name)
-        first, last = _mean(rows[:5], name), _mean(rows[-_STEPS:], name)
-        if first is None or last is None or min(values) < 0 or max(values) > 1 or first < 0.1 or last > first / 2:
+    for name in sorted({name for row in run.first for name in row if name.startswith(("reward/", "episode/"))}):
+        first, last = mean_of(run.first, name), mean_of(run.last, name)
+        if first is None or last is None or first < 0.1 or last > first / 2 or _NO_AIM.search(name):
+            continue
+        if not all(0 <= value <= 1 for value in values(run.rows, name)):
             continue
         return _finding(
             "warning",
@@ -165,24 +137,26 @@ def _hacked(_: RunRecord, rows: list[Row]) -> Row | None:
     return None
 
 
-def _held_out(run: RunRecord, rows: list[Row]) -> Row | None:
-    low, high = _range(rows)
-    values = _values(run.evaluations, "reward")
-    before, now = _mean(rows[:5], "reward"), _mean(rows[-_STEPS:], "reward")
-    if len(values) < 3 or before is None or now is None or now < before or high == low:
+def _held_out(run: Digest) -> Row | None:
+    """Of few examples, the mean reward differs from one evaluation to the next."""
+    known = [(reward, row) for row in run.record.evaluations if (reward := number(row.get("reward"))) is not None]
+    if len(known) < 3 or run.before is None or run.now is None or run.now < run.before or _fallen(run):
         return None
-    if max(values) - values[-1] < 0.2 * (high - low) or _fallen(run, rows) is not None:
+    best, last = max(reward for reward, _ in known), known[-1][0]
+    variance = sum(max((reward - run.low) * (run.high - reward), 0.0) for reward in (best, last))
+    examples = number(known[-1][1].get("num_episodes")) or math.inf
+    if not run.is_much(best - last, math.sqrt(variance / max(examples, 1.0))):
         return None
     return _finding(
         "warning",
-        f"The held-out reward fell from {max(values):.3g} to {values[-1]:.3g}, and that of training did not.",
+        f"The held-out reward fell from {best:.3g} to {last:.3g}, and that of training did not.",
         "The policy learns its examples by heart, or the evaluation scores something else: use more examples, or go "
         "back to the best checkpoint.",
     )
 
 
-def _truncated(_: RunRecord, rows: list[Row]) -> Row | None:
-    first, now = _mean(rows[:3], "truncated"), _mean(rows[-_STEPS:], "truncated")
+def _truncated(run: Digest) -> Row | None:
+    first, now = mean_of(run.first[:3], "truncated"), mean_of(run.last, "truncated")
     if first is None or now is None or now <= 0.3:
         return None
     allow = "Otherwise allow more tokens (max_new_tokens, the context length)."
@@ -201,11 +175,11 @@ def _truncated(_: RunRecord, rows: list[Row]) -> Row | None:
     )
 
 
-def _distance(_: RunRecord, rows: list[Row]) -> Row | None:
+def _distance(run: Digest) -> Row | None:
     """Between the policy that sampled the tokens and the one that trains on them."""
-    last = rows[-_STEPS:]
-    kl, staleness = _mean(last, "behavior_kl_proximal"), _mean(last, "staleness/mean")
-    fresh = _mean(last, "staleness_0/behavior_kl_proximal")
+    last = run.last
+    kl, staleness = mean_of(last, "behavior_kl_proximal"), mean_of(last, "staleness/mean")
+    fresh = mean_of(last, "staleness_0/behavior_kl_proximal")
     if staleness == 0:
         fresh = kl
     if fresh is not None and fresh > 0.05:
@@ -226,9 +200,9 @@ def _distance(_: RunRecord, rows: list[Row]) -> Row | None:
     )
 
 
-def _waiting(_: RunRecord, rows: list[Row]) -> Row | None:
-    waited, trained = (sum(_values(rows[-_STEPS:], f"time/{name}_s")) for name in ("wait", "train"))
-    if len(rows) < 3 or waited < 0.8 * (waited + trained) or not waited:
+def _waiting(run: Digest) -> Row | None:
+    waited, trained = (sum(values(run.last, f"time/{name}_s")) for name in ("wait", "train"))
+    if len(run.rows) < 3 or waited < 0.8 * (waited + trained) or not waited:
         return None
     return _finding(
         "note",
@@ -237,11 +211,9 @@ def _waiting(_: RunRecord, rows: list[Row]) -> Row | None:
     )
 
 
-def _bound(run: RunRecord, rows: list[Row]) -> Row | None:
-    rollout = run.settings.get("rollout")
-    bound = rollout.get("max_staleness") if isinstance(rollout, dict) else None
-    values = _values(rows[-_STEPS:], "staleness/mean")
-    if not isinstance(bound, int) or bound < 1 or len(values) < 5 or min(values) < bound - 0.1:
+def _bound(run: Digest) -> Row | None:
+    bound, found = run.setting("rollout", "max_staleness"), values(run.last, "staleness/mean")
+    if not isinstance(bound, int) or bound < 1 or len(found) < 5 or min(found) < bound - 0.1:
         return None
     return _finding(
         "note",
@@ -250,38 +222,66 @@ def _bound(run: RunRecord, rows: list[Row]) -> Row | None:
     )
 
 
-def _rewards(_: RunRecord, rows: list[Row]) -> Row | None:
-    values, spread = _values(rows[-_STEPS:], "reward"), _values(rows[-_STEPS:], "reward_std")
-    if len(values) < 5 or not spread or max(spread) > 0:
+def _rewards(run: Digest) -> Row | None:
+    """Where two players share out a reward, the means of episodes are equal, and their groups are not."""
+    found, spread = values(run.last, "reward"), values(run.last, "reward_std")
+    if len(found) < 5 or not spread or max(spread) > 0 or run.is_solved or _is_taught_by_tokens(run):
+        return None
+    if min(values(run.last, "equal_groups"), default=1.0) < 1:
         return None
     return _finding(
         "error",
-        f"All episodes of the last {len(values)} steps had the reward {values[-1]:g}: there is nothing to learn from.",
+        f"All episodes of the last {len(found)} steps had the reward {found[-1]:g}: there is nothing to learn from.",
         "Read some episodes: the task may be too hard or too easy, or the reward may not see the answer.",
     )
 
 
-def _equal(run: RunRecord, rows: list[Row]) -> Row | None:
+def _is_taught_by_tokens(run: Digest) -> bool:
+    """Whether a teacher rewards each token. The rewards of episodes need not differ then."""
+    kind = run.setting("algorithm", "advantage", "kind")
+    return kind == "distillation" or bool(values(run.last, "episode/teacher_kl"))
+
+
+def _compares(run: Digest) -> bool:
+    """Whether advantages compare the rewards of a group's episodes: so they do by default."""
+    kind, baseline, by_parts = (
+        run.setting("algorithm", "advantage", name) for name in ("kind", "baseline", "separate_rewards")
+    )
+    does_not = kind in ("rejection", "gae") or baseline in ("none", "greedy") or bool(by_parts)
+    return not does_not and not _is_taught_by_tokens(run)
+
+
+def _are_equal(episodes: Sequence[EpisodeRecord]) -> bool:
+    """Whether all had the same reward: within each role, as one role's reward may be another's loss."""
+    parts = {(part.role, part.reward) for episode in episodes for part in episode.trajectories}
+    outcomes = parts or {("", episode.reward) for episode in episodes}
+    return len(outcomes) == len({role for role, _ in outcomes})
+
+
+def _equal(run: Digest) -> Row | None:
     """Groups whose episodes all had the same reward teach nothing to an algorithm that compares them."""
-    ended = [group for group in run.groups[-4 * _GROUPS :] if group.outcome == "kept"][-_GROUPS:]
-    rewards = [[e.reward for e in group.episodes if e.reward is not None] for group in ended]
-    several = [own for own in rewards if len(own) > 1]
-    equal = [own for own in several if len(set(own)) == 1]
-    if len(several) < 10 or len(equal) < 0.4 * len(several):
+    kept = [group for group in run.record.groups[-4 * _GROUPS :] if group.outcome == "kept"][-_GROUPS:]
+    ended = ([e for e in group.episodes if e.reward is not None] for group in kept)
+    several = [episodes for episodes in ended if len(episodes) > 1]
+    equal = [episodes[0].reward for episodes in several if _are_equal(episodes)]
+    if len(several) < 10 or len(equal) < 0.4 * len(several) or not _compares(run):
         return None
-    share, (lowest, highest) = len(equal) / len(several), (pick(map(pick, several)) for pick in (min, max))
-    low, high = (sum(own[0] == bound for own in equal) / len(equal) for bound in (lowest, highest))
-    if _is_solved(rows):
+    rewards = [episode.reward for episodes in several for episode in episodes if episode.reward is not None]
+    share, lowest, highest = len(equal) / len(several), min(rewards), max(rewards)
+    low, high = (equal.count(bound) / len(equal) for bound in (lowest, highest))
+    text = f"{share:.0%} of the last {len(several)} groups had equal rewards"
+    if run.is_solved:
         return _finding(
             "note",
-            f"{share:.0%} of the last {len(several)} groups had equal rewards, nearly all of them the highest.",
+            f"{text}, {high:.0%} of these the highest.",
             "Read some. If they are good and held-out rewards as high, the run is done. Otherwise use harder examples.",
         )
     use = "Use harder" if high > low else "Read some: the reward may miss right answers. Otherwise use easier"
     which = f"{low:.0%} of these the lowest, {high:.0%} the highest" if lowest < highest else f"all {lowest:g}"
+    are_right = lowest < highest and highest >= run.high and high >= 0.9
     return _finding(
-        "warning" if share >= 0.7 else "note",
-        f"{share:.0%} of the last {len(several)} groups had equal rewards, and taught nothing: {which}.",
+        "warning" if share >= 0.7 and not are_right else "note",
+        f"{text}, and taught nothing: {which}.",
         f"{use} examples, a curriculum, a larger rollout.group_size, or a reward with more grades; "
         "algorithm.dynamic_sampling replaces such groups.",
     )
@@ -310,4 +310,3 @@ def _losses(lost: Mapping[str, int]) -> Row | None:
 
 
 _CHECKS = (_rewards, _fallen, _hacked, _held_out, _entropy, _truncated, _distance, _equal, _waiting, _bound)
-"""Each looks at the run and its steps."""
