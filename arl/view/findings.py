@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from arl.eventlog.records import EpisodeRecord
@@ -42,7 +43,7 @@ _RULES = (
     _Rule(
         "clip_fraction", lambda mean: mean > 0.3, "warning",
         "{mean:.0%} of the trained tokens were clipped in the last steps: a batch moves the policy too far.",
-        "Use a smaller train.lr, or fewer algorithm.minibatches.",
+        "Use a smaller train.optimizer.lr, or fewer algorithm.minibatches.",
     ),
     _Rule(
         "effective_sample_size", lambda mean: mean < 0.5, "warning",
@@ -57,7 +58,7 @@ _RULES = (
     _Rule(
         "nonfinite_grads", lambda mean: mean > 0, "warning",
         "Gradients were not finite in the last steps, and their optimizer steps were skipped.",
-        "Use a smaller train.lr, or train.dtype float32.",
+        "Use a smaller train.optimizer.lr, or train.dtype float32.",
     ),
     _Rule(  # a note: the lag alone cannot tell a workflow from a busy machine
         "event_loop_lag_s", lambda mean: mean > 0.3, "note",
@@ -94,15 +95,21 @@ def _told(rule: _Rule, mean: float) -> Row:
 
 
 def _entropy(run: Digest) -> Row | None:
-    """The policy of a solved task need not explore, and one that learns explores less and less."""
-    first, now = mean_of(run.first, "entropy"), mean_of(run.last, "entropy")
-    if len(run.rows) < _FEW or first is None or now is None or now >= first or now > first / 5 or run.is_solved:
+    """The policy of a solved task need not explore, and one that learns explores less and less.
+
+    The median, since now and then a group that differs throws a collapsed policy about.
+    """
+    first, last = mean_of(run.first[:3], "entropy"), values(run.last, "entropy")
+    if len(run.rows) < _FEW or first is None or not last or run.is_solved:
+        return None
+    now = median(last)
+    if now > first / 5 or now >= first:
         return None
     return _finding(
         "warning" if now <= first / 10 else "note",
         f"The entropy fell from {first:.3g} to {now:.3g} nats: the policy hardly explores any more.",
-        "Begin again with a smaller train.lr, fewer updates of each batch (algorithm.epochs, minibatches), or an "
-        "entropy bonus (algorithm.entropy).",
+        "Begin again with a smaller train.optimizer.lr, fewer updates of each batch (algorithm.epochs, minibatches), "
+        "or an entropy bonus (algorithm.entropy).",
     )
 
 
@@ -113,7 +120,7 @@ def _fallen(run: Digest) -> Row | None:
         "warning",
         f"The reward fell to {fall.now:.3g}; in {fall.steps} it was {fall.best:.3g}.",
         "See what moved before it fell: entropy, effective_sample_size, behavior_kl_proximal, lengths. Go on from an "
-        "earlier checkpoint with a smaller train.lr or rollout.max_staleness.",
+        "earlier checkpoint with a smaller train.optimizer.lr or rollout.max_staleness.",
     )
 
 
@@ -195,7 +202,7 @@ def _distance(run: Digest) -> Row | None:
         "warning",
         f"The policy was {kl:.2g} nats (behavior_kl_proximal) away from the sampler of its tokens, which were "
         f"{staleness:.3g} versions old.",
-        "Use a smaller rollout.max_staleness or a smaller train.lr, and a correction that bounds the weights "
+        "Use a smaller rollout.max_staleness or a smaller train.optimizer.lr, and a correction that bounds the weights "
         "(algorithm.correction).",
     )
 

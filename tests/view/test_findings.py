@@ -1,8 +1,10 @@
 """What the health page says about runs that learn, and about runs that do not."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 from made_run import PROMPT, T0, began, episode, life, trajectory
 
+from arl.api.config import Config
 from arl.api.events import Event, GroupAdmitted, GroupEnded
 from arl.eventlog.run_record import read_run
+from arl.view import findings as module
 from arl.view.findings import findings
 
 FINE = {"reward_min": 0.0, "reward_max": 1.0, "entropy": 0.5, "truncated": 0.0, "effective_sample_size": 1.0}
@@ -57,7 +61,11 @@ def test_a_run_that_learns_has_no_findings(tmp_path: Path) -> None:
         ({"reward/exact": falling(0.9, 0.1)}, "warning: The reward rose from 0.217 to 0.612, and reward/exact fell"),
         ({"reward": falling(0.8, 0.1)}, "warning: The reward fell to 0.153; in steps 1 to 10 it was 0.747."),
         ({"entropy": [0.9] * 30 + [0.08] * 30}, "warning: The entropy fell from 0.9 to 0.08 nats"),
-        ({"entropy": falling(1.0, 0.0)}, "note: The entropy fell from 0.966 to 0.161 nats"),
+        (
+            {"entropy": [0.9] * 30 + [0.05, 0.0, 0.04, 3.0, 0.02, 0.0] * 5},
+            "warning: The entropy fell from 0.9 to 0.02 nats",
+        ),
+        ({"entropy": falling(1.0, 0.0)}, "note: The entropy fell from 0.983 to 0.161 nats"),
         (
             {"truncated": [0.9] * STEPS},
             "warning: A length limit cut 90% of the trajectories in the last steps, and 90% in",
@@ -94,6 +102,14 @@ def test_a_solved_task_needs_neither_entropy_nor_rising_rewards(tmp_path: Path) 
 def test_a_solved_task_without_another_reward_is_no_error(tmp_path: Path) -> None:
     solved = {"reward": [0.2] * 30 + [1.0] * 30, "reward_std": [0.4] * 30 + [0.0] * 30, "reward_min": [0.0] * STEPS}
     assert told(tmp_path, solved) == []
+
+
+def test_settings_that_findings_advise_exist() -> None:
+    named = set(re.findall(r"\b(?:train|rollout|algorithm|log)\.[a-z_.]*[a-z]", Path(module.__file__).read_text()))
+    assert {"train.optimizer.lr", "log.events.tokens"} < named
+    config = Config(model="any")
+    for name in named:
+        attrgetter(name)(config)  # raises AttributeError
 
 
 def test_an_entropy_that_was_always_zero_has_not_fallen(tmp_path: Path) -> None:
