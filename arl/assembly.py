@@ -175,8 +175,8 @@ def _check(config: Config, given: _Given) -> None:
         )
     if config.train.lora and config.train.dtype == "bfloat16" and not isinstance(config.weights, AdapterWeightsConfig):
         log.warning(
-            "weights.transport=%s publishes adapters merged into the model: where that is stored in bfloat16, most of "
-            "what few steps change is rounded away on servers; weights.transport=adapter publishes them as they are",
+            "weights.transport=%s publishes adapters merged into the model: if it is stored in bfloat16, rounding "
+            "removes most of what a few steps change; weights.transport=adapter publishes the adapters themselves",
             config.weights.transport,
         )
 

@@ -145,7 +145,9 @@ class Experiment(Generic[ConfigT]):
         try:
             prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
-            log.warning("the preparation goes on to its end, as a thread cannot be stopped; Ctrl-C once more ends it")
+            log.warning(
+                "a thread cannot be stopped, so the preparation runs to its end; press Ctrl-C again to end it now"
+            )
             await asyncio.wait([preparing])  # with run_dir's lock held, as it may write there
             preparing.exception()  # else asyncio would report an error that nobody retrieved
             raise

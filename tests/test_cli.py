@@ -90,7 +90,10 @@ def test_flags_change_single_fields_of_an_algorithm(
             "log.trackers[1].projet is not a setting with trackers[1].kind=wandb; allowed there: entity, group, kind",
         ),
         (["--algorithm.minibatches", "3"], "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
-        (["--train.optimizer.total_steps", "9"], "total_steps is set, which is for a decaying schedule; schedule is c"),
+        (
+            ["--train.optimizer.total_steps", "9"],
+            "total_steps is set, but schedule is constant; it needs a decaying sch",
+        ),
         (["--algorithm", "dapo"], "--algorithm: 'dapo' was given for a whole section; write --algorithm.preset dapo"),
         (["--weights", "disk"], "write --weights.transport disk"),
         (["--train.lora", "true"], "such as --train.lora.rank VALUE, or --train.lora alone for its defaults"),

@@ -180,7 +180,7 @@ async def test_a_preparation_that_is_stopped_says_so_and_keeps_other_runs_out_un
     await begun.wait()
     task.cancel()
     await asyncio.wait([task], timeout=0.1)
-    assert "Ctrl-C once more ends it" in caplog.text
+    assert "press Ctrl-C again to end it now" in caplog.text
     with pytest.raises(RunFileError, match="another run trains"):
         RunLock(tmp_path).take()
     go.set()

@@ -92,12 +92,12 @@ class RolloutConfig(Section):
     def _replay_makes_sense(self) -> Self:
         if self.replay_groups and self.max_staleness == 0:
             raise ValueError(
-                f"replay_groups is {self.replay_groups}, but max_staleness is 0, and trained groups are older than "
-                "that. Allow a staleness of 1 or more, or replay none"
+                f"replay_groups is {self.replay_groups}, but max_staleness is 0, and a trained group is always older. "
+                "Set max_staleness to 1 or more, or replay_groups to 0"
             )
         if self.replay_groups == 0 and self.replay_min_reward != 0:
             raise ValueError(
-                f"replay_min_reward is {self.replay_min_reward}, but replay_groups is 0, so none is replayed; set "
+                f"replay_min_reward is {self.replay_min_reward}, but replay_groups is 0, so no group is replayed; set "
                 "replay_groups"
             )
         return self
@@ -279,13 +279,13 @@ class Config(Section):
             return self
         if self.train.lora is None:
             raise ValueError(
-                "weights.transport is adapter, but train.lora is unset, so there are none; set train.lora, or use "
-                "weights.transport=disk"
+                "weights.transport is adapter, but train.lora is unset, so there are no adapters; set train.lora, or "
+                "use weights.transport=disk"
             )
         if self.engine.pause_mode != "in_place":
             raise ValueError(
                 f"engine.pause_mode is {self.engine.pause_mode}, but weights.transport=adapter pauses nothing: a "
-                "request ends under the adapter that it began with. Leave it at in_place"
+                "request keeps the adapter that it began with. Leave pause_mode at in_place"
             )
         if not isinstance(self.engine, LocalEngineConfig) and self.train.lora.target_modules != "all-linear":
             check_fused({name.rpartition(".")[2] for name in self.train.lora.target_modules})
@@ -298,7 +298,7 @@ class Config(Section):
             return self
         if self.rollout.seed_requests:
             raise ValueError(
-                f"rollout.seed_requests is set, but servers look at seeds only with {flag}; add it to engine.arguments"
+                f"rollout.seed_requests is set, but servers honour seeds only with {flag}; add it to engine.arguments"
             )
         return self
 
@@ -308,7 +308,7 @@ class Config(Section):
         if rollout.batch_size % algorithm.minibatches:
             raise ValueError(
                 f"algorithm.minibatches is {algorithm.minibatches}; it must divide "
-                f"rollout.batch_size={rollout.batch_size} (a preset has its paper's; set either)"
+                f"rollout.batch_size={rollout.batch_size} (a preset takes its paper's value); set one of them"
             )
         if rollout.group_size == 1 and algorithm.is_group_relative:
             raise ValueError(

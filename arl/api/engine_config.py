@@ -72,7 +72,9 @@ class StartedServersConfig(ClientConfig):
     @model_validator(mode="after")
     def _an_order_needs_several(self) -> Self:
         if self.update_order == "rolling" and self.num_servers == 1:
-            raise ValueError("update_order is rolling, but num_servers is 1, and none generates meanwhile; start more")
+            raise ValueError(
+                "update_order is rolling, but num_servers is 1, so no server generates during an update; start more"
+            )
         return _reachable(self, self.num_servers, "num_servers")
 
 
@@ -211,9 +213,9 @@ def check_fused(targets: set[str]) -> None:
     for layers, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
         if targets & layers and (missing := needed - targets):
             raise ValueError(
-                f"train.lora.target_modules lacks {' and '.join(sorted(missing))}: SGLang holds it together with "
-                f"{' and '.join(sorted(targets & layers))}, and takes adapters of both or none. Name it too, or use "
-                "weights.transport=disk"
+                f"train.lora.target_modules lacks {' and '.join(sorted(missing))}: SGLang fuses it with "
+                f"{' and '.join(sorted(targets & layers))}, and needs adapters for both or neither. Name it too, or "
+                "use weights.transport=disk"
             )
 
 
@@ -250,7 +252,7 @@ class OptimizerConfig(Section):
         if self.schedule != "constant" and self.total_steps is None:
             raise ValueError(f"schedule is {self.schedule}; it needs total_steps, the optimizer steps until it ends")
         if self.schedule == "constant" and (of_decay := self._changed("total_steps", "min_lr_ratio")):
-            raise ValueError(f"{of_decay[0]} is set, which is for a decaying schedule; schedule is constant")
+            raise ValueError(f"{of_decay[0]} is set, but schedule is constant; it needs a decaying schedule")
         return self
 
 
@@ -314,7 +316,7 @@ class TrainConfig(Section):
     @classmethod
     def _is_a_device(cls, device: str) -> str:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise ValueError(f"{device!r} is nothing to train on; say cpu, cuda, or one GPU of several as cuda:1")
+            raise ValueError(f"{device!r} is not a device to train on; use cpu, cuda, or one GPU of several as cuda:1")
         return device
 
     @model_validator(mode="after")
@@ -326,7 +328,8 @@ class TrainConfig(Section):
             raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains without Ray")
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
             raise ValueError(
-                "ray_address is a Ray client's; the trainer runs on a node of the cluster: say auto, or host:port"
+                "ray_address is a Ray client's address, but the trainer runs on a node of the cluster: use auto, or "
+                "host:port"
             )
         return self
 

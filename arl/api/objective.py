@@ -291,9 +291,9 @@ class OverlongConfig(Section):
     @model_validator(mode="after")
     def _rises_within_the_limit(self) -> Self:
         if self.max_tokens is None and self.buffer_tokens:
-            raise ValueError(f"buffer_tokens is {self.buffer_tokens}, below a max_tokens that is not set; set it too")
+            raise ValueError(f"buffer_tokens is {self.buffer_tokens}, but max_tokens is not set; set it too")
         if self.max_tokens is None and self._changed("penalty"):
-            raise ValueError(f"penalty is {self.penalty}, for answers above a max_tokens that is not set; set it too")
+            raise ValueError(f"penalty is {self.penalty}, but max_tokens is not set; set it too")
         if self.max_tokens is not None and self.buffer_tokens > self.max_tokens:
             raise ValueError(f"buffer_tokens is {self.buffer_tokens}; it must be at most max_tokens, {self.max_tokens}")
         return self

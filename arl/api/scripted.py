@@ -50,7 +50,7 @@ class ScriptedEngine:
         def say(request: ModelRequest) -> list[int]:
             text = next(left, None)
             if text is None:
-                raise AssertionError(f"the model was asked for another answer, and was given {len(texts)} to say")
+                raise AssertionError(f"the model was asked for another answer, but it was given only {len(texts)}")
             end = tokenizer.eos_token_id
             return [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
 

@@ -124,7 +124,7 @@ class ModelResponse:
         if len(self.output_logprobs) != n or len(self.output_versions) != n:
             raise ValueError(
                 f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions; "
-                "each token needs one of both"
+                "each token needs one of each"
             )
 
 

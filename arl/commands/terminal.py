@@ -36,8 +36,8 @@ ABOUT = "Show a run in this terminal, live or ended, and change nothing. Ctrl-C 
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl top`. Ends the process with code 2 if --once finds no run."""
     parser = argparse.ArgumentParser(prog="arl top", description=ABOUT, allow_abbrev=False)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="may be one that a run will make")
-    parser.add_argument("--once", action="store_true", help="print one frame and end; so it is without a terminal")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory; it need not exist yet")
+    parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
     options = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue] - a TextIOWrapper has it
     console = Console()

@@ -26,10 +26,23 @@ ABOUT = (
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl trace`. Ends the process with code 2 if there is no run, or no event log."""
     parser = argparse.ArgumentParser(prog="arl trace", description=ABOUT, allow_abbrev=False)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("-o", dest="file", type=Path, metavar="FILE", help="default: NAME.trace.json.gz, here")
-    parser.add_argument("--from", dest="first", type=float, default=0.0, metavar="S", help="seconds since it began")
-    parser.add_argument("--to", dest="last", type=float, default=float("inf"), metavar="S")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+    parser.add_argument(
+        "-o",
+        dest="file",
+        type=Path,
+        metavar="FILE",
+        help="the file to write (default: NAME.trace.json.gz in this directory)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="first",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="where to begin, in seconds since the run began",
+    )
+    parser.add_argument("--to", dest="last", type=float, default=float("inf"), metavar="S", help="where to end")
     options = parser.parse_args(argv)
     if not 0 <= options.first < options.last:
         parser.error(f"--from is {options.first:g} and --to is {options.last:g}; give 0 <= --from < --to")

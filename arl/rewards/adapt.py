@@ -131,13 +131,15 @@ def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
             log.warning(
                 "reward function %s was typed in interactively, so no worker process can import it: it runs in threads "
                 "of this process, which can't be killed; write it to a module (in a notebook by %%%%writefile) and "
-                "import it from there, or say ThreadReward yourself",
+                "import it from there, or pass a ThreadReward",
                 name_of(function),
             )
             return ThreadReward(function, timeout_s=timeout_s, workers=num_workers)
         return RewardPool(function, timeout_s=timeout_s, workers=num_workers)
     if workers is not None:
-        raise ConfigError(f"workers is {workers}, but {name_of(function)} is async and runs in no worker; leave it out")
+        raise ConfigError(
+            f"workers is {workers}, but {name_of(function)} is async and uses no worker processes; leave it out"
+        )
     return AsyncReward(function, timeout_s=timeout_s)
 
 

@@ -198,7 +198,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
             pool = self._pool
         if pool is None:
             raise RewardError(
-                f"the pool of reward function {self._name} is not open; enter it, or its workflow, by `async with`"
+                f"the pool of reward function {self._name} is not open; enter it, or its workflow, with `async with`"
             )
         try:
             result, error = await self._run(pool, args, kwargs)

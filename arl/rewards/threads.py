@@ -136,7 +136,7 @@ class CallThreads:
             if self._queue and not self._num_idle:
                 self._start_thread()
         log.warning(
-            "a call hangs, and its thread is left behind; %d calls hang now, and with %d no other begins",
+            "a call hangs, and its thread cannot be stopped; %d calls hang now, and at %d no other call begins",
             self._num_hung,
             self._max_hung,
         )

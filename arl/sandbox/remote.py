@@ -190,9 +190,11 @@ def main() -> int:
     add_key_option(parser, KEY_VARIABLE)
     parser.add_argument("--port", type=int, default=8090, help="0 takes a free one and prints it")
     parser.add_argument("--kind", choices=("auto", "bubblewrap", "docker", "unsafe"), default="auto")
-    parser.add_argument("--concurrency", type=int, help="programs at once; one per processor unless given")
+    parser.add_argument("--concurrency", type=int, help="programs at once (default: one per processor)")
     for name, most in asdict(_MOST).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(most), default=most, help="the most for a request")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=type(most), default=most, help="the most that a request may ask for"
+        )
     arguments = parser.parse_args()
     return run_server(lambda watch: _serve(arguments, watch))
 

@@ -79,7 +79,7 @@ class Trackers(Tracker):
             line.close(error)
         is_done = [line.is_done(began + self._closing_s * _QUIET_SHARE) for line in self._lines]
         if not all(is_done):
-            log.warning("waiting for trackers to take what they were given, %g s at most", self._closing_s)
+            log.warning("waiting for trackers to take their last records, %g s at most", self._closing_s)
         for line in self._lines:
             line.end(began + self._closing_s)
 
@@ -172,7 +172,7 @@ class _Line:
         error = "the tracker failed too often" if was_out else self._error
         failed = self._failure(_TrackerCall(about="closing", make=lambda tracker: tracker.close(error)))
         if failed and not was_out and not self._is_left:
-            log.warning("the tracker %s failed in closing: %s", self._name, failed)
+            log.warning("the tracker %s failed to close: %s", self._name, failed)
 
     def _failure(self, call: _TrackerCall) -> str | None:
         """Make the call; returns what it raised, or None."""

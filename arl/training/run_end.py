@@ -211,7 +211,7 @@ class OpenRun:
             said = "\n".join(filter(None, end.lines(self._config.run_dir)))
             display_of(self._config.log).tell("end", said, **asdict(end))
         except Exception as failure:  # the run's own error must not be hidden
-            log.warning("the end of the run cannot be told: %s", failure, exc_info=True)
+            log.warning("cannot say how the run ended: %s", failure, exc_info=True)
 
     def _forget_end(self) -> None:
         with suppress(OSError):

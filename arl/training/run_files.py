@@ -192,7 +192,7 @@ def _rows(path: Path, names: Sequence[str] = ()) -> Iterator[tuple[bytes, dict[s
                 bad.append(number)
     if bad:
         numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        log.warning("%s: %d lines are not rows of it and were left out (lines %s)", path, len(bad), numbers)
+        log.warning("%s: left out %d lines that are not rows of this file (lines %s)", path, len(bad), numbers)
 
 
 def read_jsonl(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:

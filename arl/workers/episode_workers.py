@@ -106,8 +106,8 @@ class EpisodeWorkers(RolloutWorkflow):
             example = pickle.dumps(data, protocol=5)
         except Exception as error:
             raise DatasetError(
-                f"an example cannot be sent to a worker process ({type(error).__name__}: {error}); make its columns of "
-                "what pickle takes, or set rollout.num_workers=0"
+                f"an example cannot be sent to a worker process ({type(error).__name__}: {error}); give it only "
+                "columns that can be pickled, or set rollout.num_workers=0"
             ) from error
         worker = await self._choose()
         return await worker.play(engine, example)

@@ -313,7 +313,7 @@ class ChatTemplate:
     def check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
         source = self._source(tools)
         if tools and "tools" not in source:
-            raise ModelError("the model's chat template shows no tools; use a model or a template that knows them")
+            raise ModelError("the model's chat template shows no tools; use a model or a template that does")
         if "tool_calls" not in source and any("tool_calls" in message for message in messages):
             raise ModelError(
                 "the model's chat template shows no tool_calls; use one that does, or put calls into content"

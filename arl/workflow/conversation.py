@@ -85,7 +85,9 @@ class Conversation:
     def add(self, *messages: Message) -> None:
         """Append messages of the environment: tool results, user turns. The model reads them before its next turn."""
         if any(message["role"] == "assistant" for message in messages):
-            raise ValueError("an assistant's message is not added; it is sampled (agenerate) or shown (demonstrate)")
+            raise ValueError(
+                "an assistant's message cannot be added; sample it (agenerate), or demonstrate it (demonstrate)"
+            )
         self._messages.extend(messages)
 
     async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:

@@ -181,7 +181,7 @@ class DebateWorkflow(_TeamWorkflow):
         super().__post_init__()
         if self.debaters < 2 or self.rounds < 1:
             raise ConfigError(
-                f"debaters is {self.debaters} and rounds {self.rounds}; give 2 debaters and 1 round at least"
+                f"debaters is {self.debaters} and rounds {self.rounds}; give at least 2 debaters and 1 round"
             )
 
     def member(self, index: int) -> Member:

@@ -138,7 +138,7 @@ def _verifiers() -> Any:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise ArlError("environments of verifiers need it installed: pip install 'arl[verifiers]'") from error
+        raise ArlError("environments of verifiers need the package verifiers: pip install 'arl[verifiers]'") from error
     return vf
 
 

@@ -68,5 +68,5 @@ async def test_it_says_the_texts_it_is_given_and_says_when_there_are_no_more() -
         response = await engine.agenerate(ModelRequest(input_ids=(1,), sampling=sampling))
         assert response.output_ids == (*tokenizer.encode(text), tokenizer.eos_token_id)
         assert response.stop_reason == "stop"
-    with pytest.raises(AssertionError, match="another answer, and was given 2 to say"):
+    with pytest.raises(AssertionError, match="another answer, but it was given only 2"):
         await engine.agenerate(REQUEST)

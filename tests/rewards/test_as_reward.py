@@ -135,7 +135,7 @@ def test_other_objects_are_refused_as_rewards() -> None:
 def test_limits_that_a_reward_does_not_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="Remote has its own limits"):
         as_reward(Remote(), timeout_s=1.0)
-    with pytest.raises(ConfigError, match="judge is async and runs in no worker"):
+    with pytest.raises(ConfigError, match="judge is async and uses no worker processes"):
         as_reward(judge, workers=3)
     for kind in (RewardPool, ThreadReward, AsyncReward):
         with pytest.raises(ConfigError, match="timeout_s is 0"):

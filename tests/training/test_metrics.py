@@ -95,7 +95,7 @@ def test_rows_behind_a_line_that_is_none_are_read_and_the_line_is_named(
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"version": 1}\nnonsense\n{"version": 2}\n\xff\n' + b"[" * 10**5 + b'\n\n{"version": 3}\n{"ve')
     assert [row["version"] for row in read_jsonl(path)] == [1, 2, 3]
-    assert caplog.messages == [f"{path}: 3 lines are not rows of it and were left out (lines 2, 4, 5)"]
+    assert caplog.messages == [f"{path}: left out 3 lines that are not rows of this file (lines 2, 4, 5)"]
 
 
 def test_a_picture_and_a_start_leave_out_rows_that_lack_something(
@@ -109,7 +109,7 @@ def test_a_picture_and_a_start_leave_out_rows_that_lack_something(
     assert log.evaluations() == {2: evaluation(2)}
     assert plot_run(tmp_path).exists()
     for name in ("metrics", "evaluations"):
-        assert f"{name}.jsonl: 2 lines are not rows of it and were left out (lines 1, 2)" in caplog.text
+        assert f"{name}.jsonl: left out 2 lines that are not rows of this file (lines 1, 2)" in caplog.text
 
 
 def test_rows_are_on_the_disk_when_a_checkpoint_may_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

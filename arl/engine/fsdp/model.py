@@ -63,7 +63,7 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     policy: a causal language model. The model is in evaluation mode, as dropout would make logprobs random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
-        raise ModelError(f"{name} has no config.json; a model directory has that, *.safetensors and a tokenizer")
+        raise ModelError(f"{name} has no config.json; a model directory needs it, *.safetensors and a tokenizer")
     config = load_part(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}

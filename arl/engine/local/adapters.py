@@ -94,7 +94,7 @@ class LoadedAdapters:
         layers = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
         factors = {layer.removeprefix(_PREFIX): self._factors(layer, tensors, scale) for layer in sorted(layers)}
         if unknown := sorted(tensors):
-            raise WeightsError(f"{directory} holds {named(unknown)}, which no layer has a use for")
+            raise WeightsError(f"{directory} holds {named(unknown)}, which no layer uses")
         return Adapter(name=name, path=directory, layers=factors)
 
     def _factors(self, layer: str, tensors: dict[str, torch.Tensor], scale: float) -> Factors:

@@ -69,7 +69,7 @@ class FrameServer:
             raise RequestError("this path is not for browsers", HTTPStatus.FORBIDDEN)
         web_socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False)
         if not web_socket.can_prepare(request):
-            raise RequestError("this path takes WebSockets alone")
+            raise RequestError("this path takes only WebSockets")
         await web_socket.prepare(request)
         _keep_alive(request.transport)
         connection = _FrameConnection(self, web_socket)

@@ -162,7 +162,9 @@ class Generation:
     def job(self, rid: str, input_ids: Sequence[int] | np.ndarray, body: SettingsBody, sampling: SamplingParams) -> Job:
         """A request for a continuation. sampling: the body's. Raises RequestError if it is impossible."""
         if self._model.is_scorer:
-            raise RequestError("this server has a reward model, which scores and generates nothing; ask POST /classify")
+            raise RequestError(
+                "this server has a reward model, which scores text and cannot generate it; ask POST /classify"
+            )
         self._check_prompt(input_ids)
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop needs a tokenizer, which this model was saved without; use stop_token_ids")

@@ -206,7 +206,9 @@ def _read_tokenizer(model_dir: str) -> Any | None:
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
     if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes one up from no files
-        raise ModelError(f"the tokenizer in {model_dir} knows no letter; save the model's own with save_pretrained")
+        raise ModelError(
+            f"the tokenizer in {model_dir} has no token for any letter; save the model's own with save_pretrained"
+        )
     return tokenizer
 
 

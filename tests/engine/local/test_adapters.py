@@ -116,7 +116,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: (at / "adapter_model.safetensors").unlink(), "cannot read .*adapter_model.safetensors"),
     (lambda at: (at / "adapter_model.safetensors").write_bytes(b"x"), "cannot read .*adapter_model.safetensors"),
     (lambda at: rewritten(at, **{f"{Q}B.weight": None}), r"q_proj has A \[4, 32\] and B None; it must have A"),
-    (lambda at: rewritten(at, **{f"{Q}A.weight": None}), "q_proj.lora_B.weight, which no layer has a use for"),
+    (lambda at: rewritten(at, **{f"{Q}A.weight": None}), "q_proj.lora_B.weight, which no layer uses"),
     (lambda at: rewritten(at, **{f"{Q}A.weight": torch.ones(4, 31)}), r"q_proj has A \[4, 31\] and B \[64, 4\]; it"),
     (lambda at: rewritten(at, **{"base_model.model.lm_head.lora_A.weight": ONE}), "no linear layer lm_head to adapt"),
     (shutil.rmtree, "is not an absolute path of a directory here"),

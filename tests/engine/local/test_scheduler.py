@@ -97,7 +97,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: (at / "model.safetensors").unlink(), "cannot be loaded"),
     (lambda at: (at / "model.safetensors").write_bytes(bytes(9)), "cannot be loaded"),
     (lambda at: (at / "tokenizer.json").unlink(), "tokenizer in .* cannot be read"),
-    (make_up_a_tokenizer, "knows no letter"),
+    (make_up_a_tokenizer, "has no token for any letter"),
     (lose_a_parameter, r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"),
     (lambda at: configure(at, **WINDOW), "sliding window of 16"),
 ]

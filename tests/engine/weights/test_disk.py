@@ -334,10 +334,10 @@ def test_leftovers_of_a_killed_run_are_removed_though_its_child_lives_and_a_livi
 
 SGLANG = {"kind": "sglang", "addresses": ["http://a"]}
 IMPOSSIBLE = [
-    ({"train": {}}, "train.lora is unset, so there are none; set train.lora, or use weights.transport=disk"),
+    ({"train": {}}, "train.lora is unset, so there are no adapters; set train.lora, or use weights.transport=disk"),
     ({"engine": {"pause_mode": "abort"}}, "engine.pause_mode is abort, but weights.transport=adapter pauses nothing"),
-    ({"engine": SGLANG, "train": {"lora": {"target_modules": ["q_proj", "k_proj"]}}}, "lacks v_proj: SGLang holds it"),
-    ({"engine": SGLANG, "train": {"lora": {"target_modules": ["mlp.up_proj"]}}}, "lacks gate_proj: SGLang holds it"),
+    ({"engine": SGLANG, "train": {"lora": {"target_modules": ["q_proj", "k_proj"]}}}, "lacks v_proj: SGLang fuses it"),
+    ({"engine": SGLANG, "train": {"lora": {"target_modules": ["mlp.up_proj"]}}}, "lacks gate_proj: SGLang fuses it"),
 ]
 
 
