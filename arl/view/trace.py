@@ -1,7 +1,7 @@
 """A run's lanes as a trace file, for Perfetto and chrome://tracing: Chrome's JSON trace event format.
 
     process 1, the run       threads: trainer, checkpoints, publishing, evaluations; the counters
-    process 2, servers       a thread for each
+    process 2, servers       a thread for each, and a counter of its requests
     process 3, episodes      threads in which episodes lie one after another, their turns, tools and rewards beneath
 
 Spans of one thread nest, as the format demands: one that would overlap another's end goes to a thread beside it. Times
@@ -27,6 +27,8 @@ from arl.view.trace_counters import Requests, counters
 _PROCESSES = {"run": 1, "servers": 2, "episodes": 3}
 _PROCESS_OF = {"server": "servers", "episodes": "episodes"}
 """By the kind of a lane; the others are the run's."""
+_ABREAST = 100
+"""Threads of one lane whose numbers keep them together."""
 _SETTLED_S = 60.0
 """A call is in the log this long after its end at the latest."""
 
@@ -38,6 +40,8 @@ class TraceFile:
         self._file = file
         self._began = began
         self._num_events = 0
+        self._lanes: dict[str, int] = {}
+        """The number of each, from 1."""
         self._threads: dict[tuple[str, int], tuple[int, int]] = {}
         self._num_flows = 0
 
@@ -63,13 +67,19 @@ class TraceFile:
             })  # fmt: skip
 
     def thread(self, lane: str, kind: str, place: int = 0) -> tuple[int, int]:
-        """(process, thread) of a lane, or of the place beside it. It gets its name when it is first asked for."""
+        """(process, thread) of a lane, or of the place beside it. It gets its name when it is first asked for.
+
+        Perfetto shows threads in the order of their numbers, chrome://tracing by their sort index: each lane with what
+        lies beside it, and lanes in the order in which they are first asked for.
+        """
         if (lane, place) not in self._threads:
-            pid, tid = _PROCESSES[_PROCESS_OF.get(kind, "run")], len(self._threads) + 1
+            pid = _PROCESSES[_PROCESS_OF.get(kind, "run")]
+            number = self._lanes.setdefault(lane, len(self._lanes) + 1)
+            tid = number * _ABREAST + place if place < _ABREAST else 10**9 + len(self._threads)
             self._threads[lane, place] = pid, tid
             about = {
                 "thread_name": {"name": lane if not place else f"{lane}, beside ({place})"},
-                "thread_sort_index": {"sort_index": self._threads[lane, 0][1] * 100 + min(place, 99)},
+                "thread_sort_index": {"sort_index": tid},
             }
             for name, args in about.items():
                 self._write({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": name, "args": args})
@@ -88,8 +98,9 @@ class TraceFile:
             }  # fmt: skip
             self._write({**event, "bp": "e"} if phase == "f" else event)
 
-    def counter(self, t: float, name: str, values: Mapping[str, float]) -> None:
-        self._write({"ph": "C", "pid": 1, "tid": 0, "ts": self.us(t), "name": name, "args": values})
+    def counter(self, t: float, name: str, values: Mapping[str, float], process: str = "run") -> None:
+        pid = _PROCESSES[process]
+        self._write({"ph": "C", "pid": pid, "tid": 0, "ts": self.us(t), "cat": "counter", "name": name, "args": values})
 
     def us(self, t: float) -> int:
         """Microseconds since the run began; 0 for what was before."""
@@ -119,8 +130,8 @@ def write_trace(run: RunRecord, table: EpisodeTable, file: IO[bytes], window: tu
     kinds: dict[str, str] = {}
     for row in lanes.rows(1 << 60):
         kinds[row["id"]] = row["kind"]
+        trace.thread(row["id"], row["kind"])
         if row["kind"] != "episodes":
-            trace.thread(row["id"], row["kind"])
             trace.spans(row["id"], row["kind"], [span for span in row["spans"] if span["kind"] != "checkpoint"])
             if checkpoints := [span for span in row["spans"] if span["kind"] == "checkpoint"]:
                 trace.spans("checkpoints", "trainer", checkpoints)  # written beside training
@@ -135,7 +146,7 @@ def write_trace(run: RunRecord, table: EpisodeTable, file: IO[bytes], window: tu
         counts += _write_life(trace, calls, own, lane_of, lanes.last)
     for t, server, number in requests.found():
         if lanes.first <= t <= lanes.last:
-            trace.counter(t, f"requests, {server}", {"requests": number})
+            trace.counter(t, server, {"requests": number}, "servers")
     trace.end()
     return counts
 

@@ -4,7 +4,6 @@ ARL_SCREENSHOTS names a directory to write pictures of the views to. ARL_NEEDS_B
 """
 
 import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from browsed_run import BRANCHED, GROUPS, HOSTILE_EPISODE, LONG, MEMBERS, STEP_S, BrowsedRun, browsed_run
+from chromium import chromium
 from made_run import looking_at
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
@@ -26,16 +26,6 @@ TRAINING = (0x0B, 0x6E, 0x8F)
 """The colour of a trainer that trains."""
 PHONE = {"width": 360, "height": 740}
 VIEWS = ("run", "episodes", "group/0/1/1", f"episode/0/1/{BRANCHED}?colour=version", "time", "health")
-
-
-def chromium() -> str:
-    """Where the browser is. Skips the test, or fails it if ARL_NEEDS_BROWSER is set, where there is none."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None and not os.environ.get("ARL_NEEDS_BROWSER"):
-        pytest.skip(f"no browser: none of {', '.join(names)} is installed (make browser)")
-    assert found, "ARL_NEEDS_BROWSER is set, and there is no browser: make browser"
-    return found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from made_run import SERVER, T0, began, episode, group, life, step, trajectory, write_run
 
 from arl.__main__ import main
-from arl.api.events import CheckpointWritten, EpisodeBegan, EpisodeEnded, GroupAdmitted, RewardEnded, TurnEnded
+from arl.api.events import (
+    CheckpointWritten,
+    EpisodeBegan,
+    EpisodeEnded,
+    GroupAdmitted,
+    RewardEnded,
+    ServerJoined,
+    TurnEnded,
+)
 from arl.eventlog.run_record import read_run
 from arl.view.episode_table import EpisodeTable
 from arl.view.trace import nested, write_trace
@@ -151,6 +159,34 @@ def test_turns_that_overlap_lie_in_threads_beside_each_other(tmp_path: Path) -> 
     assert reward["ts"] + reward["dur"] == whole["ts"] + whole["dur"]
 
 
+def test_threads_are_numbered_in_the_order_of_their_lanes(tmp_path: Path) -> None:
+    """Perfetto shows them in the order of their numbers, whatever episode ends first."""
+    episodes = [EpisodeEnded(episode=f"0.{k}", how="finished", began=T0 + k, t=T0 + 1000 - 100 * k) for k in range(4)]
+    turns = [
+        TurnEnded(episode="0.0", rid="r", seconds=2.0, prompt=1, output=1, t=T0 + 5 + k, stop="stop") for k in range(2)
+    ]
+    life(tmp_path, [began(), ServerJoined(server=SERVER, t=T0), *turns, *reversed(episodes)])
+    found = trace_of(tmp_path)
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert [names[tid] for tid in sorted(names)] == [
+        "trainer", "publishing", "evaluations", f"server {SERVER}", "episodes 1", "episodes 1, beside (1)",
+        "episodes 2", "episodes 3", "episodes 4",
+    ]  # fmt: skip
+    assert all(e["args"]["sort_index"] == e["tid"] for e in found if e["name"] == "thread_sort_index")
+
+
+def test_more_spans_side_by_side_than_a_lane_has_numbers_for_get_threads_of_their_own(tmp_path: Path) -> None:
+    turns = [
+        TurnEnded(episode="0.0", rid="r", seconds=200.0, prompt=1, output=1, t=T0 + 200 + k, stop="stop")
+        for k in range(150)
+    ]
+    ended = [EpisodeEnded(episode=f"0.{k}", how="finished", began=T0, t=T0 + 400) for k in range(2)]
+    life(tmp_path, [began(), *turns, *ended])
+    found = trace_of(tmp_path)
+    names = [e for e in found if e["name"] == "thread_name"]
+    assert len({e["tid"] for e in names}) == len(names) > 150
+
+
 def test_a_checkpoint_that_is_written_beside_training_has_its_own_thread(tmp_path: Path) -> None:
     life(tmp_path, [began(), *step(1, [], T0 + 10), CheckpointWritten(version=1, seconds=7.0, t=T0 + 11)])
     found = trace_of(tmp_path)
@@ -176,7 +212,7 @@ def test_counters_say_what_runs_and_how_the_steps_went(tmp_path: Path) -> None:
     assert values["groups"][0] == {"running": 1, "waiting to be trained": 0}
     assert max(v["waiting to be trained"] for v in values["groups"]) == 2
     assert all(min(v.values()) >= 0 for v in values["groups"])
-    assert max(v["requests"] for v in values[f"requests, {SERVER}"]) == 2
+    assert max(v["requests"] for v in values[SERVER]) == 2
 
 
 def test_a_call_that_comes_too_late_in_the_log_is_counted_and_breaks_no_order(tmp_path: Path) -> None:
