@@ -207,7 +207,6 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
     settings = settings_without_keys(config)
-    events.emit(_beginning(given, settings, learner.version))
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, given, played, learner, events)
@@ -220,6 +219,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         await offload(rollout.load_state_dict, state.values["rollout"], state.groups)
         replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
+    waiting = [group.group_id for group in buffer.untrained(learner.version)]
+    events.emit(_beginning(given, settings, learner.version, waiting))
     if config.log.events:
         await offload(copy_tokenizer, config.model, config.run_dir / "events")
     return Trainer(
@@ -252,9 +253,10 @@ async def _close_events(opened: AbstractContextManager[EventLog], *error: Any) -
     await finished(offload(opened.__exit__, *error))
 
 
-def _beginning(given: _Given, settings: dict[str, Any], version: int) -> RunBegan:
+def _beginning(given: _Given, settings: dict[str, Any], version: int, waiting: list[int]) -> RunBegan:
     return RunBegan(
         version=version,
+        waiting=waiting,
         arl=metadata.version("arl"),
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -58,6 +58,8 @@ class RunBegan(Event, frozen=True, kw_only=True):
 
     version: int
     """Of the checkpoint that it continues from; 0 at the beginning. Later steps of earlier lives are undone."""
+    waiting: list[int] = []
+    """Groups of that checkpoint, finished by earlier lives, that this one may train."""
     arl: str
     host: str
     pid: int

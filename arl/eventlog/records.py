@@ -35,6 +35,8 @@ class GroupRecord:
     step: int | None = None
     """The version that its training made."""
     taken: float | None = None
+    replayed: list[int] = field(default_factory=list[int])
+    """The versions that were made by training it again (rollout.replay_groups)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +61,7 @@ class EpisodeRecord:
     places: dict[int, Place] = field(default_factory=dict[int, Place])
     """Where the tokens of each trajectory lie. -1: what a failed episode last saw."""
     is_undone: bool = False
-    """The run went back to a checkpoint from before this episode was trained."""
+    """The run went back to a checkpoint from before this episode was trained, or its evaluation had ended."""
 
     @property
     def step(self) -> int | None:

@@ -40,8 +40,12 @@ class RunRecord:
         self._groups: dict[tuple[int, int], GroupRecord] = {}
         """By life and name: a life takes names again that an earlier one used after its last checkpoint."""
         self._changed: set[int] = set()
-        self._saved: dict[int, float] = {}
-        """When the state of each version's checkpoint was copied."""
+        self._saved: dict[int, tuple[int, float]] = {}
+        """The life that made each version, and when it copied the state of the version's checkpoint."""
+        self._taken: dict[int, events.BatchTaken] = {}
+        """The last of each life."""
+        self._evaluated: dict[tuple[int, str], int] = {}
+        """The version of each evaluation that has ended, by life and what its episodes' names begin with."""
         self._steps = _Rows(run_dir / "metrics.jsonl")
         self._evaluations = _Rows(run_dir / "evaluations.jsonl")
 
@@ -185,15 +189,18 @@ class RunRecord:
         match record:
             case events.RunBegan():
                 self.lives[life] = record
-                self._go_back(life, record.version)
+                self._go_back(life, record)
             case events.BatchTaken():
+                self._taken[life] = record
                 for number in record.groups:
                     if group := self._group(life, number):
                         group.taken = record.t
             case events.BatchTrained():
                 self._train(life, record)
             case events.CheckpointWritten(error=""):
-                self._saved[record.version] = record.t - record.seconds
+                self._saved[record.version] = life, record.t - record.seconds
+            case events.EvaluationEnded():
+                self._evaluated[life, f"e{record.number}"] = record.version
             case _:
                 pass
 
@@ -237,6 +244,11 @@ class RunRecord:
             self._changed.add(episode.index)
 
     def _train(self, life: int, record: events.BatchTrained) -> None:
+        self._saved[record.version] = life, record.t  # or later, if a record says when
+        if (taken := self._taken.get(life)) and taken.version == record.version - 1:
+            for number in taken.replayed:
+                if group := self._group(life, number):
+                    group.replayed.append(record.version)
         for number in record.groups:
             if group := self._group(life, number):
                 group.step = record.version
@@ -248,26 +260,40 @@ class RunRecord:
                 episode.trained.append(part)
                 self._changed.add(episode.index)
 
-    def _go_back(self, life: int, version: int) -> None:
-        """A life continues from the checkpoint of this version: later steps are undone, and what ran was lost.
+    def _go_back(self, life: int, began: events.RunBegan) -> None:
+        """A life continues from a checkpoint: later steps are undone, and what ran was lost.
 
-        Groups that gave nothing to train on before that checkpoint are as they were.
+        Groups that wait in the checkpoint, or gave nothing to train on before it, are not.
         """
-        saved = self._saved.get(version, -math.inf)
+        saved = self._saved.get(began.version, (0, 0.0))
+        waiting = {self._group(life - 1, number) for number in began.waiting}
         for group in self.groups:
-            if group.life >= life or (group.step is not None and group.step <= version):
+            if group.life >= life:
                 continue
-            if group.outcome in ("rejected", "dropped") and group.ended is not None and group.ended <= saved:
+            group.replayed = [version for version in group.replayed if version <= began.version]
+            if group.step is not None and group.step <= began.version:
                 continue
-            group.step = None
+            has_nothing = group.outcome in ("rejected", "dropped") and group.ended is not None
+            if has_nothing and (group.life, group.ended) <= saved:
+                continue
+            group.step = group.taken = None
             for episode in group.episodes:
-                episode.is_undone = True
+                episode.is_undone = group not in waiting
                 episode.trained.clear()
             self._touch(group)
-        for episode in self.episodes:  # those of evaluations, too, and late ones of trained groups
-            if episode.life < life and episode.ended is None and episode.how == "running":
-                episode.how = "lost"
-                self._changed.add(episode.index)
+        for episode in self.episodes:
+            if episode.life < life:
+                self._leave_behind(episode, began.version)
+
+    def _leave_behind(self, episode: EpisodeRecord, version: int) -> None:
+        """An episode of an earlier life than one that continues from this version."""
+        is_lost = episode.ended is None and episode.how == "running"  # also a late one of a trained group
+        evaluation = episode.episode.partition(".")[0]
+        is_undone = evaluation[0] == "e" and self._evaluated.get((episode.life, evaluation), math.inf) > version
+        if is_lost or is_undone:
+            episode.how = "lost" if is_lost else episode.how
+            episode.is_undone = episode.is_undone or is_undone
+            self._changed.add(episode.index)
 
 
 def read_run(run_dir: str | Path) -> RunRecord:

@@ -132,6 +132,7 @@ _GROUP: dict[str, _Column] = {
     **{name: ("float64", attrgetter(name)) for name in ("admitted", "ended", "taken")},
     **{name: ("string", attrgetter(name)) for name in ("outcome", "reason", "detail")},
     "episodes": ("int64", lambda group: len(group.episodes)),
+    "replayed": ("int64", lambda group: len(group.replayed)),
     "reward": ("float64", lambda group: _mean(e.reward for e in group.episodes if e.reward is not None)),
     "example": ("string", lambda group: _json(group.example)),
 }

@@ -172,6 +172,20 @@ async def test_what_a_checkpoint_counts_on_is_in_the_log(tmp_path: Path, monkeyp
     assert {group.group for group in record.groups if group.outcome == "kept" and group.step is None} >= waiting
 
 
+async def test_groups_that_wait_in_a_checkpoint_are_not_undone_before_the_next_life_trains_them(tmp_path: Path):
+    async with running(tmp_path, steps=3, **SETTINGS) as trainer:
+        async for _ in trainer:
+            pass
+        waiting = {group.group_id for group in trainer.buffer.untrained(3)}
+    async with running(tmp_path, steps=3, **SETTINGS) as trainer:
+        assert trainer.events.flush()
+        record = read_run(tmp_path)
+    assert waiting
+    assert {*record.lives[2].waiting} == waiting
+    known = {group.group for group in record.groups if not any(episode.is_undone for episode in group.episodes)}
+    assert known == waiting | {group.group for group in record.groups if group.step}
+
+
 async def test_a_log_that_cannot_be_written_stops_neither_the_run_nor_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

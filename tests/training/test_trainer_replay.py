@@ -66,6 +66,9 @@ async def test_groups_of_earlier_batches_are_trained_again_and_booked_once_also_
     replayed = [batch[4::2] for batch in batches]
     assert replayed == [[example for _, example in expected_replay(tmp_path, version)] for version in range(10)]
     assert [step.metrics["replayed_groups"] for step in steps] == [len(batch) for batch in replayed]
+    groups = read_run(tmp_path).groups
+    told = [sorted(group.row for group in groups if version + 1 in group.replayed) for version in range(10)]
+    assert told == [sorted(batch) for batch in replayed]
     assert replayed[5], "the batch after the resume has none: this says nothing about the checkpoint"
     assert [(step.reward, step.num_episodes) for step in steps] == [(sum(batch[:4]) / 4, 4) for batch in batches]
     sequences = [[s for part in batch for s in part] for engine in engines for batch in engine.batches]
