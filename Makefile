@@ -31,7 +31,7 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not browser' -n $(TEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -m 'not slow and not browser' -n $(TEST_WORKERS)
 
 # Random faults against real runs. Each broken promise prints the command that repeats it.
 CHAOS_S ?= 1200

@@ -1,0 +1,32 @@
+"""Which tests one worker runs, one after another: those of a file, and of files that share something."""
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+DIRECTORIES = ("conformance/", "engine/local/serving/", "engine/weights/")
+"""Their files share a server, which takes seconds to start."""
+RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_nodes.py", "test_ray_start.py")
+"""They start Ray, and `ray_address=auto` finds whatever cluster is being started or ended on the machine."""
+LONGEST = ("ray", "test_launch.py", "engine/weights/", "engine/fsdp/test_ranks.py", "recovery/test_kills.py")
+"""These groups begin first, in this order: a long one that begins last leaves the other workers idle."""
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """xdist's `--dist loadgroup` writes a test's group into its name, which pytest 9.2 keeps as it was: no group."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.partition("::")[0])
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        first = next((group for group in LONGEST if group in self.workqueue), None)
+        if first:
+            self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
+
+
+def group_of(file: str) -> str:
+    """file: below the repository, as pytest names it."""
+    path = file.removeprefix("tests/")
+    if path.rpartition("/")[2] in RAY:
+        return "ray"
+    return next((directory for directory in DIRECTORIES if path.startswith(directory)), path)
