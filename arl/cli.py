@@ -195,7 +195,8 @@ def run_until_stopped(
 
 
 def command_again() -> str:
-    """This process's command line, as the subject of a sentence. The values of keys and passwords are left out."""
+    """This process's command line and its directory, as the subject of a sentence. The values of keys and passwords
+    are left out."""
     words, is_secret = list[str](), False
     for word in sys.orig_argv:
         name, equals, _ = word.partition("=")
@@ -205,7 +206,12 @@ def command_again() -> str:
         words.append(f"{name}=..." if is_secret and equals else shown)
         is_secret = is_secret and not equals
     command = shlex.join(words)
-    return f"`{command}`" if len(command) <= _LONGEST_COMMAND else "the same command"
+    if len(command) > _LONGEST_COMMAND:
+        return "the same command"
+    try:
+        return f"`{command}` in {Path.cwd()}"
+    except OSError:  # the directory is gone
+        return f"`{command}`"
 
 
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)

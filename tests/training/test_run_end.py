@@ -225,7 +225,7 @@ def test_a_signal_is_named_even_if_the_process_ends_before_it_has_saved(
     run_dir = tmp_path / "run"
     command = [sys.executable, str(script), "--model", "none", "--run_dir", str(run_dir), "--hub_token=secret", *flags]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as process:
         assert process.stdout is not None
         for number, line in zip(signals, ("ready\n", "saving\n"), strict=False):
             assert process.stdout.readline() == line
@@ -235,3 +235,4 @@ def test_a_signal_is_named_even_if_the_process_ends_before_it_has_saved(
     assert process.returncode == code
     assert (end.how, end.signal, why in end.why) == ("interrupted", signals[0].name, True)
     assert f"agent.py --model none --run_dir {run_dir} --hub_token=... --seed" in end.what_next
+    assert f"` in {tmp_path} begins anew: there is no checkpoint" in end.what_next
