@@ -348,6 +348,8 @@ class _Losses:
 
 
 class _Warnings(logging.Handler):
+    """Writes warnings into the log. It does not count as somebody who shows them: see `_goes_unheard`."""
+
     def __init__(self, events: EventLog) -> None:
         super().__init__(logging.WARNING)
         self._events = events
@@ -356,3 +358,13 @@ class _Warnings(logging.Handler):
         with suppress(Exception):
             text = self.format(record)[:_LONGEST]
             self._events.emit(Warned(level=record.levelname.lower(), logger=record.name, text=text))
+        if logging.lastResort and self._goes_unheard(record):
+            logging.lastResort.handle(record)
+
+    def _goes_unheard(self, record: logging.LogRecord) -> bool:
+        """Python prints a warning to stderr if no handler takes it, and takes this one for such a handler."""
+        handlers, logger = list[logging.Handler](), logging.getLogger(record.name)
+        while logger is not None:
+            handlers += logger.handlers
+            logger = logger.parent if logger.propagate else None
+        return handlers[:1] == [self] and all(isinstance(handler, _Warnings) for handler in handlers)

@@ -423,6 +423,18 @@ def test_a_record_that_json_cannot_hold_costs_no_other(tmp_path: Path):
     assert lost_in(tmp_path) == (1, 0)
 
 
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_script_that_configures_no_logging_sees_each_warning_once_all_the_same(
+    tmp_path: Path, shows: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(sys.stderr)] if shows else [])
+    logs = [EventLog(tmp_path / name, EventsConfig()) for name in "ab"]
+    with logs[0].open(), logs[1].open():
+        logging.getLogger("arl.engine").warning("server %d is fenced", 3)
+        logging.getLogger("arl.engine").info("nobody asked for this")
+    assert capsys.readouterr().err == "server 3 is fenced\n"
+
+
 def test_numpys_numbers_and_strings_come_back_as_pythons(tmp_path: Path):
     numpys: dict[str, Any] = {"rid": np.str_("a"), "seconds": np.float32(0.5), "oldest": np.int64(3)}
     turn = events.TurnEnded(episode="0.0", prompt=2, output=1, **numpys)
