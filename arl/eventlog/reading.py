@@ -53,7 +53,8 @@ class LogFiles:
         self._waiting: deque[tuple[SegmentName, FrameHead]] = deque()
         """Frames of that stream that were not read yet."""
         self._heads: dict[SegmentName, list[FrameHead]] = {}
-        self._is_bad: set[SegmentName] = set()
+        self._bad_sizes: dict[SegmentName, int] = {}
+        """Of files whose ends cannot be read, unless more is written."""
         self._unpacked: tuple[tuple[int, int, int], UnpackedTokens] | None = None
         """The last frame of tokens, and where it lies: the episodes of a group are in one."""
 
@@ -127,17 +128,22 @@ class LogFiles:
         return sizes
 
     def _new_heads(self, name: SegmentName) -> list[FrameHead]:
-        if name in self._is_bad:
-            return []
-        known = self._heads.setdefault(name, [])
+        path, known = self.directory / name.file, self._heads.setdefault(name, [])
         new: list[FrameHead] = []
+        end, size = known[-1].end if known else 0, 0
         try:
-            new.extend(frame_heads(self.directory / name.file, known[-1].end if known else 0))
+            size = path.stat().st_size
+            if self._bad_sizes.get(name) != size:
+                for head in frame_heads(path, end):
+                    if head.offset > end:
+                        self._complain(f"{path} is damaged: {head.offset - end:,} bytes from byte {end} on are skipped")
+                    new.append(head)
+                    end = head.end
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (RunFileError, OSError) as error:
             self._complain(str(error))
-            self._is_bad.add(name)
+            self._bad_sizes[name] = size
         known += new
         return new
 

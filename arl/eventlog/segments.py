@@ -35,6 +35,7 @@ STREAMS: tuple[Stream, ...] = ("events", "calls", "tokens")
 _SKIPPABLE = 0x184D2A5A
 _HEAD = struct.Struct("<II4sHHIQQdd")
 _MARK = b"arle"
+_HEADS_BEGIN = struct.pack("<II4s", _SKIPPABLE, _HEAD.size - 8, _MARK)
 _NAME = re.compile(r"(\d{4,})-(\d{4,})\.(events|calls|tokens)\.zst")
 _MOST_RAW = 1 << 31
 """No frame unpacks to more bytes than this."""
@@ -92,26 +93,36 @@ def packed_frame(packer: zstandard.ZstdCompressor, raw: bytes, num_records: int,
 
 
 def frame_heads(path: Path, start: int = 0) -> Iterator[FrameHead]:
-    """The whole frames from `start` on. One that is cut short, and what follows it, does not count.
+    """The whole frames from `start` on. A last one that is cut short does not count.
 
-    Raises RunFileError for a file of a newer schema, and for one that is no event log.
+    What is damaged is skipped, up to the next frame: its offset says so. Raises RunFileError for a file of a newer
+    schema, and if nothing that can be read follows what is damaged.
     """
-    end = path.stat().st_size
+    end, sought = path.stat().st_size, start
     with path.open("rb") as file:
         while start + _HEAD.size <= end:
             file.seek(start)
-            head = _read_head(path, start, file.read(_HEAD.size))
-            if head.end > end:
+            head = _head_in(path, start, file.read(_HEAD.size))
+            if head is not None and head.end <= end:
+                yield head
+                start, sought = head.end, start + 1  # where to seek the next one, if this one's size is wrong
+                continue
+            file.seek(sought)
+            found = file.read(end - sought).find(_HEADS_BEGIN)
+            if found < 0 and head is None:
+                raise _damaged(path, start)
+            if found < 0:
                 return
-            yield head
-            start = head.end
+            start, sought = sought + found, sought + found + 1
 
 
 def frame_at(path: Path, offset: int) -> bytes:
     """The unpacked bytes of the frame whose pair begins at `offset`. Raises RunFileError for a damaged one."""
     with path.open("rb") as file:
         file.seek(offset)
-        head = _read_head(path, offset, file.read(_HEAD.size))
+        head = _head_in(path, offset, file.read(_HEAD.size))
+        if head is None:
+            raise _damaged(path, offset)
         return unpacked(path, head, file.read(head.size))
 
 
@@ -122,7 +133,12 @@ def unpacked(path: Path, head: FrameHead, body: bytes) -> bytes:
         raise RunFileError(f"{path} is damaged at byte {head.offset}: {error}; later records can be read") from error
 
 
-def _read_head(path: Path, offset: int, data: bytes) -> FrameHead:
+def _damaged(path: Path, offset: int) -> RunFileError:
+    return RunFileError(f"{path} is no event log, or damaged, at byte {offset}")
+
+
+def _head_in(path: Path, offset: int, data: bytes) -> FrameHead | None:
+    """None if it is none. Raises RunFileError for one of a newer schema."""
     if len(data) == _HEAD.size:
         magic, length, mark, schema, _, num_records, size, raw_size, first, last = _HEAD.unpack(data)
         if (magic, length, mark) == (_SKIPPABLE, _HEAD.size - 8, _MARK):
@@ -134,7 +150,7 @@ def _read_head(path: Path, offset: int, data: bytes) -> FrameHead:
             return FrameHead(
                 offset=offset, size=size, raw_size=raw_size, num_records=num_records, first=first, last=last
             )
-    raise RunFileError(f"{path} is no event log, or damaged, at byte {offset}")
+    return None
 
 
 # Tokens
