@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
+LONGEST_NAME = 200
+"""Characters of a name (of a tool, reward, metric, role, column) that the event log holds: models invent some."""
+
+
+def short(name: str, longest: int = LONGEST_NAME) -> str:
+    """The name, or another text, as a record holds it."""
+    return name if len(name) <= longest else f"{name[:longest]}..."
+
+
+def short_names(values: Mapping[str, float]) -> dict[str, float]:
+    return {short(str(name)): value for name, value in values.items()}
+
+
 class _Clock:
     """Seconds since 1970. It follows a system clock that is set forward, or a machine that sleeps, and never goes back.
 

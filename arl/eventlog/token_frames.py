@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from arl.api.events import KeptTokens
+from arl.api.events import KeptTokens, short, short_names
 from arl.api.types import Trajectory
 from arl.eventlog.segments import TokenRow, pack_tokens
 
@@ -73,16 +73,16 @@ class TokenFrame:
 
 
 def _token_row(episode: str, number: int, trajectory: Trajectory, *, is_trained: bool) -> TokenRow:
-    states = [turn.state for turn in trajectory.turns]
+    states = [turn.state and short(turn.state) for turn in trajectory.turns]
     return TokenRow(
         episode=episode,
         number=number,
         tokens=len(trajectory.token_ids),
         trained=trajectory.num_trained_tokens if is_trained else 0,
-        role=trajectory.role,
+        role=short(trajectory.role),
         reward=trajectory.reward,
-        rewards=dict(trajectory.rewards),
-        metrics=dict(trajectory.metrics),
+        rewards=short_names(trajectory.rewards),
+        metrics=short_names(trajectory.metrics),
         turns=[(turn.start, turn.stop, turn.reward) for turn in trajectory.turns],
         states=states if any(state is not None for state in states) else [],
         temperature=trajectory.temperature,

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, ParamSpec, TypeVar, cast
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.api.events import EPISODE, RewardEnded
+from arl.api.events import EPISODE, RewardEnded, short, short_names
 from arl.api.types import Example
 
 
@@ -103,7 +103,7 @@ def reported(call: Callable[P, Coroutine[Any, Any, ResultT]]) -> Callable[P, Cor
     async def reporting(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         if (context := EPISODE.get()) is None:
             return await call(*args, **kwargs)
-        name, began = _own_name(args[0]), time.monotonic()
+        name, began = short(str(_own_name(args[0]))), time.monotonic()
         try:
             result = await call(*args, **kwargs)
         except BaseException as error:
@@ -112,7 +112,7 @@ def reported(call: Callable[P, Coroutine[Any, Any, ResultT]]) -> Callable[P, Cor
                 RewardEnded(episode=context.episode, reward=name, seconds=seconds, error=type(error).__name__)
             )
             raise
-        value, parts = (result.value, dict(result.parts)) if isinstance(result, Score) else (result, {})
+        value, parts = (result.value, short_names(result.parts)) if isinstance(result, Score) else (result, {})
         seconds = time.monotonic() - began
         context.events.emit(
             RewardEnded(episode=context.episode, reward=name, seconds=seconds, value=value, parts=parts)

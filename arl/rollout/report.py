@@ -18,6 +18,8 @@ from arl.api.events import (
     KeptTokens,
     TrajectorySummary,
     TurnEnded,
+    short,
+    short_names,
     timestamp,
 )
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
@@ -36,7 +38,7 @@ def shown(example: Any) -> dict[str, Any]:
     """The example as JSON values, long ones cut."""
     if not isinstance(example, Mapping):  # a workflow may take it all the same
         return {"": _shown(example)}
-    return {str(name): _shown(value) for name, value in cast("Example", example).items()}
+    return {short(str(name)): _shown(value) for name, value in cast("Example", example).items()}
 
 
 def _shown(value: Any) -> Any:
@@ -51,7 +53,7 @@ def _shown(value: Any) -> Any:
         text = str(beginning) if isinstance(value, str) else repr(beginning)
     except Exception as error:  # noqa: BLE001 (a repr of users' own)
         text = f"{type(value).__name__}, whose repr raised {type(error).__name__}"
-    return _cut(text)
+    return short(text, _LONGEST)
 
 
 def _beginning(value: Any, left: Iterator[int]) -> Any:
@@ -64,10 +66,6 @@ def _beginning(value: Any, left: Iterator[int]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_beginning(item, left) for item, _ in zip(value, left, strict=False))
     return value
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class EpisodeReport:
@@ -116,7 +114,7 @@ class EpisodeReport:
                 episode=self.episode,
                 attempt=attempt,
                 error=type(error).__name__,
-                message=_cut(str(error)),
+                message=short(str(error), _LONGEST),
                 runs_again=not is_last,
             )
         )
@@ -135,7 +133,7 @@ class EpisodeReport:
                 attempts=attempts,
                 reward=reward,
                 error=type(error).__name__ if error else "",
-                message=_cut(str(error)) if error else "",
+                message=short(str(error), _LONGEST) if error else "",
                 trajectories=[_summary(trajectory) for trajectory in trajectories],
             )
         )
@@ -157,10 +155,10 @@ class EpisodeReport:
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:
     return TrajectorySummary(
-        role=trajectory.role,
+        role=short(trajectory.role),
         reward=trajectory.total_reward,
-        rewards=dict(trajectory.rewards),
-        metrics=dict(trajectory.metrics),
+        rewards=short_names(trajectory.rewards),
+        metrics=short_names(trajectory.metrics),
         tokens=len(trajectory.token_ids),
         trained=trajectory.num_trained_tokens,
         turns=len(trajectory.turns),

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
 from arl.api.errors import ArlError, ConfigError, ToolError
-from arl.api.events import EPISODE, ToolEnded
+from arl.api.events import EPISODE, ToolEnded, short
 from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
@@ -185,7 +185,7 @@ def _report(result: ToolResult, seconds: float) -> None:
     if context := EPISODE.get():
         name = result.call.name if isinstance(result.call, ToolCall) else ""
         context.events.emit(
-            ToolEnded(episode=context.episode, tool=name, seconds=seconds, failure=result.failure or "")
+            ToolEnded(episode=context.episode, tool=short(name), seconds=seconds, failure=result.failure or "")
         )
 
 

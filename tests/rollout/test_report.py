@@ -13,14 +13,18 @@ from records import trajectory
 from arl.api.config import EventsConfig
 from arl.api.engine import Sampler
 from arl.api.errors import TrajectoryError
+from arl.api.events import EPISODE, EpisodeContext, RewardEnded, ToolEnded
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory, TurnSpan
 from arl.api.workflow import RolloutWorkflow
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.writer import EventLog
+from arl.rewards.score import Score, reported
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.report import shown
+from arl.workflow.call_formats import ToolCall
+from arl.workflow.tools import arun_tools
 
 
 class Returns(RolloutWorkflow):
@@ -90,6 +94,50 @@ def test_what_a_failed_episode_last_saw_is_kept_with_its_temperature(tmp_path: P
 def test_of_a_long_message_the_log_holds_the_beginning(tmp_path: Path):
     (episode,) = record_of(tmp_path, ValueError("a" * 2_000_000)).episodes
     assert episode.message == "a" * 2000 + "..."
+
+
+HUGE = "a" * 2_000_000
+CUT = "a" * 200 + "..."
+
+
+def test_of_long_names_the_log_holds_the_beginnings(tmp_path: Path):
+    """Of a role, rewards, metrics, states and the columns of an example."""
+    given = {"role": HUGE, "rewards": {HUGE: 1.0}, "metrics": {HUGE: 2.0}}
+    run = record_of(tmp_path, trajectory(versions=(0, 0), **given, turns=(TurnSpan(start=1, stop=2, state=HUGE),)))
+    (episode,) = run.episodes
+    (tokens,) = run.tokens(episode)
+    for told in (episode.trajectories[0], tokens.row):
+        assert (told.role, told.rewards, told.metrics) == (CUT, {CUT: 1.0}, {CUT: 2.0})
+    assert tokens.row.states == [CUT]
+    assert shown({HUGE: 1}) == {CUT: 1}
+
+
+class Scored:
+    """A reward with this name, and a part of the same name."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    @reported
+    async def __call__(self) -> Score:
+        return Score(1.0, {self.name: 1.0})
+
+
+@pytest.mark.parametrize(("name", "is_told_as"), [(HUGE, CUT), ("correct", "correct"), (7, "7")])
+def test_of_long_names_of_tools_and_rewards_the_log_holds_the_beginnings(tmp_path: Path, name: Any, is_told_as: str):
+    """A model may call a tool by any name."""
+
+    async def call() -> None:
+        EPISODE.set(EpisodeContext("0.0", log))
+        await arun_tools([ToolCall(name=str(name), arguments={})], [])
+        await Scored(name)()
+
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        asyncio.run(call())
+    tool, reward = read_run(tmp_path).calls(0.0, math.inf)
+    assert isinstance(tool, ToolEnded)
+    assert isinstance(reward, RewardEnded)
+    assert (tool.tool, reward.reward, reward.parts) == (is_told_as, is_told_as, {is_told_as: 1.0})
 
 
 class Counted:
