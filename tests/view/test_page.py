@@ -175,6 +175,16 @@ async def test_columns_sort_and_pages_turn(page: Page, address: str, run: Browse
     await expect(page.locator("#matched")).to_contain_text(f"101 to {run.num_episodes} of")
 
 
+async def test_the_table_fits_1280_pixels_whatever_the_errors_say(page: Page, address: str) -> None:
+    await page.set_viewport_size({"width": 1280, "height": 800})
+    await show(page, address, "episodes?how=failed")
+    await page.locator("#episodes td.text span").first.evaluate(
+        "cell => (cell.textContent = 'much to say '.repeat(99))"
+    )
+    assert await page.locator(".sheet").evaluate("sheet => sheet.scrollWidth - sheet.clientWidth") == 0
+    assert await page.locator("#episodes td.text").first.evaluate("cell => cell.clientWidth") > 100
+
+
 async def test_the_keyboard_alone_leads_to_an_episode_and_back(page: Page, address: str) -> None:
     await show(page, address, "episodes")
     await page.keyboard.press("/")
