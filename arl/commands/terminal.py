@@ -22,7 +22,6 @@ from rich.text import Text
 from arl.api.errors import ArlError
 from arl.cli import exit_with
 from arl.commands.viewing import ending_of, the_run
-from arl.view.health import health
 from arl.view.overview import Overview, overview
 from arl.view.screen import screen
 from arl.view.viewed_run import ViewedRun, is_run
@@ -110,7 +109,7 @@ class _WatchedRun:
 
     def _now(self) -> Overview:
         if time.monotonic() - self._looked_at >= _HEALTH_EVERY_S:
-            self._health = health(self.viewed.run)
+            self._health = self.viewed.health()
             self._looked_at = time.monotonic()
         return overview(self.viewed, ending_of(self.viewed.run_dir), self._health, time.time())
 

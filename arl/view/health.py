@@ -22,11 +22,15 @@ _MOST_CAUSES = 200
 _LEDGER = ("episodes_", "groups_", "finished_", "straggler_", "overtaken_", "baselines_")
 _WALK_S = 1.0
 """Longest time to add up the sizes of files."""
+_RATES_S = 60.0
+_MOST_TURNS = 50_000
+"""Read for the rates of servers; of more, those of a shorter time."""
 
 
-def health(run: RunRecord) -> Row:
+def health(run: RunRecord, now: float | None = None) -> Row:
+    """now: time.time(), of a run that goes on; without it, rates are those of the run's end."""
     rows = run.steps
-    failures, servers, lost = _failures(run), _servers(run), _lost(run)
+    failures, servers, lost = _failures(run), _servers(run, run.last if now is None else now), _lost(run)
     return {
         "findings": findings(run, servers, lost),
         "failures": failures,
@@ -101,8 +105,8 @@ def _most(found: dict[Any, Row]) -> Iterable[tuple[Any, Row]]:
     return islice(sorted(found.items(), key=lambda item: -item[1]["count"]), _MOST_CAUSES)
 
 
-def _servers(run: RunRecord) -> list[Row]:
-    """Each server of the newest life, and its state."""
+def _servers(run: RunRecord, now: float | None) -> list[Row]:
+    """Each server of the newest life, its state, and what it answered lately. Those that are fenced come first."""
     newest = max(run.lives, default=0)
     found: defaultdict[str, Row] = defaultdict(
         lambda: {"state": "serving", "since": None, "version": None, "fences": 0, "reason": ""}
@@ -124,7 +128,26 @@ def _servers(run: RunRecord) -> list[Row]:
                 found[record.server]["version"] = record.version
             case _:
                 pass
-    return [{"server": server, **row} for server, row in sorted(found.items())]
+    rates = _rates(run, newest, now) if now is not None else {}
+    rows = [{"server": server, **row, "turns_per_s": 0.0, "tokens_per_s": 0.0} for server, row in found.items()]
+    for row in rows:
+        row |= rates.get(row["server"], {})
+    return sorted(rows, key=lambda row: (row["state"] != "fenced", row["server"]))
+
+
+def _rates(run: RunRecord, life: int, until: float) -> dict[str, Row]:
+    """Turns that ended, and their sampled tokens, a second, by server: over a minute, or less if that has too many."""
+    seconds = _RATES_S
+    while run.files.num_calls(until - seconds, until) > _MOST_TURNS and seconds > 1.0:
+        seconds /= 2
+    turns, tokens = Counter[str](), Counter[str]()
+    for call in run.files.calls(until - seconds, until, life):
+        if isinstance(call, events.TurnEnded):
+            turns[call.server] += 1
+            tokens[call.server] += call.output
+    return {
+        server: {"turns_per_s": turns[server] / seconds, "tokens_per_s": tokens[server] / seconds} for server in turns
+    }
 
 
 def _lost(run: RunRecord) -> dict[str, int]:

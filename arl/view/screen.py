@@ -212,10 +212,12 @@ def _matters(server: Row, shown: Overview) -> bool:
 
 def _server(server: Row) -> Text:
     version = "" if server["version"] is None else f", version {server['version']}"
+    rates = f", {_short(server['turns_per_s'])} turns/s, {_short(server['tokens_per_s'])} tokens/s"
+    rates = "" if server["state"] == "fenced" else rates
     fences = f", fenced {server['fences']} x" if server["fences"] else ""
     reason = f": {plain(server['reason'])}" if server["reason"] else ""
     style = _STYLES.get(server["state"], "dim")
-    return Text.assemble(f"{plain(server['server'])} ", (server["state"], style), f"{version}{fences}{reason}")
+    return Text.assemble(f"{plain(server['server'])} ", (server["state"], style), f"{version}{rates}{fences}{reason}")
 
 
 def _disk(sizes: dict[str, int], room: int) -> list[Text]:

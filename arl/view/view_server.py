@@ -19,7 +19,6 @@ from aiohttp import web
 
 from arl.api.errors import RunFileError
 from arl.view.episode_table import Row, number
-from arl.view.health import health
 from arl.view.timeline import timeline
 from arl.view.viewed_run import ViewedRun
 from arl.web.bodies import RequestError
@@ -137,7 +136,7 @@ _ANSWERS: dict[str, Answer] = {
         _named(request, "life"), request.match_info["episode"], request.query
     ),
     "time": lambda run, request: timeline(run.run, run.table, request.query),
-    "health": lambda run, _: health(run.run),
+    "health": lambda run, _: run.health(),
 }
 """What the run's thread answers, beneath /api/runs/I/."""
 

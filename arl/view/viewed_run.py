@@ -17,6 +17,7 @@ from arl.api.errors import RunFileError
 from arl.eventlog.run_record import RunRecord
 from arl.view.details import MOST_TOKENS, WINDOW, episode_details, group_details
 from arl.view.episode_table import EpisodeTable, Row, whole
+from arl.view.health import health
 from arl.view.text_search import TextSearch
 from arl.view.texts import Texts, find_texts
 
@@ -146,6 +147,9 @@ class ViewedRun:
         rollout = self.run.settings.get("rollout")
         bound = rollout.get("max_staleness") if isinstance(rollout, dict) else None
         return {**self.table.staleness(), "bound": bound}
+
+    def health(self) -> Row:
+        return health(self.run, time.time() if self.tick()["is_live"] else None)
 
     def group(self, life: int, number: int) -> Row:
         return group_details(self.run, self.table, self.texts, life, number)
