@@ -45,6 +45,8 @@ def how_it_ended(exit_code: int) -> str:
     """exit_code: as subprocess gives it, negative for a signal."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
+    if exit_code == -signal.SIGKILL:
+        return "was ended by SIGKILL, as the kernel does where memory runs out"
     with suppress(ValueError):  # real-time signals have no names
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"was ended by signal {-exit_code}"

@@ -170,6 +170,7 @@ class _Server:
                 while not ending.done() and not await self._is_ready():
                     await asyncio.wait([ending], timeout=_POLL_S)
         except TimeoutError:
+            self._fault = "was killed for it"
             self.kill()
             await ending
             raise ServerError(

@@ -114,7 +114,11 @@ async def test_servers_answer_at_their_addresses_log_what_they_say_and_are_gone_
     ("script", "timeout_s", "message"),
     [
         ("say('no such model'); sys.exit(3)", 20, r"did not start: it ended with exit code 3(.|\n)*no such model"),
-        ("time.sleep(60)", 0.5, r"not ready within 0\.5 s \(engine\.startup_timeout_s\)"),
+        (
+            "time.sleep(60)",
+            0.5,
+            r"not ready within 0\.5 s \(engine\.startup_timeout_s\): it was killed for it; the end",
+        ),
     ],
 )
 async def test_a_server_that_does_not_start_is_an_error_and_is_gone(
