@@ -55,6 +55,18 @@ def test_every_held_out_example_is_run_n_times_and_scored(script: Commands) -> N
     assert len(script.requests) == 12
 
 
+def test_on_a_console_of_json_the_scores_are_one_object(script: Commands) -> None:
+    flags = ("--n", "4", "--k", "1,2", "--log.format", "json")
+    code, out, err = script.run("eval", *flags, answers=right_every_second_time())
+    told = [json.loads(line) for line in (*out.splitlines(), *err.splitlines())]
+    (result,) = [one for one in told if one["kind"] == "result"]
+    assert code == 0
+    assert result["estimates"]["reward"] == {"mean": 0.5, "standard_error": 0.0, "num_examples": 3}
+    assert result["estimates"].keys() == {"reward", "pass@1", "pass@2"}
+    assert result["means"]["turns"] == 1.0
+    assert [result[f"num_{name}"] for name in ("episodes", "failed", "rejected")] == [12, 0, 0]
+
+
 def test_by_default_there_are_8_episodes_of_each_or_a_greedy_one_and_every_k_that_doubles(script: Commands) -> None:
     _, out, _ = script.run("eval", "--limit", "2")
     assert len(script.requests) == 16

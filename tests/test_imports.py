@@ -107,6 +107,7 @@ ALLOWED = {
         "arl.assembly",
         "arl.cli",
         "arl.offload",
+        "arl.json_console",
         "arl.eventlog",
         "arl.view",
         "arl.web",

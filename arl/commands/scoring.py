@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from arl.api.errors import ConfigError
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.experiment import Experiment
+from arl.json_console import is_json, tell
 from arl.offload import offload
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.watches import FailureBudget
@@ -115,6 +116,16 @@ class Scores:
             for name, numbers in outcome.means.items():
                 values.setdefault(name, []).extend(numbers)
         return {name: fmean(numbers) for name, numbers in values.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {
+            "estimates": {name: asdict(estimate) for name, estimate in self.estimates().items()},
+            "means": self.means(),
+            "num_episodes": self.num_episodes,
+            "num_failed": self.num_failed,
+            "num_rejected": self.num_rejected,
+        }
 
 
 def _numbers(episode: Episode) -> dict[str, list[float]]:
@@ -244,14 +255,16 @@ class Scoring:
             where = f"episode {work.number} of example {work.index}"
             text = f"{counted(scores.num_failed, 'episode')} failed, {where} first:\n{users_traceback(error)}"
             console.print(Text(text, style="red"), soft_wrap=True, highlight=False)
-        console.print(score_table(scores), soft_wrap=True)
         stopped = f" of {num_planned}, stopped before the end" if scores.num_episodes < num_planned else ""
-        console.print(
+        said = (
             f"{counted(scores.num_episodes, 'episode')}{stopped}; {scores.num_failed} failed and {scores.num_rejected} "
-            f"rejected, which count as reward 0; an episode passes with {scores.pass_reward:g}",
-            highlight=False,
-            soft_wrap=True,
+            f"rejected, which count as reward 0; an episode passes with {scores.pass_reward:g}"
         )
+        if is_json():
+            tell("result", said, **scores.summary())
+            return
+        console.print(score_table(scores), soft_wrap=True)
+        console.print(said, highlight=False, soft_wrap=True)
 
 
 def score_table(scores: Scores) -> Table:
