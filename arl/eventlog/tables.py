@@ -49,8 +49,9 @@ class Recorded(Protocol):
 
 
 def to_pandas(run: Recorded, table: Table) -> pd.DataFrame:
-    _load("pandas", "to_pandas")
-    return to_arrow(run, table).to_pandas()
+    pd, pa = _load("pandas", "to_pandas"), _load("pyarrow", "to_pandas")
+    whole = {pa.int64(): pd.Int64Dtype()}  # pandas' own integers cannot be missing: they would become floats
+    return to_arrow(run, table).to_pandas(types_mapper=whole.get)
 
 
 def to_arrow(run: Recorded, table: Table) -> pa.Table:

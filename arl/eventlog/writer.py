@@ -27,6 +27,7 @@ import msgspec
 
 from arl.api.config import EventsConfig
 from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned, timestamp
+from arl.eventlog.json_values import encodable
 from arl.eventlog.segment_files import SegmentFiles
 from arl.eventlog.segments import Stream
 from arl.eventlog.token_frames import frames_of, num_tokens
@@ -270,8 +271,8 @@ def _line(record: Event) -> bytes:
     with suppress(Exception):
         try:
             return _ENCODER.encode(record) + b"\n"
-        except UnicodeEncodeError:  # half of a character becomes a question mark
-            return _ENCODER.encode(_encodable(msgspec.to_builtins(record, enc_hook=_plain))) + b"\n"
+        except (ValueError, OverflowError):  # half a character, a number of thousands of digits
+            return _ENCODER.encode(encodable(msgspec.to_builtins(record, enc_hook=_plain))) + b"\n"
     return b""
 
 
@@ -280,18 +281,6 @@ def _text_of(error: BaseException) -> str:
         return str(error)[:_LONGEST]
     except Exception:  # noqa: BLE001 (an error of a user's own, which is the one to be raised)
         return ""
-
-
-def _encodable(value: Any) -> Any:
-    match value:
-        case str():
-            return value.encode(errors="replace").decode()
-        case dict():
-            return {_encodable(name): _encodable(inner) for name, inner in value.items()}
-        case list() | tuple():
-            return [_encodable(inner) for inner in value]
-        case _:
-            return value
 
 
 _TIME = attrgetter("t")

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from arl.api.errors import RunFileError
+from arl.eventlog.json_values import encodable
 from arl.view.episode_table import Row, number
 from arl.view.timeline import timeline
 from arl.view.viewed_run import ViewedRun
@@ -150,21 +151,7 @@ def _encoded(content: Any) -> bytes:
     try:
         return msgspec.json.encode(content)
     except (UnicodeEncodeError, OverflowError):
-        return msgspec.json.encode(_encodable(content))
-
-
-def _encodable(value: Any) -> Any:
-    match value:
-        case str():
-            return value.encode(errors="replace").decode()
-        case dict():
-            return {_encodable(name): _encodable(inner) for name, inner in value.items()}
-        case list() | tuple():
-            return [_encodable(inner) for inner in value]
-        case int() if value.bit_length() > 63:
-            return None
-        case _:
-            return value
+        return msgspec.json.encode(encodable(content))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Row:

@@ -414,13 +414,27 @@ def test_the_runs_own_error_passes_even_if_it_has_no_text(tmp_path: Path):
     assert [record.how for record in records_of(tmp_path) if isinstance(record, events.RunEnded)] == ["SilentError"]
 
 
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("nothing to say")
+
+
 def test_a_record_that_json_cannot_hold_costs_no_other(tmp_path: Path):
     with EventLog(tmp_path, EventsConfig()).open() as log:
-        for number, value in enumerate((1, 10**5000, 2)):
+        for number, value in enumerate((1, Unspeakable(), 2)):
             log.emit(events.GroupAdmitted(group=number, epoch=0, row=0, stamp=0, example={"value": value}))
         log.flush()
     assert [group.group for group in read_run(tmp_path).groups] == [0, 2]
     assert lost_in(tmp_path) == (1, 0)
+
+
+def test_a_number_that_json_cannot_hold_costs_itself(tmp_path: Path):
+    """A seed among the settings, for instance: without its first record, a life would not be known."""
+    settings = {"seed": 10**5000, "steps": 3}
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.emit(events.RunBegan(version=0, arl="0", host="a", pid=1, workflow="W", num_examples=1, settings=settings))
+    assert read_run(tmp_path).settings == {"seed": None, "steps": 3}
+    assert lost_in(tmp_path) == (0, 0)
 
 
 @pytest.mark.parametrize("shows", [False, True])

@@ -143,6 +143,18 @@ def test_tokens_that_were_deleted_or_damaged_are_left_out_and_named(tmp_path: Pa
     assert [problem for problem in run.problems if "damaged" in problem]
 
 
+def test_whole_numbers_stay_whole_in_pandas_though_some_are_missing(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path))
+    episodes, calls = run.to_pandas("episodes"), run.to_pandas("calls")
+    for table, name in ((episodes, "step"), (episodes, "group"), (episodes, "staleness"), (calls, "prompt")):
+        assert str(table[name].dtype) == "Int64"
+        assert table[name].isna().any()
+        assert table[name].notna().any()
+    assert episodes.step.dropna().tolist() == [e.step for e in run.episodes if e.step is not None]
+    assert [*episodes.groupby("step").reward.mean().index] == [1, 2]
+    assert set(episodes[episodes.step == 1].episode) == {e.episode for e in run.episodes if e.step == 1}
+
+
 def test_an_unknown_table_is_named(tmp_path: Path) -> None:
     life(tmp_path, [began()])
     with pytest.raises(ValueError, match="there is no table turns; give one of episodes, groups"):
