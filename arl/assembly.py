@@ -364,7 +364,7 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
         return
     log.warning(
         "%s holds a run that has trained %d steps, and steps is %d: there is nothing left to train; set steps higher "
-        "to go on, or another run_dir to begin anew",
+        "to go on, or another run_dir to start over",
         config.run_dir,
         version,
         config.steps,

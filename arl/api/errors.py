@@ -117,7 +117,7 @@ class ToolError(ArlError):
 
 
 class ToolsHungError(ArlError):
-    """Too many tool calls hang in threads of this process, so no other can begin. The model cannot mend that."""
+    """Too many tool calls hang in threads of this process, so no other can begin. The model cannot change that."""
 
 
 class SandboxError(ArlError):

@@ -125,8 +125,8 @@ def how_it_ended(run_dir: str | Path) -> RunEnd | None:
     checkpoint = newest_checkpoint(run_dir)
     return RunEnd(
         how="killed",
-        why=f"{process} ended without a word",
-        what_next="the same command " + (f"continues from {checkpoint}" if checkpoint else "begins anew"),
+        why=f"{process} ended without saying how",
+        what_next="the same command " + (f"continues from {checkpoint}" if checkpoint else "starts over"),
         process=process,
         checkpoint=_path(checkpoint),
     )
@@ -272,13 +272,13 @@ class OpenRun:
             there = f"; the trained model is {model}" if model.is_dir() else ""
             return f"set steps above {end.version} to train on{there}"
         read = f"read {', '.join(end.logs)}; " if end.logs else ""
-        mend = "once the cause is mended, " if end.how == "failed" else ""
-        return read + mend + self._continued()
+        fixed = "once the cause is fixed, " if end.how == "failed" else ""
+        return read + fixed + self._continued()
 
     def _continued(self) -> str:
         checkpoint = newest_checkpoint(self._config.run_dir)
         again = self._script.again if self._script else "the same call"
-        return f"{again} " + (f"continues from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint")
+        return f"{again} " + (f"continues from {checkpoint}" if checkpoint else "starts over: there is no checkpoint")
 
 
 def disk_use(run_dir: Path, within_s: float = _SCAN_S) -> dict[str, int]:

@@ -87,7 +87,7 @@ async def test_an_error_of_arl_is_named_with_the_log_to_read_and_a_bug_with_its_
             await run(tmp_path, fails(kind))
         end = end_of(tmp_path)
         assert (end.how, end.error, end.why, end.logs) == ("failed", kind.__name__, "the sentence", logs)
-        assert end.what_next.startswith("read " if logs else "once the cause is mended, the same call begins anew")
+        assert end.what_next.startswith("read " if logs else "once the cause is fixed, the same call starts over")
         assert ("raise kind" in end.traceback) == (kind is ZeroDivisionError)
 
 
@@ -235,4 +235,4 @@ def test_a_signal_is_named_even_if_the_process_ends_before_it_has_saved(
     assert process.returncode == code
     assert (end.how, end.signal, why in end.why) == ("interrupted", signals[0].name, True)
     assert f"agent.py --model none --run_dir {run_dir} --hub_token=... --seed" in end.what_next
-    assert f"` in {tmp_path} begins anew: there is no checkpoint" in end.what_next
+    assert f"` in {tmp_path} starts over: there is no checkpoint" in end.what_next

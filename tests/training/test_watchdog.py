@@ -129,7 +129,7 @@ asyncio.run(main())
     assert end is not None
     assert end.how == "stalled"
     assert end.why.endswith("the run could not end itself")
-    assert end.what_next == "the same call begins anew: there is no checkpoint"
+    assert end.what_next == "the same call starts over: there is no checkpoint"
 
 
 def test_a_process_that_was_stopped_for_long_has_not_stalled() -> None:
