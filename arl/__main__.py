@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="score its model on held-out examples: rewards and pass@k")
     commands.add_parser("view", help="show runs in a browser: every episode, token and second")
     commands.add_parser("top", help="show a run in this terminal, live")
-    commands.add_parser("trace", help="write what happened when in a run to a file for Perfetto")
+    commands.add_parser("trace", help="write a timeline of a run to a file for Perfetto")
     commands.add_parser("algorithms", help="list the algorithms")
     return parser
 

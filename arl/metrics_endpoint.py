@@ -155,7 +155,7 @@ class Scrapes:
         families.gauge(
             "since_step_seconds",
             time.monotonic() - self._began if since_s is None else since_s,
-            "Since the last step ended; before the first, since training, or the run, began.",
+            "Since the last step ended; before the first step, since training or the run began.",
         )
 
     def _sizes(self) -> Mapping[str, int]:

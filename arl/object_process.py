@@ -184,7 +184,7 @@ class ObjectProcess:
         except (OSError, EOFError):
             pass
         except Exception as error:  # noqa: BLE001 (an answer that does not unpickle, a user's log handler)
-            reason = f"gave an answer that could not be taken ({type(error).__name__}: {error}), and "
+            reason = f"gave an answer that could not be read ({type(error).__name__}: {error}), and "
             self._process.kill()
         ended = self._last_words(reason)
         with self._state:
@@ -271,7 +271,7 @@ class _Calls:
         try:
             message = pickled((number, outcome))
         except Exception as error:  # noqa: BLE001 (an object's own pickling may raise anything)
-            failure = RuntimeError(f"what {method} returned does not pickle: {error}")
+            failure = RuntimeError(f"the result of {method} cannot be pickled: {error}")
             message = pickled((number, CallOutcome(error=failure, messages=outcome.messages)))
         with self._sending, contextlib.suppress(OSError):  # the caller has ended, and so will this process
             send_parts(self._socket, message)

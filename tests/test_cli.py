@@ -126,7 +126,7 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
         (b"\xff\xfe\x00", "run.yaml is not YAML"),
         (b"- steps", "run.yaml holds list; it must hold a mapping of settings"),
         (b"rollout: {batchsize: 4}", "rollout.batchsize is not a setting; allowed there: batch_size, "),
-        (b"train: {lora: true}", "train.lora: True was given for a whole section; set what is in it, such as --tr"),
+        (b"train: {lora: true}", "train.lora: True was given for a whole section; set its fields, such as --tr"),
         (b"train: {lora: {target_modules: 3}}", "train.lora.target_modules is 3: Input should be 'all-linear'\n"),
         (b"engine: sglang", "engine: 'sglang' was given for a whole section; write --engine.kind sglang"),
         (b"algorithm: dapo", "algorithm: 'dapo' was given for a whole section; write preset('dapo'), in a file {"),

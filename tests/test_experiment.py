@@ -129,7 +129,7 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
     end = how_it_ended(tmp_path)
     assert end is not None
     assert (end.how, end.evaluations["best"]) == ("finished", {"version": 2, "reward": 0.5})
-    assert end.what_next == f"set steps above 2 to train on; the trained model is {tmp_path}/trained"
+    assert end.what_next == f"set steps above 2 to train further; the trained model is {tmp_path}/trained"
 
 
 @pytest.mark.usefixtures("engine")

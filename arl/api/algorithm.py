@@ -143,9 +143,9 @@ class AlgorithmConfig(Section):
         if kind == "gae" and self.critic is None:
             yield "advantage.kind is gae, which needs a critic's values; set critic"
         if kind != "gae" and self.critic is not None:
-            yield f"critic is set, but advantage.kind={kind} does not ask it; use gae, or no critic"
+            yield f"critic is set, but advantage.kind={kind} does not use it; use gae, or no critic"
         if self._has_separate_rewards and self.needs_greedy_episode:
-            yield "advantage.separate_rewards needs the group's own rewards; a greedy baseline has one reward alone"
+            yield "advantage.separate_rewards needs the group's own rewards; a greedy baseline has only one reward"
         if self.dynamic_sampling and not self.is_group_relative:
             yield (
                 f"dynamic_sampling is set, but with advantage.kind={kind} as it is set, groups of equal rewards teach "
@@ -194,8 +194,8 @@ class AlgorithmConfig(Section):
             yield from self._kl_in_reward_contradictions()
         elif kl.estimator == "k1" and not kl.unbiased:
             yield (
-                "kl.estimator is k1 in the loss, whose gradient knows no reference; use k2 or k3, set kl.unbiased, or "
-                "use kl.place=reward"
+                "kl.estimator is k1 in the loss, whose gradient ignores the reference; use k2 or k3, set kl.unbiased, "
+                "or use kl.place=reward"
             )
 
     def _kl_in_reward_contradictions(self) -> Iterator[str]:

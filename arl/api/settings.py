@@ -122,7 +122,7 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
         return f"{given!r} was given for a whole section; write --{name}.{choice} {given}"
     example = next(inner for inner, field in first.model_fields.items() if not sections(field.annotation))
     alone = f", or --{name} alone for its defaults" if type(None) in get_args(field.annotation) else ""
-    return f"{given!r} was given for a whole section; set what is in it, such as --{name}.{example} VALUE{alone}"
+    return f"{given!r} was given for a whole section; set its fields, such as --{name}.{example} VALUE{alone}"
 
 
 def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError:

@@ -18,8 +18,8 @@ from arl.view.episode_table import EpisodeTable
 from arl.view.trace import write_trace
 
 ABOUT = (
-    "Write what the trainer, the servers and the episodes of a run did when to a file that https://ui.perfetto.dev and "
-    "chrome://tracing open. The run may still train."
+    "Write a timeline of the trainer, the servers and the episodes of a run to a file for https://ui.perfetto.dev or "
+    "chrome://tracing. The run may still train."
 )
 
 
@@ -62,7 +62,7 @@ def _trace(run_dir: Path, path: Path, window: tuple[float, float]) -> str:
     run = read_run(run_dir)
     if not run.system and not run.episodes:
         reasons = "; ".join(run.problems) or "log.events: null turns it off"
-        raise RunFileError(f"{run_dir} has no event log, so nothing says what happened when: {reasons}")
+        raise RunFileError(f"{run_dir} has no event log, so there is no timeline to write: {reasons}")
     table = EpisodeTable(run)
     table.refresh()
     try:
@@ -70,7 +70,7 @@ def _trace(run_dir: Path, path: Path, window: tuple[float, float]) -> str:
             counts = write_trace(run, table, file, window)
     except OSError as error:
         raise RunFileError(f"{path} cannot be written: {error.strerror or error}") from error
-    late = [f"{counts['late']} more came too late in the log, and are left out"] if counts["late"] else []
+    late = [f"{counts['late']} more are left out, because they came too late in the log"] if counts["late"] else []
     said = f"{path}: {counts['episodes']} episodes, {counts['calls']} turns, tools and rewards"
     return "\n".join([said, *late, *run.problems])
 

@@ -36,7 +36,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1); another needs a key"
     )
-    parser.add_argument("--port", type=int, help=f"0: any free one (default: {PORT}, or any free one if it is taken)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        help=f"the port to listen on; 0: any free one (default: {PORT}, or any free one if it is taken)",
+    )
     add_key_option(parser, KEY_VARIABLE)
     options = parser.parse_args(argv)
     try:

@@ -54,7 +54,7 @@ class Reason(Enum):
     )
     NO_BASELINE = (
         "their greedy episode failed or returned None",
-        "see why greedy episodes do not finish, which algorithm.advantage.baseline needs",
+        "see why greedy episodes do not finish; algorithm.advantage.baseline needs them",
     )
     NOT_COMPARABLE = (
         "advantages cannot compare them",

@@ -123,8 +123,8 @@ class _Line:
         self._num_dropped += 1
         if self._num_dropped == 1:
             log.warning(
-                "the tracker %s is still busy with %s, and %d records wait for it: from %s on it misses what comes "
-                "until it goes on",
+                "the tracker %s is still busy with %s, and %d records wait for it: it misses every record from "
+                "%s on until it continues",
                 *(self._name, self._doing, MOST_WAITING, about),
             )
 

@@ -188,5 +188,5 @@ class CheckpointSaving:
 def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"cannot write the checkpoint of version {version} to {directory}: {error}; earlier ones are untouched, and "
-        "the same command continues from them once the cause is repaired"
+        "the same command continues from them once the cause is fixed"
     )

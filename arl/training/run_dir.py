@@ -93,7 +93,7 @@ class RunLock:
                 "%s cannot be locked: %s. Nothing keeps a second run out of this directory%s",
                 self._path,
                 error.strerror or error,
-                f"; {holder} did not say that it has ended: if it has not, stop one of the two" if holder else "",
+                f"; {holder} has not reported its end: if it still runs, stop one of the two" if holder else "",
             )
         else:
             if holder and f" on {socket.gethostname()}," not in holder:

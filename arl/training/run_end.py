@@ -270,7 +270,7 @@ class OpenRun:
         if end.how == "finished" and end.version is not None and end.version >= self._config.steps:
             model = self._config.run_dir / "trained"
             there = f"; the trained model is {model}" if model.is_dir() else ""
-            return f"set steps above {end.version} to train on{there}"
+            return f"set steps above {end.version} to train further{there}"
         read = f"read {', '.join(end.logs)}; " if end.logs else ""
         fixed = "once the cause is fixed, " if end.how == "failed" else ""
         return read + fixed + self._continued()

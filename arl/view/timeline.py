@@ -173,7 +173,7 @@ def _calls(run: RunRecord, lanes: Lanes, problems: list[str]) -> list[Event]:
         _busy(lanes, calls)
     else:
         problems.append(
-            "There are too many turns and calls here to show all, and how busy the servers were: choose less time."
+            "There are too many turns and calls to show them all, or how busy the servers were: choose a shorter time."
         )
     return calls
 

@@ -14,7 +14,7 @@ from arl.api.presets import BASE, PRESETS
 IN_REWARD = {"coefficient": 0.1, "place": "reward"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
-    ({"critic": {}}, "critic is set, but advantage.kind=returns does not ask it"),
+    ({"critic": {}}, "critic is set, but advantage.kind=returns does not use it"),
     ({"proximal": "bypassed", "correction": {"kind": "none", "veto": 0.1}}, "correction.veto is set"),
     ({"proximal": "bypassed"}, "correction.kind is truncate, but with proximal=bypassed there is no weight"),
     (
@@ -26,12 +26,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kl": {**IN_REWARD, "unbiased": True}}, "kl.unbiased is about the gradient of a KL in the loss"),
     ({"kl": IN_REWARD, "advantage": {"separate_rewards": True}}, "scales its coefficient away"),
     ({"dynamic_sampling": True, "advantage": {"baseline": "none"}}, "groups of equal rewards teach something"),
-    ({"advantage": {"baseline": "greedy", "separate_rewards": True}}, "a greedy baseline has one reward alone"),
+    ({"advantage": {"baseline": "greedy", "separate_rewards": True}}, "a greedy baseline has only one reward"),
     ({"selection": {"kind": "kl_cov"}}, "selection.kind is kl_cov, which holds tokens back by c - p"),
     ({"loss": {"kind": "mirror_descent"}}, "loss.kind is mirror_descent, which pulls back by c - p"),
     ({"proximal": "approximated"}, "with one update per batch p is c, which costs nothing"),
     ({"proximal": "approximated", "minibatches": 2, "advantage": {"kind": "distillation"}}, "advantage.kind is dist"),
-    ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator is k1 in the loss, whose gradient knows no ref"),
+    ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator is k1 in the loss, whose gradient ignores the ref"),
     ({"kl": IN_REWARD, "overlong": {"mask_truncated": True}}, "what overlong.mask_truncated leaves out has no KL"),
     ({"kl": IN_REWARD, "dynamic_sampling": True}, "a group of equal rewards is not equal"),
     ({"correction": {"kind": "mask", "lower": 6.0}}, "lower is 6.0; it must be at most upper, which is 5.0"),

@@ -237,7 +237,8 @@ def test_records_beyond_those_that_may_wait_are_dropped_and_counted(
     for version in range(2, MOST_WAITING + 5):
         trackers.step(stats(version), [])
     (line,) = said(caplog)
-    assert f"still busy with step 1, and {MOST_WAITING} records wait for it: from step {MOST_WAITING + 2} on" in line
+    assert f"still busy with step 1, and {MOST_WAITING} records wait for it: it misses" in line
+    assert f"every record from step {MOST_WAITING + 2} on until it continues" in line
     goes_on.set()
     trackers.close(None)
     assert recorder.versions == list(range(1, MOST_WAITING + 2))

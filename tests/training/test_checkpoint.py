@@ -78,7 +78,7 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_the_one_before_and_no_r
     tmp_path: Path, save_engine: Callable[[Path], Any]
 ) -> None:
     save(tmp_path, 1)
-    said = r"version 2 .*No space left on device; earlier ones are untouched.*once the cause is repaired"
+    said = r"version 2 .*No space left on device; earlier ones are untouched.*once the cause is fixed"
     with pytest.raises(CheckpointError, match=said):
         checkpoints(tmp_path).begin(2, save_engine, RunState(values={})).wait()
     assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]

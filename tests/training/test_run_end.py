@@ -40,7 +40,7 @@ async def test_a_run_that_is_done_says_so_with_its_numbers_and_the_same_call_tha
             pass
     end = end_of(tmp_path)
     assert (end.how, end.why, end.version, end.steps) == ("finished", "all 4 steps are trained", 4, 4)
-    assert end.what_next == "set steps above 4 to train on"
+    assert end.what_next == "set steps above 4 to train further"
     assert end.totals["episodes_trained"] == 16
     assert end.evaluations["last"]["version"] == 4
     assert end.disk == {name: size for name, size in disk_use(tmp_path).items() if name in end.disk} | {

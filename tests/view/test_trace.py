@@ -272,7 +272,7 @@ def test_the_command_writes_a_file_that_gzip_packs_if_its_name_says_so(
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere does not exist"),
-        (["old"], "old has no event log, so nothing says what happened when"),
+        (["old"], "old has no event log, so there is no timeline to write"),
         (["."], "holds 2 runs; name one of new, old"),
         (["new", "-o", "no/such/file"], "no/such/file cannot be written: No such file or directory"),
         (["new", "--from", "3", "--to", "2"], "--from is 3 and --to is 2"),

@@ -381,7 +381,7 @@ async def test_a_window_with_too_many_calls_shows_some_and_says_so(
     monkeypatch.setattr(timeline, "_MOST_CALLS", 5)
     monkeypatch.setattr(timeline, "_SOME_CALLS", 1)
     time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 200}")
-    assert "choose less time" in time["problems"][0]
+    assert "choose a shorter time" in time["problems"][0]
     assert time["left_out"]["calls"] > 0
     assert {span["kind"] for lane in time["lanes"] if lane["kind"] == "server" for span in lane["spans"]} == {
         "paused",

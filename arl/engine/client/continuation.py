@@ -159,9 +159,9 @@ class PartialResponse:
     def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
         """What is impossible in this answer to the last payload; None if nothing is. vocab_size: the model's."""
         if len(answer.output_ids) > self._asked:
-            return f"answered with {len(answer.output_ids)} tokens, and was asked for at most {self._asked}"
+            return f"answered with {len(answer.output_ids)} tokens, but was asked for at most {self._asked}"
         if vocab_size is not None and max(answer.output_ids, default=0) >= vocab_size:
-            return f"sampled token id {max(answer.output_ids)}, and the model has {vocab_size} tokens"
+            return f"sampled token id {max(answer.output_ids)}, but the model has {vocab_size} tokens"
         return None
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:

@@ -82,7 +82,7 @@ def _greeting(
 _UNREACHED = {
     "dp_size": "start one server for each replica, and name them all",
     "pp_size": "split the model by tensor parallelism (--tp-size) instead",
-    "tokenizer_worker_num": "a pause reaches one of them alone: leave the option out",
+    "tokenizer_worker_num": "a pause reaches only one of them: leave the option out",
 }
 """Settings of SGLang that keep updates from reaching every process of a server; what to do instead."""
 

@@ -140,7 +140,7 @@ class ServerWatch:
         if absence.is_told:
             logger.warning("%s has been fenced for %.0f s: %s", server.address, now - absence.since, server.why)
         else:
-            logger.warning("%s is fenced, and gets no requests until it is well: %s", server.address, server.why)
+            logger.warning("%s is fenced, and gets no requests until it has recovered: %s", server.address, server.why)
         absence.is_told, self._last_lines[server] = True, now
         absence.next_line = now + max(_QUIET_S, now - absence.since)
 

@@ -233,7 +233,7 @@ class Placement:
         logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
         if group := self._try(bundles, deadline):
             return group
-        late = f"{shortage}; no room came free within train.startup_timeout_s"
+        late = f"{shortage}; no room became free within train.startup_timeout_s"
         raise TrainingError(f"{late}. Make room, or set train.num_ranks or train.num_threads lower")
 
     def _try(self, bundles: list[dict[str, float]], deadline: float) -> Any | None:

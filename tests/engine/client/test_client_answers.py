@@ -42,7 +42,7 @@ def halve(answer: Answer) -> None:
 GOOD = [-0.5, 5, None]
 MALFORMED = {
     "logprobs for half of the tokens": (halve, "2 logprobs for 4 output_ids"),
-    "more tokens than asked for": (tokens(*[GOOD] * 204), "204 tokens, and was asked for at most 4"),
+    "more tokens than asked for": (tokens(*[GOOD] * 204), "204 tokens, but was asked for at most 4"),
     "a logprob that is not a number": (tokens([math.nan, 5, None]), "logprob nan"),
     "a logprob of minus infinity": (tokens([-math.inf, 5, None]), "logprob -inf"),
     "a logprob above 0": (tokens([0.5, 5, None]), "logprob 0.5"),

@@ -52,7 +52,7 @@ async def test_a_fence_and_its_end_are_logged_and_counted_and_one_that_flaps_flo
             server.calls.clear()
         assert engine.counters()["servers/fences"] == 4
     fence, end = lines(caplog, server)
-    assert "is fenced, and gets no requests until it is well: its GPU fell off the bus" in fence
+    assert "is fenced, and gets no requests until it has recovered: its GPU fell off the bus" in fence
     assert "serves again after" in end
     assert lines(caplog, other) == []
 
