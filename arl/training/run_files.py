@@ -196,8 +196,12 @@ def _rows(path: Path, names: Sequence[str] = ()) -> Iterator[tuple[bytes, dict[s
 
 
 def read_jsonl(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of `path`. A warning names lines that are not rows, or lack a name. A missing file has no rows."""
-    return [row for _, row in _rows(path, names)] if path.exists() else []
+    """The rows of `path`; with names, those numbers of each row alone, as a long run has millions of others.
+
+    A warning names lines that are not rows, or lack a name. A missing file has no rows.
+    """
+    rows = (row for _, row in _rows(path, names)) if path.exists() else iter(())
+    return [{name: row[name] for name in names} if names else row for row in rows]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -139,6 +139,14 @@ def disk_of() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_reader_who_names_numbers_gets_these_alone(tmp_path: Path) -> None:
+    """What draws a run of a million steps has no room for all their numbers."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"version": 1, "reward": 0.5, "loss": 2.0}\n{"version": 2, "loss": 1.0, "reward": 0.25}\n')
+    names = ("reward", "version")
+    assert read_jsonl(path, names) == [{"version": 1, "reward": 0.5}, {"version": 2, "reward": 0.25}]
+
+
 def test_a_steps_row_is_written_again_after_an_error_and_never_twice(
     tmp_path: Path, disk_of: Callable[[int], None]
 ) -> None:
