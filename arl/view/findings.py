@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from arl.eventlog.records import EpisodeRecord
 from arl.eventlog.run_record import RunRecord
 from arl.view.digest import Digest, digest_of, mean_of, number, values
-from arl.view.episode_table import Row
+from arl.view.episode_table import Row, mean
 
 _FEW = 20
 """Steps that are too few for what needs time."""
+_LATE, _WINDOW = 50, 10
+"""Late steps, and those of them that a mean entropy is of."""
 _EPISODES = 500
 _GROUPS = 200
 _NO_AIM = re.compile(
@@ -76,8 +77,8 @@ _RULES = (
 def findings(run: RunRecord, servers: Sequence[Row], lost: Mapping[str, int]) -> list[Row]:
     """Errors first. servers: as `arl.view.health` lists them. lost: records ("events") and "episodes"."""
     digest = digest_of(run)
-    means = ((rule, mean_of(digest.last, rule.metric)) for rule in _RULES)
-    found = [_told(rule, mean) for rule, mean in means if mean is not None and rule.is_bad(mean)]
+    known = ((rule, mean_of(digest.last, rule.metric)) for rule in _RULES)
+    found = [_told(rule, value) for rule, value in known if value is not None and rule.is_bad(value)]
     found += [one for check in _CHECKS if (one := check(digest)) is not None]
     found += [one for one in (_failing(run), _losses(lost)) if one is not None]
     if servers and all(server["state"] in ("fenced", "left") for server in servers):
@@ -97,17 +98,19 @@ def _told(rule: _Rule, mean: float) -> Row:
 def _entropy(run: Digest) -> Row | None:
     """The policy of a solved task need not explore, and one that learns explores less and less.
 
-    The median, since now and then a group that differs throws a collapsed policy about.
+    A group that differs now and then throws a collapsed policy about: so this looks for the lowest of the late steps.
     """
-    first, last = mean_of(run.first[:3], "entropy"), values(run.last, "entropy")
-    if len(run.rows) < _FEW or first is None or not last or run.is_solved:
+    first, late = mean_of(run.first[:3], "entropy"), values(run.rows[-_LATE:], "entropy")
+    means = [mean(late[k : k + _WINDOW]) for k in range(len(late) - _WINDOW + 1)]
+    if len(run.rows) < _FEW or first is None or not means or run.is_solved:
         return None
-    now = median(last)
-    if now > first / 5 or now >= first:
+    lowest = min(means)
+    if lowest > first / 5 or lowest >= first:
         return None
+    agree = _equal(run)
     return _finding(
-        "warning" if now <= first / 10 else "note",
-        f"The entropy fell from {first:.3g} to {now:.3g} nats: the policy hardly explores any more.",
+        "warning" if lowest <= first / 10 or (agree and agree["severity"] == "warning") else "note",
+        f"The entropy fell from {first:.3g} to {lowest:.3g} nats: the policy hardly explores any more.",
         "Begin again with a smaller train.optimizer.lr, fewer updates of each batch (algorithm.epochs, minibatches), "
         "or an entropy bonus (algorithm.entropy).",
     )

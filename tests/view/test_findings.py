@@ -62,10 +62,10 @@ def test_a_run_that_learns_has_no_findings(tmp_path: Path) -> None:
         ({"reward": falling(0.8, 0.1)}, "warning: The reward fell to 0.153; in steps 1 to 10 it was 0.747."),
         ({"entropy": [0.9] * 30 + [0.08] * 30}, "warning: The entropy fell from 0.9 to 0.08 nats"),
         (
-            {"entropy": [0.9] * 30 + [0.05, 0.0, 0.04, 3.0, 0.02, 0.0] * 5},
+            {"entropy": [0.9] * 20 + [0.02] * 25 + [2.0] * 15},
             "warning: The entropy fell from 0.9 to 0.02 nats",
         ),
-        ({"entropy": falling(1.0, 0.0)}, "note: The entropy fell from 0.983 to 0.161 nats"),
+        ({"entropy": falling(1.0, 0.1)}, "note: The entropy fell from 0.985 to 0.169 nats"),
         (
             {"truncated": [0.9] * STEPS},
             "warning: A length limit cut 90% of the trajectories in the last steps, and 90% in",
@@ -198,6 +198,12 @@ def test_groups_of_equal_rewards_are_told(tmp_path: Path, rewards: list[tuple[fl
     life(tmp_path, [began(), *groups(rewards)])
     (said,) = told(tmp_path, {})
     assert text in said
+
+
+def test_a_policy_that_explores_little_and_agrees_on_wrong_answers_is_sick(tmp_path: Path) -> None:
+    life(tmp_path, [began(), *groups([(0.0, 0.0), (1.0, 1.0)] * 10)])
+    said = told(tmp_path, {"entropy": falling(1.0, 0.1)})
+    assert [one.split(" fell")[0] for one in said if "entropy" in one] == ["warning: The entropy"]
 
 
 def test_equal_groups_of_a_solved_task_are_a_note_and_rejected_ones_none(tmp_path: Path) -> None:
