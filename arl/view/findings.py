@@ -286,9 +286,15 @@ def _equal(run: Digest) -> Row | None:
             f"{text}, {high:.0%} of these the highest.",
             "Read some. If they are good and held-out rewards as high, the run is done. Otherwise use harder examples.",
         )
-    use = "Use harder" if high > low else "Read some: the reward may miss right answers. Otherwise use easier"
     which = f"{low:.0%} of these the lowest, {high:.0%} the highest" if lowest < highest else f"all {lowest:g}"
     are_right = lowest < highest and highest >= run.high and high >= 0.9
+    use = "Read some: the reward may miss right answers. Otherwise use easier"
+    if high > low:
+        use = (
+            "Use harder"
+            if are_right
+            else "If entropy is low, too, the policy has stopped exploring. Otherwise use harder"
+        )
     return _finding(
         "warning" if share >= 0.7 and not are_right else "note",
         f"{text}, and taught nothing: {which}.",

@@ -200,6 +200,18 @@ def test_groups_of_equal_rewards_are_told(tmp_path: Path, rewards: list[tuple[fl
     assert text in said
 
 
+@pytest.mark.parametrize(
+    ("right", "advice"),
+    [(10, "Use harder"), (6, "If entropy is low, too, the policy"), (2, "Read some: the reward may")],
+)
+def test_what_to_do_about_equal_groups_depends_on_how_many_are_right(right: int, advice: str, tmp_path: Path) -> None:
+    own = [(1.0, 1.0)] * right + [(0.0, 0.0)] * (10 - right) + [(0.0, 1.0)]
+    life(tmp_path, [began(), *groups(own)])
+    told(tmp_path, {})
+    (found,) = findings(read_run(tmp_path), [], {})
+    assert found["advice"].startswith(advice)
+
+
 def test_a_policy_that_explores_little_and_agrees_on_wrong_answers_is_sick(tmp_path: Path) -> None:
     life(tmp_path, [began(), *groups([(0.0, 0.0), (1.0, 1.0)] * 10)])
     said = told(tmp_path, {"entropy": falling(1.0, 0.1)})
