@@ -46,6 +46,12 @@ class Ranks:
             self._is_broken = True
             raise
 
+    def close(self) -> None:
+        """End the ranks. Those of a call that failed may wait for each other, and end with the tests."""
+        for thread, connection in self._calls:
+            thread.shutdown()
+            connection.close()
+
 
 def _call(connection: Any, work: bytes) -> Report:
     connection.send_bytes(work)
