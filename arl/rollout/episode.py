@@ -313,7 +313,12 @@ def _is_cancelled_from_outside() -> bool:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """An error such as SystemExit, or a panic of a library, becomes the failure of this episode only."""
+    """An error such as SystemExit, a panic of a library, or one without a text becomes the failure of this episode."""
+    try:
+        str(error)
+    except Exception as failure:  # noqa: BLE001 - of an error of users' own, which is about to be logged
+        name = type(error).__name__
+        return _with_cause(RuntimeError(f"arun_episode raised {name}, whose text raised {failure!r:.100}"), error)
     if isinstance(error, Exception):
         return error
     return _with_cause(RuntimeError(f"arun_episode raised {error!r}"), error)

@@ -83,6 +83,17 @@ def test_an_answer_that_is_no_trajectory_fails_its_episode_alone(tmp_path: Path)
     assert (episode.how, episode.message, episode.places) == ("failed", "a logprob is nan", {})
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise LookupError("nothing to say")
+
+
+def test_an_error_without_a_text_fails_its_episode_alone(tmp_path: Path):
+    (episode,) = record_of(tmp_path, SilentError()).episodes
+    assert (episode.how, episode.error) == ("failed", "RuntimeError")
+    assert episode.message == "arun_episode raised SilentError, whose text raised LookupError('nothing to say')"
+
+
 def test_what_a_failed_episode_last_saw_is_kept_with_its_temperature(tmp_path: Path):
     run = record_of(tmp_path, ValueError("no luck"))
     (tokens,) = run.tokens(run.episodes[0])

@@ -148,8 +148,7 @@ def test_whole_numbers_stay_whole_in_pandas_though_some_are_missing(tmp_path: Pa
     episodes, calls = run.to_pandas("episodes"), run.to_pandas("calls")
     for table, name in ((episodes, "step"), (episodes, "group"), (episodes, "staleness"), (calls, "prompt")):
         assert str(table[name].dtype) == "Int64"
-        assert table[name].isna().any()
-        assert table[name].notna().any()
+        assert 0 < len(table[name].dropna()) < len(table)
     assert episodes.step.dropna().tolist() == [e.step for e in run.episodes if e.step is not None]
     assert [*episodes.groupby("step").reward.mean().index] == [1, 2]
     assert set(episodes[episodes.step == 1].episode) == {e.episode for e in run.episodes if e.step == 1}
