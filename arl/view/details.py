@@ -138,9 +138,12 @@ def _num_common(a: TokenRecord, b: TokenRecord) -> int:
 
 
 def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -> list[dict[str, Any]]:
+    """The newest of other groups, or of other evaluations."""
     row = table.row(episode)
     if row["row"] is None:
         return []
-    same = np.flatnonzero(table.having("kind", row["kind"]) & (table.column("row") == row["row"]))
-    others = [table.row(run.episodes[index]) for index in same[same != episode.index][-_MOST_SAME:]]
+    in_group = (table.column("life") == episode.life) & (table.column("group") == row["group"])
+    same = table.having("kind", row["kind"]) & (table.column("row") == row["row"]) & ~in_group
+    found = np.flatnonzero(same)
+    others = [table.row(run.episodes[index]) for index in found[found != episode.index][-_MOST_SAME:]]
     return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]

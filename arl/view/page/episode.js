@@ -38,7 +38,7 @@ export async function episodeView({ place, path, query, run, link, go, back, set
       h("div", { class: "bar pinned" }, h("h1", {}, `Episode ${episode.episode}`), ended(episode),
         soft(group !== null && h("a", { href: link("group", [run.run, life, group]) }, `group ${group}`),
           evaluation !== null && `evaluation ${evaluation}`, step !== null && `, step ${step}`),
-        h("label", { class: "push", for: "colour" }, "Colour by ", select), legend),
+        trajectory && [h("label", { class: "push", for: "colour" }, "Colour by ", select), legend]),
       facts([
         ["Reward", num(episode.reward)], ["Staleness", num(episode.staleness)], ["Versions", versions([episode.oldest, episode.newest])],
         ["Turns", num(episode.turns)], ["Tokens", [num(episode.tokens), ", sampled ", num(episode.trained)]], ["Took", num(episode.seconds, seconds)],
@@ -47,7 +47,7 @@ export async function episodeView({ place, path, query, run, link, go, back, set
       (error || message) && h("p", { class: "state error" }, visible([error, message].filter(Boolean).join(": "))),
       h("div", { class: "split" },
         h("div", {}, exampleOf(episode.example), h("nav", { "aria-label": "Trajectories" }, tree()), h("h2", {}, "Conversation"), turns),
-        h("aside", { class: "side" }, numbers, rewardsOf(episode), callsOf(episode),
+        h("aside", { class: "side" }, trajectory && numbers, rewardsOf(episode), callsOf(episode),
           attempts.length > 0 && [h("h2", {}, "Failed attempts"), table("Failed attempts", [], attempts.map((one) => [num(one.attempt), visible(`${one.error}: ${one.message}`)]))],
           episode.siblings.length > 1 && [h("h2", {}, "Its group"), links(episode.siblings, (one) => one.episode)],
           same.length > 0 && [h("h2", {}, "Same example, other steps"), links(same, when)])));
