@@ -59,7 +59,10 @@ def _usual_file(run_dir: Path) -> Path:
 
 def _trace(run_dir: Path, path: Path, window: tuple[float, float]) -> str:
     """A sentence about what was written. Raises RunFileError."""
-    run = read_run(run_dir)
+    try:
+        run = read_run(run_dir)
+    except OSError as error:
+        raise RunFileError(f"{error.filename or run_dir} cannot be read: {error.strerror or error}") from error
     if not run.system and not run.episodes:
         reasons = "; ".join(run.problems) or "log.events: null turns it off"
         raise RunFileError(f"{run_dir} has no event log, so there is no timeline to write: {reasons}")

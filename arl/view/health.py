@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,14 @@ def _servers(run: RunRecord, now: float | None) -> list[Row]:
 def _rates(run: RunRecord, life: int, until: float) -> dict[str, Row]:
     """Turns that ended, and their sampled tokens, a second, by server: over a minute, or less if that has too many."""
     seconds = _RATES_S
-    while run.files.num_calls(until - seconds, until) > _MOST_TURNS and seconds > 1.0:
-        seconds /= 2
     turns, tokens = Counter[str](), Counter[str]()
-    for call in run.files.calls(until - seconds, until, life):
-        if isinstance(call, events.TurnEnded):
-            turns[call.server] += 1
-            tokens[call.server] += call.output
+    with suppress(OSError):  # the run's problems name what cannot be read
+        while run.files.num_calls(until - seconds, until) > _MOST_TURNS and seconds > 1.0:
+            seconds /= 2
+        for call in run.files.calls(until - seconds, until, life):
+            if isinstance(call, events.TurnEnded):
+                turns[call.server] += 1
+                tokens[call.server] += call.output
     return {
         server: {"turns_per_s": turns[server] / seconds, "tokens_per_s": tokens[server] / seconds} for server in turns
     }

@@ -54,7 +54,7 @@ class ViewServer:
         self._runs = runs
         self._is_over = asyncio.Event()
         guard = _key_for_the_api(api_key) if api_key else _only_from_here
-        self.app = web.Application(middlewares=[boundary(_shape, {RunFileError: 404}), guard])
+        self.app = web.Application(middlewares=[boundary(_shape, {RunFileError: 404, OSError: 503}), guard])
         self.app.on_response_prepare.append(_add_headers)
         self.app.on_shutdown.append(self._stop)
         self.app.cleanup_ctx.append(self._following)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
@@ -55,7 +55,7 @@ class ViewedRun:
         self._ending_of = ending_of
         self._texts: Texts | None = None
         self._searches: dict[str, TextSearch] = {}
-        self._problem = ""
+        self._unreadable = self._problem = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-view")
         self._read_at = -_FRESH_S
         self._has_work = asyncio.Event()
@@ -165,8 +165,9 @@ class ViewedRun:
         try:
             self.run.update(_SLICE)
             self.table.refresh()
+            self._unreadable = ""
         except OSError as error:
-            self._problem = f"{self.run_dir} cannot be read: {error}"
+            self._unreadable = f"{self.run_dir} cannot be read: {error}"
             return False
         except Exception as error:
             log.warning("a record of %s cannot be read", self.run_dir, exc_info=True)
@@ -190,7 +191,7 @@ class ViewedRun:
 
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
-        problems = [*self.run.problems, *([self._problem] if self._problem else [])]
+        problems = [*self.run.problems, *filter(None, (self._unreadable, self._problem))]
         if not self.run.files.directory.is_dir() and (
             self.run.steps or not self.tick()["is_live"]
         ):  # else it may yet come
@@ -206,21 +207,25 @@ def run_dirs(given: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in given:
         inner: list[Path] = []
-        with suppress(OSError):
-            inner = [path] if is_run(path) else sorted(child for child in path.iterdir() if is_run(child))
+        what = "holds no run"
+        try:
+            inner = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()))
+        except FileNotFoundError:
+            what = "does not exist"
+        except NotADirectoryError:
+            what = "is not a directory"
+        except OSError as error:
+            raise RunFileError(f"{path} cannot be read: {error.strerror or error}") from error
         if not inner:
-            what = (
-                "does not exist" if not path.exists() else "is not a directory" if not path.is_dir() else "holds no run"
-            )
             raise RunFileError(f"{path} {what}; name the run_dir of a run, or a directory with several")
         found += inner
     return list(dict.fromkeys(found))
 
 
 def is_run(path: Path) -> bool:
-    return path.is_dir() and any(
-        (path / n).exists() for n in ("events", "metrics.jsonl", "evaluations.jsonl", "run.lock")
-    )
+    """False for a directory that cannot be read, too."""
+    names = ("events", "metrics.jsonl", "evaluations.jsonl", "run.lock")
+    return os.path.isdir(path) and any(os.path.exists(path / name) for name in names)
 
 
 def _number(value: Any) -> float | None:

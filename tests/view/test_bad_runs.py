@@ -1,6 +1,9 @@
 """Runs that are old, cut short, damaged, or too much: each costs a sentence, never an answer."""
 
+import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -185,6 +188,46 @@ def test_what_holds_no_run_is_a_sentence(
         main(["view", str(tmp_path / name)])
     assert end.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+@contextmanager
+def unreadable(directory: Path) -> Iterator[None]:
+    """Within the block, nobody may list what is in it: root, too."""
+    iterdir = Path.iterdir
+
+    def guarded(path: Path) -> Iterator[Path]:
+        if path == directory:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return iterdir(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "iterdir", guarded)
+        yield
+
+
+@pytest.mark.parametrize(("command", "place"), [("view", "."), ("trace", "."), ("trace", "run/events")])
+def test_a_directory_without_permission_is_a_sentence(
+    tmp_path: Path, command: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    with unreadable(tmp_path / place), pytest.raises(SystemExit) as end:
+        main([command, str(tmp_path if place == "." else tmp_path / "run")])
+    assert end.value.code == 2
+    assert f"{tmp_path / place} cannot be read: Permission denied" in capsys.readouterr().err
+
+
+async def test_an_event_log_that_cannot_be_read_for_a_while_is_named_until_it_can(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    async with looking_at(tmp_path) as browser:
+        with unreadable(tmp_path / "events"):
+            while not (problems := (await browser.get("/api/runs"))[0]["problems"]):
+                pass
+            assert (await browser.get("/api/runs/0/health"))["failures"]
+            answer = await browser.get("/api/runs/0/time", 503)
+        assert "Permission denied" in problems[0]
+        assert "Permission denied" in answer["error"]
+        while await ask_all(browser):
+            pass
 
 
 async def test_numbers_and_text_that_json_cannot_hold_are_answered_without(tmp_path: Path) -> None:
