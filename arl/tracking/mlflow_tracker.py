@@ -15,6 +15,7 @@ from arl.tracking.rows import COLUMNS, evaluation_metrics, rows
 
 _MOST_PARAMS, _MOST_LETTERS = 100, 500
 """Of one request, and of one value."""
+_LONGEST_NAME = 250
 _UNKNOWN = "RESOURCE_DOES_NOT_EXIST"
 
 
@@ -83,5 +84,7 @@ class MLflowTracker(Tracker):
 
 
 def _named(name: str) -> str:
-    """The name with the letters alone that MLflow takes."""
-    return re.sub(r"[^\w\-. /:]", "_", name)
+    """The name as MLflow takes it: as a path of a file, in its letters, and not too long."""
+    parts = re.sub(r"[^\w\-. /:]", "_", name).split("/")
+    path = "/".join(part if part.strip(".") else "_" for part in parts)
+    return path if len(path) <= _LONGEST_NAME else path[: _LONGEST_NAME - 1] + "_"

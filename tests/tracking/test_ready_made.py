@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from training.trainer_run import running
 
 from arl.api.tracker_config import MLflowConfig, TensorBoardConfig, TrackerConfig, TrackioConfig
 from arl.api.tracking import TrackedRun
+from arl.tracking import mlflow_tracker
 from arl.tracking.rows import COLUMNS
 from arl.tracking.tracker_process import TrackerError, TrackerProcess
 
@@ -184,6 +186,26 @@ def test_a_run_that_the_mlflow_server_does_not_know_begins_anew(tmp_path: Path) 
     pytest.importorskip("mlflow")
     begun = tracked(MLflowConfig(), tmp_path, "0123456789abcdef0123456789abcdef")
     assert begun not in (None, "0123456789abcdef0123456789abcdef")
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("reward/日本 a:b", "reward/日本 a:b"),
+        ('reward/a"b?', "reward/a_b_"),
+        ("reward/", "reward/_"),
+        ("reward/../../x", "reward/_/_/x"),
+        ("a//b", "a/_/b"),
+        ("reward/" + "n" * 300, "reward/" + "n" * 242 + "_"),
+    ],
+)
+def test_whatever_a_number_is_called_mlflow_takes_its_name(name: str, shown: str) -> None:
+    assert mlflow_tracker._named(name) == shown
+    if find_spec("mlflow"):
+        from mlflow.utils.validation import _validate_metric_name  # pyright: ignore[reportMissingImports]
+
+        _validate_metric_name(shown)
 
 
 @pytest.fixture
