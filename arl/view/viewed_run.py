@@ -192,9 +192,14 @@ class ViewedRun:
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
         problems = [*self.run.problems, *filter(None, (self._unreadable, self._problem))]
-        if not self.run.files.directory.is_dir() and (
-            self.run.steps or not self.tick()["is_live"]
-        ):  # else it may yet come
+        directory = self.run.files.directory
+        if os.path.isdir(directory):
+            return problems
+        if self.run.system or self.run.episodes:
+            problems.append(
+                f"{directory} is gone: what was read of it before is shown, without tokens, turns and calls."
+            )
+        elif self.run.steps or not self.tick()["is_live"]:  # else it may yet come
             problems.append(
                 f"{self.run_dir} has no event log: its steps and evaluations are shown, its episodes cannot be. An "
                 "older arl wrote none, and log.events: null turns it off."

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,6 +229,16 @@ async def test_an_event_log_that_cannot_be_read_for_a_while_is_named_until_it_ca
         assert "Permission denied" in answer["error"]
         while await ask_all(browser):
             pass
+
+
+async def test_a_run_that_is_deleted_while_it_is_looked_at_shows_what_was_read_and_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    async with looking_at(tmp_path / "run") as browser:
+        names = await browser.names()
+        shutil.rmtree(tmp_path / "run")
+        problems = await ask_all(browser)
+        assert await browser.names() == names
+    assert problems[0].startswith(f"{tmp_path / 'run' / 'events'} is gone: what was read of it before is shown")
 
 
 async def test_numbers_and_text_that_json_cannot_hold_are_answered_without(tmp_path: Path) -> None:
