@@ -14,9 +14,10 @@ import pytest
 import pytest_asyncio
 from browsed_run import BRANCHED, GROUPS, HOSTILE_EPISODE, LONG, MEMBERS, STEP_S, BrowsedRun, browsed_run
 from chromium import chromium
-from made_run import looking_at
+from made_run import T0, began, life, looking_at
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
+from arl.api.events import ServerLoaded
 from arl.eventlog.run_record import read_run
 from arl.view.viewed_run import Ending
 
@@ -24,6 +25,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 STEPS = 12
 TRAINING = (0x0B, 0x6E, 0x8F)
 """The colour of a trainer that trains."""
+LOADING = (0xC2, 0x41, 0x0C)
+"""The colour of a server that loads weights."""
 PHONE = {"width": 360, "height": 740}
 VIEWS = ("run", "episodes", "group/0/1/1", f"episode/0/1/{BRANCHED}?colour=version", "time", "health")
 
@@ -313,6 +316,18 @@ async def test_time_is_drawn_and_leads_to_episodes(page: Page, address: str) -> 
     name = (await page.locator("#span").inner_text()).partition(":")[0]
     await page.keyboard.press("Enter")
     await expect(page.locator("h1")).to_have_text(name)
+
+
+async def test_two_thousand_servers_are_drawn_on_one_canvas(browser: Browser, tmp_path: Path) -> None:
+    """Chromium draws nothing on a taller one than 32,767 pixels; a dense screen has two for each of the page's."""
+    servers = [f"http://10.0.{k // 250}.{k % 250}:1" for k in range(2000)]
+    life(tmp_path, [began(t=T0), *(ServerLoaded(server=one, version=1, seconds=9.0, t=T0 + 20) for one in servers)])
+    async with looking_at(tmp_path) as server:
+        address = f"{server.session._base_url}/"
+        async with opened(browser, address) as page:
+            await show(page, address, f"time?from={T0}&to={T0 + 30}")
+            assert await page.locator(".lanes canvas").evaluate("canvas => canvas.height") < 16_000
+            assert await num_pixels(page, ".lanes canvas", LOADING) > 100_000
 
 
 async def test_health_counts_failures_by_cause(page: Page, address: str, run: BrowsedRun) -> None:

@@ -4,7 +4,8 @@ import { BLUE, GREEN, OCHRE, ORANGE, PURPLE, ink, isDark, rewardScale, tone } fr
 import { h, seconds, visible } from "./dom.js";
 
 const [LANE, AXIS, GAP] = [22, 24, 14]; // heights; the gap is above another kind of lanes
-const ROOM = 4000; // for the lanes of episodes: very many are thin
+const ROOM = 4000; // for the lanes of one kind: very many are thin, since a canvas has a largest height
+const LEGIBLE = 12; // from this height on, text fits
 const DECADES = [-4, -3, -2, -1, 0].flatMap((k) => [1, 2, 5].map((n) => n * 10 ** k));
 const ROUND = [...DECADES, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 864000];
 const RED = ["#b3261e", "#ff8b80"];
@@ -51,16 +52,17 @@ export class Lanes {
   draw(data, picked) {
     [this.data, this.picked, this.hits] = [data, picked, []];
     const episodes = data.lanes.filter((lane) => lane.kind === "episodes");
-    const thin = Math.min(Math.max(Math.floor(ROOM / episodes.length), 3), 18);
+    const kinds = Map.groupBy(data.lanes, (lane) => lane.kind);
+    const tallOf = ({ kind }) => Math.min(Math.max(Math.floor(ROOM / kinds.get(kind).length), 3), kind === "episodes" ? 18 : LANE);
     this.rewards = rewardScale(episodes.flatMap((lane) => lane.spans.map((span) => span.reward)));
     let height = AXIS;
     const lanes = new Map(data.lanes.map((lane, k) => {
       const top = height + (k && data.lanes[k - 1].kind !== lane.kind ? GAP : 0);
-      height = top + (lane.kind === "episodes" ? thin : LANE);
+      height = top + tallOf(lane);
       return [lane.id, { lane, top, tall: height - top }];
     }));
     this.#begin(height + 8);
-    for (const place of lanes.values()) this.#lane(place, place.lane !== episodes[0] && place.lane.kind === "episodes");
+    for (const place of lanes.values()) this.#lane(place, place.lane === kinds.get(place.lane.kind)[0]);
     this.#arrows(lanes);
   }
 
@@ -86,10 +88,11 @@ export class Lanes {
     }
   }
 
-  #lane({ lane, top, tall }, isNameless) {
-    const name = lane.kind === "episodes" ? "episodes" : visible(lane.name.replace(/^server |https?:\/\//g, ""));
+  #lane({ lane, top, tall }, isFirst) {
+    const isNameless = lane.kind === "episodes" || tall < LEGIBLE; // the first says what they all are
+    const name = lane.kind === "episodes" ? "episodes" : isNameless ? `${lane.kind}s` : visible(lane.name.replace(/^server |https?:\/\//g, ""));
     this.pen.fillStyle = ink("soft");
-    if (!isNameless) this.pen.fillText(fitted(this.pen, name, this.left - 16), 8, top + tall / 2);
+    if (isFirst || !isNameless) this.pen.fillText(fitted(this.pen, name, this.left - 16), 8, top + tall / 2);
     for (const span of lane.spans) this.#span(span, lane, top, tall);
   }
 
@@ -108,7 +111,7 @@ export class Lanes {
       pen.strokeRect(left, top + 1, wide, tall - 3);
       pen.lineWidth = 1;
     }
-    if (wide <= 44 || isEpisode) return;
+    if (wide <= 44 || isEpisode || tall < LEGIBLE) return;
     pen.fillStyle = PALE.has(span.kind) ? ink("ink") : isDark() ? "#111" : "#fff";
     pen.fillText(fitted(pen, visible(span.label || span.kind), wide - 8), left + 4, top + tall / 2 - 1);
   }
