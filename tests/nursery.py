@@ -4,6 +4,7 @@ The client is `Nursery`. This file, run as a script, is the process: each line o
 a new process, in a session of its own. It prints the process id, and later the exit code.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -92,6 +93,7 @@ class Nursery:
 def main() -> None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    gc.freeze()  # or each collection of a child goes through all that is imported, and copies its memory
     children: dict[int, int] = {}  # a descriptor of each process, which is readable when it has ended -> its id
     with selectors.DefaultSelector() as ready:
         ready.register(sys.stdin, selectors.EVENT_READ)
