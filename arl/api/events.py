@@ -33,7 +33,9 @@ def short(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def short_names(values: Mapping[str, float]) -> dict[str, float]:
-    return {short(str(name)): value for name, value in values.items()}
+    if max(map(len, values), default=0) <= LONGEST_NAME:
+        return dict(values)
+    return {short(name): value for name, value in values.items()}
 
 
 class _Clock:
@@ -46,8 +48,10 @@ class _Clock:
         self._offset = -math.inf
 
     def __call__(self) -> float:
-        self._offset = max(self._offset, time.time() - time.monotonic())
-        return time.monotonic() + self._offset
+        system, steady = time.time(), time.monotonic()
+        if system - steady > self._offset:
+            self._offset = system - steady
+        return steady + self._offset
 
 
 timestamp = _Clock()

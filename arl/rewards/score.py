@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, ParamSpec, TypeVar, cast
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.api.events import EPISODE, RewardEnded, short, short_names
+from arl.api.events import EPISODE, RewardEnded, short
 from arl.api.types import Example
 
 
@@ -112,7 +112,11 @@ def reported(call: Callable[P, Coroutine[Any, Any, ResultT]]) -> Callable[P, Cor
                 RewardEnded(episode=context.episode, reward=name, seconds=seconds, error=type(error).__name__)
             )
             raise
-        value, parts = (result.value, short_names(result.parts)) if isinstance(result, Score) else (result, {})
+        value, parts = (
+            (result.value, {short(str(name)): part for name, part in result.parts.items()})
+            if isinstance(result, Score)
+            else (result, {})
+        )
         seconds = time.monotonic() - began
         context.events.emit(
             RewardEnded(episode=context.episode, reward=name, seconds=seconds, value=value, parts=parts)

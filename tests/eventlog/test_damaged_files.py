@@ -126,6 +126,36 @@ def test_a_frame_that_is_being_written_is_not_taken_for_damage(tmp_path: Path):
     assert (read_frames(run), run.problems) == ([0, 1, 2, 3], [])
 
 
+def test_records_that_a_newer_arl_added_cost_themselves_and_its_schema_the_file(tmp_path: Path):
+    lines = b"".join(
+        msgspec.json.encode(record) + b"\n"
+        for record in (
+            {"event": "EpisodeBegan", "t": 1.0, "episode": "0.0", "mood": "good"},
+            {"event": "EpisodeDreamt", "t": 1.0, "episode": "0.0"},
+            {"event": "EpisodeBegan", "t": 1.0, "episode": "1.0"},
+        )
+    )
+    file = log_of(tmp_path, packed_frame(new_packer(), lines, 3, 1.0, 1.0))
+    newer = bytearray(frames(1)[0])
+    newer[12] = 99
+    (later := file.with_name("0002-0001.events.zst")).write_bytes(newer)
+    run = read_run(tmp_path)
+    assert read_frames(run) == [0, 1]
+    problems = sorted(run.problems)
+    assert len(problems) == 2
+    assert problems[0].startswith(f"{file} holds a record that this arl does not know, and leaves out: ")
+    assert "EpisodeDreamt" in problems[0]
+    assert problems[1] == f"{later} was written by a newer arl, in schema 99; this arl reads schemas up to 1: update it"
+
+
+def test_a_directory_without_a_run_is_an_error_and_one_without_a_log_has_its_steps(tmp_path: Path):
+    with pytest.raises(RunFileError, match=r"holds no run: there is none of events, metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"version": 1}\n')
+    run = read_run(tmp_path)
+    assert (run.steps, run.episodes, run.problems, run.settings) == ([{"version": 1}], [], [], {})
+
+
 def test_a_file_that_is_no_log_is_an_error(tmp_path: Path):
     file = log_of(tmp_path, b"text" * 100)
     with pytest.raises(RunFileError, match="is no event log, or damaged, at byte 0"):
