@@ -288,18 +288,15 @@ def _equal(run: Digest) -> Row | None:
         )
     which = f"{low:.0%} of these the lowest, {high:.0%} the highest" if lowest < highest else f"all {lowest:g}"
     are_right = lowest < highest and highest >= run.high and high >= 0.9
-    use = "Read some: the reward may miss right answers. Otherwise use easier"
-    if high > low:
-        use = (
-            "Use harder"
-            if are_right
-            else "If entropy is low, too, the policy has stopped exploring. Otherwise use harder"
-        )
+    easier = "Read some: the reward may miss right answers. Otherwise use easier"
+    harder = (
+        "Use harder" if are_right else "If entropy is low, too, the policy has stopped exploring. Otherwise use harder"
+    )
     return _finding(
         "warning" if share >= 0.7 and not are_right else "note",
         f"{text}, and taught nothing: {which}.",
-        f"{use} examples, a curriculum, a larger rollout.group_size, or a reward with more grades; "
-        "algorithm.dynamic_sampling replaces such groups.",
+        f"{harder if high > low else easier} examples, a curriculum, a larger rollout.group_size, or a "
+        "reward with more grades; algorithm.dynamic_sampling replaces such groups.",
     )
 
 
