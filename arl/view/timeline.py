@@ -188,7 +188,8 @@ def _busy(lanes: Lanes, calls: Iterable[Event]) -> None:
     for server, changes in groupby(requests.found(), key=itemgetter(1)):
         for (start, _, n), (stop, _, _) in pairwise(changes):
             if n > 0:
-                lanes.span(lanes.server(server), start, stop, "busy", f"{n:.3g} requests", n=n)
+                label = f"{n:.3g} requests" if round(n, 2) != 1 else "1 request"
+                lanes.span(lanes.server(server), start, stop, "busy", label, n=n)
 
 
 def episodes_within(run: RunRecord, table: EpisodeTable, lanes: Lanes) -> list[EpisodeRecord]:
