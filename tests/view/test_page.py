@@ -207,6 +207,15 @@ async def test_the_keyboard_alone_leads_to_an_episode_and_back(page: Page, addre
     await expect(page.locator("#episodes tbody tr")).to_have_count(MEMBERS)
 
 
+async def test_skipping_to_the_content_stays_in_the_view(page: Page, address: str) -> None:
+    await show(page, address, "health")
+    await page.keyboard.press("Tab")
+    await page.keyboard.press("Enter")
+    assert await page.evaluate("document.activeElement.id") == "main"
+    assert page.url.endswith("#/health")
+    await expect(page.locator("h1")).to_contain_text("Health")
+
+
 async def test_the_numbers_of_a_token_are_the_logs(page: Page, address: str, run: BrowsedRun) -> None:
     record = read_run(run.run_dir)
     (tokens,) = record.tokens(record.episode(1, "4.1"))

@@ -151,6 +151,12 @@ document.addEventListener("keydown", (event) => {
   if (action && action(event) !== false) event.preventDefault();
 });
 
+// Its address would lead to another view.
+document.querySelector("a.skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+
 window.addEventListener("hashchange", mount);
 document.addEventListener("visibilitychange", watch);
 
