@@ -25,13 +25,16 @@ _PYTHONS = 10_000
 async def collect_garbage() -> None:
     """Until cancelled. Does nothing if the process has turned the collector off or made it rarer itself.
 
-    What was there before, such as all that was imported (0.2 s each time), is not looked at.
+    What was there before, such as all that was imported (0.2 s each time), is not looked at. What the process has
+    frozen itself stays frozen.
     """
     before = gc.get_threshold()
     if not gc.isenabled() or not 0 < before[0] < _PYTHONS:
         return
     gc.collect()  # what is garbage now, such as a notebook's last model, would else stay until the end
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     gc.set_threshold(*_BACKSTOP)
     try:
         next_all = time.monotonic() + _ALL_EVERY_S
@@ -44,4 +47,5 @@ async def collect_garbage() -> None:
                 next_all = ended + max(_ALL_EVERY_S, (ended - began) / _ALL_SHARE)
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()

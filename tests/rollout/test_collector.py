@@ -3,11 +3,21 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from arl.rollout import collector
 from arl.rollout.collector import collect_garbage
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_frozen() -> Iterator[None]:
+    """As in a process that has frozen nothing itself."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Cycle:
@@ -52,6 +62,19 @@ async def test_garbage_from_before_does_not_stay_until_the_end() -> None:
     assert gone.is_set()
     task.cancel()
     await asyncio.wait([task])
+
+
+async def test_what_the_process_has_frozen_itself_stays_frozen() -> None:
+    gc.collect()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    task = asyncio.create_task(collect_garbage())
+    await asyncio.sleep(0)
+    assert gc.get_freeze_count() <= frozen
+    task.cancel()
+    await asyncio.wait([task])
+    assert 0 < gc.get_freeze_count() <= frozen
+    gc.unfreeze()
 
 
 async def test_a_collector_that_the_process_has_set_itself_is_left_alone() -> None:
