@@ -4,11 +4,12 @@ import gc
 
 import pytest
 from groups import GroupScheduling
+from xdist.remote import Producer
 
 
 @pytest.hookimpl(optionalhook=True)  # there is no such hook with `-p no:xdist`
-def pytest_xdist_make_scheduler(config: pytest.Config) -> GroupScheduling:
-    return GroupScheduling(config)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
