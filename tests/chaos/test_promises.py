@@ -72,9 +72,9 @@ def changed_tokens(name: str, value: float) -> Callable[[Path], None]:
         directory = run_dir / "events"
         episode = next(episode for episode in read_run(run_dir).episodes if episode.step == 2)
         life, segment, offset, place = episode.places[0]
-        rows, columns = LogFiles(directory).tokens(life, segment, offset)
+        rows, columns, starts, _ = LogFiles(directory).tokens(life, segment, offset)
         columns[name] = columns[name].copy()
-        columns[name][sum(row.tokens for row in rows[: place + 1]) - 1] = value
+        columns[name][starts[place + 1] - 1] = value
         frame = packed_frame(new_packer(), pack_tokens(rows, columns), len(rows), 0.0, 1.0)
         (directory / "0001-0009.tokens.zst").write_bytes(frame)
         names = [(row.episode, row.number) for row in rows]

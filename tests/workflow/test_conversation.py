@@ -147,7 +147,7 @@ def test_a_tokenizer_without_chat_template_and_an_added_answer_are_errors_that_s
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match=r"no chat template; use a chat .* model"):
         begun(tokenizer)
-    with pytest.raises(ValueError, match="not added; it is sampled"):
+    with pytest.raises(ValueError, match="cannot be added; sample it"):
         begun().add({"role": "assistant", "content": "4"})
 
 
