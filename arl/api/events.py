@@ -33,9 +33,10 @@ def short(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def short_names(values: Mapping[str, float]) -> dict[str, float]:
-    if max(map(len, values), default=0) <= LONGEST_NAME:
-        return dict(values)
-    return {short(name): value for name, value in values.items()}
+    for name in values:  # seldom more than a few, and once an episode
+        if len(name) > LONGEST_NAME:
+            return {short(name): value for name, value in values.items()}
+    return dict(values)
 
 
 class _Clock:

@@ -29,8 +29,9 @@ class SegmentFiles:
         """Write a frame; returns its segment and offset. times: of its first and last record."""
         frame = packed_frame(self._packer, raw, num_records, *times)
         name, file, end = self._file(stream)
-        file.seek(end)
-        file.truncate()  # a frame that an error cut short
+        if file.tell() != end:  # an error cut a frame short
+            file.seek(end)
+            file.truncate()
         file.write(frame)
         file.flush()
         self._open[stream] = name, file, end + len(frame)

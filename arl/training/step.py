@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +77,7 @@ def report_step(events: Events, step: Step, version: int, seconds: float) -> Non
 
 def _named(group: Group) -> Iterator[tuple[str, int, Trajectory]]:
     """Each trajectory's episode, and its number there."""
-    numbers = Counter[int]()
+    numbers = defaultdict[int, int](int)
     for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
         yield episode_name(group.group_id, index), numbers[index], trajectory
         numbers[index] += 1
