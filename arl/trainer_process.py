@@ -44,7 +44,9 @@ def load_train_engine(
 
 def host_learner(config: Config) -> LearnerHost:
     """The learner of a run, as a RemoteLearner calls it. Raises ConfigError, ModelError, TrainingError."""
-    return LearnerHost(load_learner(config))
+    from arl.eventlog.token_frames import frames_of
+
+    return LearnerHost(load_learner(config), frames_of)
 
 
 def load_learner(config: Config) -> Learner:

@@ -2,9 +2,10 @@
 
     python benchmarks/events.py [--episodes 100000] [--turns 1 8]
 
-The costs are CPU times of the thread that emits (in a run, the event loop's) and of the thread that writes. An episode
-has some turns of 12 trained tokens, and a reward. Then `arl view` is started on the log, and asked over HTTP: for the
-list of runs, until all is read, for a page of the table, for the time line and for an episode.
+The costs are CPU times of emitting (in a run, on the event loop), of packing tokens (in the trainer's process) and of
+writing (in a thread beside the event loop). An episode has some turns of 12 trained tokens, and a reward. Then
+`arl view` is started on the log, and asked over HTTP: for the list of runs, until all is read, for a page of the table,
+for the time line and for an episode.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from arl.api.events import (
 )
 from arl.api.types import ModelRequest, ModelResponse, Trajectory, TurnSpan
 from arl.eventlog.segment_files import SegmentFiles
+from arl.eventlog.token_frames import frames_of
 from arl.eventlog.writer import EventLog
 from arl.rollout.report import EpisodeReport
 
@@ -61,9 +63,9 @@ def trajectory(num_turns: int, version: int, rng: np.random.Generator) -> Trajec
     )
 
 
-def write(run_dir: Path, num_episodes: int, num_turns: int) -> tuple[float, float]:
-    """Write the log of a run; returns the microseconds of CPU an episode, of emitting and of writing."""
-    rng, emitting, writing, number = np.random.default_rng(0), 0.0, 0.0, 0
+def write(run_dir: Path, num_episodes: int, num_turns: int) -> tuple[float, float, float]:
+    """Write the log of a run; returns the microseconds of CPU an episode, of emitting, packing tokens and writing."""
+    rng, emitting, packing, writing, number = np.random.default_rng(0), 0.0, 0.0, 0.0, 0
     log = EventLog(run_dir, EventsConfig(max_gb=100.0))
     files = SegmentFiles(log.directory, 10**12)
     log.emit(RunBegan(version=0, arl="0", host="h", pid=1, workflow="W", num_examples=9, settings={"steps": 1}))
@@ -73,14 +75,14 @@ def write(run_dir: Path, num_episodes: int, num_turns: int) -> tuple[float, floa
         output_ids=said, output_logprobs=(-0.5,) * SAID, output_versions=said, stop_reason="stop", server="http://a:1"
     )
     requests = [ModelRequest(input_ids=range(1, 21)) for _ in range(64)]
-    values = {name: rng.random(GROUP * num_turns * SAID).astype(np.float32) for name in COLUMNS}
+    values = {name: rng.random(BATCH * GROUP * num_turns * SAID).astype(np.float32) for name in COLUMNS}
     while number < num_episodes:
         began = time.thread_time()
         groups = range(number // GROUP, number // GROUP + BATCH)
         trained: list[TrainedSummary] = []
+        rows: list[tuple[str, int, Trajectory]] = []
         for group in groups:
             log.emit(GroupAdmitted(group=group, epoch=0, row=group, stamp=0, example={"question": "What is 1 + 1?"}))
-            rows: list[tuple[str, int, Trajectory]] = []
             for index in range(GROUP):
                 report = EpisodeReport(log, f"{group}.{index}")
                 report.begin()
@@ -92,16 +94,22 @@ def write(run_dir: Path, num_episodes: int, num_turns: int) -> tuple[float, floa
                 trained.append(TrainedSummary(report.episode, 0, 0.5, 1.25, 0.125, 0.75))
                 number += 1
             log.emit(GroupEnded(group=group, outcome="kept"))
-            log.keep(KeptTokens(rows=rows, trained=values, is_chosen=True))
         step = number // GROUP // BATCH
         log.emit(BatchTaken(version=step - 1, groups=list(groups), waited_s=0.1))
         log.emit(BatchTrained(version=step, groups=list(groups), seconds=0.5, trajectories=trained))
-        emitting += time.thread_time() - began
-        began = time.thread_time()
+        emitted = time.thread_time()
+        tokens = [*frames_of([KeptTokens(rows=rows, trained=values)])]
+        packed = time.thread_time()
+        for frame in tokens:
+            log.keep(frame)
         log._write(files)
-        writing += time.thread_time() - began
+        emitting, packing, writing = (
+            emitting + emitted - began,
+            packing + packed - emitted,
+            writing + time.thread_time() - packed,
+        )
     files.close()
-    return 1e6 * emitting / number, 1e6 * writing / number
+    return 1e6 * emitting / number, 1e6 * packing / number, 1e6 * writing / number
 
 
 def get(address: str, path: str) -> object:
@@ -151,8 +159,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
     table = Table(box=None, header_style="bold")
-    for name in ("turns", "emit, µs", "write, µs", "MB", "first answer, s", "all read, s", "table, s", "time line, s",
-                 "an episode, s", "memory, MB"):  # fmt: skip
+    for name in ("turns", "emit, µs", "pack, µs", "write, µs", "MB", "first answer, s", "all read, s", "table, s",
+                 "time line, s", "an episode, s", "memory, MB"):  # fmt: skip
         table.add_column(name, justify="right")
     for num_turns in args.turns:
         run_dir = Path(tempfile.mkdtemp())

@@ -1,7 +1,7 @@
 """`launch` over the official fakes: what a document's code runs on in tests, instead of servers and a model."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +14,9 @@ from arl.api.config import Config
 from arl.api.engine import ServedModel
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.settings import laid_over
+from arl.api.types import Group
+from arl.training.kept_tokens import reported
+from arl.training.learner import PreparedBatch
 
 
 class ScriptedServers:
@@ -40,8 +43,17 @@ def small(run_dir: Path, **settings: Any) -> Config:
 
 
 def _learner_here(host: Callable[[], Any], log: Path, num_threads: int) -> Any:
-    """What a RemoteLearner has in another process."""
-    learner = pickle.loads(pickle.dumps(host))()._learner
+    """What a RemoteLearner has in another process. It reports to the event log as that does."""
+    here = pickle.loads(pickle.dumps(host))()
+    learner, new = here._learner, list[Sequence[Group]]()
+    prepare, train = learner.prepare, learner.train
+
+    def prepare_and_note(groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
+        new[:] = [groups]
+        return prepare(groups, replayed)
+
+    learner.prepare = prepare_and_note
+    learner.train = lambda batch: reported(train(batch), new[0], here._pack)
     learner.whereabouts = lambda: "the trainer is in this process"
     return learner
 

@@ -344,14 +344,24 @@ CALLS = (TurnEnded, ToolEnded, RewardEnded)
 
 
 class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories whose tokens the log shall keep, and what training computed for their trained tokens."""
+    """Trajectories whose tokens the log may keep, and what training computed for their trained tokens."""
 
     rows: Sequence[tuple[str, int, Trajectory]]
     """The episode, the number of the trajectory in it, and the trajectory."""
-    is_chosen: bool = False
-    """They were chosen among others of their batch: keep all. Else the log chooses."""
     trained: Mapping[str, np.ndarray] = {}
     """Name -> float32: for the tokens with loss_mask 1 of all rows end to end."""
+
+
+class TokenFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories that were chosen among others of their batch, as the log's files hold them.
+
+    The trainer's process packs them, so that the process of the episodes does not have to.
+    """
+
+    rows: list[tuple[str, int]]
+    """As in TokensKept."""
+    num_tokens: int
+    frame: bytes
 
 
 class Events(Protocol):
@@ -359,7 +369,7 @@ class Events(Protocol):
 
     def emit(self, event: Event) -> None: ...
 
-    def keep(self, tokens: KeptTokens) -> None: ...
+    def keep(self, tokens: KeptTokens | TokenFrame) -> None: ...
 
 
 FLUSH_S = 10.0
@@ -381,7 +391,7 @@ class _Nowhere:
     def emit(self, event: Event) -> None:
         pass
 
-    def keep(self, tokens: KeptTokens) -> None:
+    def keep(self, tokens: KeptTokens | TokenFrame) -> None:
         pass
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:

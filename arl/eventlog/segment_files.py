@@ -25,9 +25,12 @@ class SegmentFiles:
         self._next: dict[Stream, int] = {}
         """The number of the stream's next segment, if that is not 1."""
 
-    def append(self, stream: Stream, raw: bytes, num_records: int, times: tuple[float, float]) -> tuple[int, int]:
-        """Write a frame; returns its segment and offset. times: of its first and last record."""
-        frame = packed_frame(self._packer, raw, num_records, *times)
+    def append(self, stream: Stream, raw: bytes, num_records: int, times: tuple[float, float]) -> None:
+        """Write a frame. times: of its first and last record."""
+        self.append_packed(stream, packed_frame(self._packer, raw, num_records, *times))
+
+    def append_packed(self, stream: Stream, frame: bytes) -> tuple[int, int]:
+        """Write what packed_frame made; returns its segment and offset."""
         name, file, end = self._file(stream)
         if file.tell() != end:  # an error cut a frame short
             file.seek(end)

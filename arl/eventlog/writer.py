@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
@@ -26,7 +26,7 @@ from zlib import crc32
 import msgspec
 
 from arl.api.config import EventsConfig
-from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokensKept, Warned, timestamp
+from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokenFrame, TokensKept, Warned
 from arl.eventlog.json_values import encodable
 from arl.eventlog.segment_files import SegmentFiles
 from arl.eventlog.segments import Stream
@@ -58,7 +58,7 @@ class EventLog:
         self._config = config
         self._events: deque[Event] = deque()
         self._calls: deque[Event] = deque()
-        self._tokens: deque[KeptTokens] = deque()
+        self._tokens: deque[KeptTokens | TokenFrame] = deque()
         self._num_tokens = 0
         """Of those that wait. `_counting` is held while it changes."""
         self._counting = threading.Lock()
@@ -78,7 +78,7 @@ class EventLog:
             return
         queue.append(event)
 
-    def keep(self, tokens: KeptTokens) -> None:
+    def keep(self, tokens: KeptTokens | TokenFrame) -> None:
         count = num_tokens(tokens)
         if not self._choice.takes(tokens, count):
             return
@@ -178,20 +178,22 @@ class EventLog:
             raise errors[0]
 
     def _write_tokens(self, files: SegmentFiles) -> None:
-        frames = deque(frames_of(_all_of(self._tokens)))
-        t = timestamp()
+        blocks = _all_of(self._tokens)
+        try:
+            frames = deque(frames_of(blocks))
+        except BaseException:
+            self._forget_tokens(blocks)
+            raise
         try:
             while frames:
-                frame = frames[0]
-                segment, offset = files.append("tokens", frame.raw(), len(frame.rows), (t, t))
-                rows = [(episode, number) for episode, number, _ in frame.rows]
-                self._events.append(TokensKept(segment=segment, offset=offset, rows=rows))
-                self._uncount(frames.popleft().parts)
+                segment, offset = files.append_packed("tokens", frames[0].frame)
+                self._events.append(TokensKept(segment=segment, offset=offset, rows=frames[0].rows))
+                self._uncount([frames.popleft()])
         except OSError:
-            self._tokens.extendleft(reversed([part for frame in frames for part in frame.parts]))
+            self._tokens.extendleft(reversed(frames))
             raise
         except BaseException:
-            self._forget_tokens([part for frame in frames for part in frame.parts])
+            self._forget_tokens(frames)
             raise
 
     def _write_calls(self, files: SegmentFiles) -> None:
@@ -236,11 +238,11 @@ class EventLog:
                 self._lost.add(record)
         self._forget_tokens(_all_of(self._tokens))
 
-    def _forget_tokens(self, blocks: Sequence[KeptTokens]) -> None:
+    def _forget_tokens(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
         self._uncount(blocks)
         self._lost.episodes += sum(len(block.rows) for block in blocks)
 
-    def _uncount(self, blocks: Sequence[KeptTokens]) -> None:
+    def _uncount(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
         with self._counting:
             self._num_tokens -= sum(map(num_tokens, blocks))
 
@@ -299,8 +301,8 @@ class _Choice:
         self._num_tokens = self._num_failed = 0
         """Since the last batch."""
 
-    def takes(self, tokens: KeptTokens, count: int) -> bool:
-        if tokens.is_chosen:
+    def takes(self, tokens: KeptTokens | TokenFrame, count: int) -> bool:
+        if isinstance(tokens, TokenFrame):
             self._num_tokens = self._num_failed = 0
             return True
         self._num_tokens += count

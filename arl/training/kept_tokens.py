@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import EventsConfig
+from arl.api.events import KeptTokens, TokenFrame
 from arl.api.types import Group, Trajectory
+from arl.rollout.group import episode_name
 
 if TYPE_CHECKING:
     import torch
 
     from arl.algorithm.batch import Batch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +43,42 @@ class TrainedBatch:
     metrics: dict[str, float]
     kept: KeptBatch | None = None
     """For the event log, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReportedBatch:
+    """A TrainedBatch as the trainer's process tells of it."""
+
+    metrics: dict[str, float]
+    numbers: list[tuple[float, float, float, float]] = field(default_factory=list[tuple[float, float, float, float]])
+    """KeptBatch's."""
+    tokens: list[TokenFrame] = field(default_factory=list[TokenFrame])
+    """Of the rows that KeptBatch names."""
+
+
+Pack = Callable[[Sequence[KeptTokens]], Iterable[TokenFrame]]
+
+
+def reported(trained: TrainedBatch, groups: Sequence[Group], pack: Pack) -> ReportedBatch:
+    """groups: the new ones of the batch. What cannot be packed is left out, with a warning."""
+    kept = trained.kept
+    if kept is None:
+        return ReportedBatch(metrics=trained.metrics)
+    names, tokens = [row for group in groups for row in named(group)], list[TokenFrame]()
+    if kept.rows:
+        try:
+            tokens.extend(pack([KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns)]))
+        except Exception as error:  # noqa: BLE001 (a log must not end the training)
+            log.warning("the event log does not get the tokens of %d trajectories: %s", len(kept.rows), error)
+    return ReportedBatch(metrics=trained.metrics, numbers=kept.numbers, tokens=tokens)
+
+
+def named(group: Group) -> Iterator[tuple[str, int, Trajectory]]:
+    """Each trajectory's episode, and its number there."""
+    numbers = defaultdict[int, int](int)
+    for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+        yield episode_name(group.group_id, index), numbers[index], trajectory
+        numbers[index] += 1
 
 
 def kept_batch(

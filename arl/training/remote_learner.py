@@ -19,7 +19,7 @@ from arl.api.types import Group, new_id
 from arl.object_process import ObjectProcess
 from arl.remote_calls import Kept, KeptSaving, KeptSnapshot
 from arl.training.flat_groups import flatten, restore
-from arl.training.kept_tokens import TrainedBatch
+from arl.training.kept_tokens import Pack, ReportedBatch, reported
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 class LearnerHost:
     """The learner's side: what a RemoteLearner calls. `prepare`, `train`, `keep`, `save` and `load` come in turn."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, pack: Pack) -> None:
+        """pack: packs tokens for the event log."""
         self._learner = learner
+        self._pack = pack
         self._kept = Kept()
-        self._batch: PreparedBatch | None = None
+        self._batch: tuple[PreparedBatch, Sequence[Group]] | None = None
         self.ask, self.forget = self._kept.ask, self._kept.forget
 
     def version(self) -> int:
@@ -45,15 +47,16 @@ class LearnerHost:
     def prepare(self, header: bytes, arrays: Mapping[str, np.ndarray], num_new: int) -> list[float | None]:
         """Prepare the first num_new groups, with the others as replayed ones; returns PreparedBatch.advantages."""
         groups = restore(header, arrays)
-        self._batch = self._learner.prepare(groups[:num_new], groups[num_new:])
-        return self._batch.advantages
+        batch = self._learner.prepare(groups[:num_new], groups[num_new:])
+        self._batch = batch, groups[:num_new]
+        return batch.advantages
 
-    def train(self) -> tuple[TrainedBatch, int]:
+    def train(self) -> tuple[ReportedBatch, int]:
         """Train the batch that was prepared last; returns its numbers and the new version."""
         if self._batch is None:
             raise RuntimeError("no batch is prepared")
-        batch, self._batch = self._batch, None
-        return self._learner.train(batch), self._learner.version
+        (batch, groups), self._batch = self._batch, None
+        return reported(self._learner.train(batch), groups, self._pack), self._learner.version
 
     def keep(self, key: str, method: str) -> int:
         """Take a snapshot and keep it; returns its version."""
@@ -102,7 +105,7 @@ class RemoteLearner:
         header, arrays = flatten([*groups, *replayed])
         return RemoteBatch(advantages=self._process.call("prepare", header, arrays, len(groups)))
 
-    def train(self, batch: RemoteBatch) -> TrainedBatch:
+    def train(self, batch: RemoteBatch) -> ReportedBatch:
         """Train `batch`, the one that was prepared last."""
         try:
             trained, self.version = self._process.call("train")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from arl.api.events import BatchTrained, Events, KeptTokens, TrainedSummary
-from arl.api.types import Group, StepStats, Trajectory
-from arl.rollout.group import episode_name
-from arl.training.kept_tokens import TrainedBatch
+from arl.api.events import BatchTrained, Events, TrainedSummary
+from arl.api.types import Group, StepStats
+from arl.training.kept_tokens import ReportedBatch, named
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog
 
@@ -28,7 +26,7 @@ class Step:
     """When the wait for the batch began."""
     taken: float
     """When the wait ended."""
-    call: asyncio.Future[TrainedBatch]
+    call: asyncio.Future[ReportedBatch]
     trained: float | None = None
     """When training ended."""
 
@@ -60,24 +58,15 @@ def log_step(
 
 def report_step(events: Events, step: Step, version: int, seconds: float) -> None:
     """Give the event log the step that led to `version`."""
-    names = [row for group in step.groups for row in _named(group)]
-    kept = step.call.result().kept
-    numbers = kept.numbers if kept else []
+    reported = step.call.result()
+    names = [name for group in step.groups for name in named(group)]
     events.emit(
         BatchTrained(
             version=version,
             groups=[group.group_id for group in step.groups],
             seconds=seconds,
-            trajectories=[TrainedSummary(*name[:2], *own) for name, own in zip(names, numbers, strict=False)],
+            trajectories=[TrainedSummary(*name[:2], *own) for name, own in zip(names, reported.numbers, strict=False)],
         )
     )
-    if kept and kept.rows:
-        events.keep(KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns, is_chosen=True))
-
-
-def _named(group: Group) -> Iterator[tuple[str, int, Trajectory]]:
-    """Each trajectory's episode, and its number there."""
-    numbers = defaultdict[int, int](int)
-    for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
-        yield episode_name(group.group_id, index), numbers[index], trajectory
-        numbers[index] += 1
+    for tokens in reported.tokens:
+        events.keep(tokens)

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from arl.api.errors import ArlError, WorkerError, first_error
-from arl.api.events import EPISODE, EpisodeContext, Event, KeptTokens
+from arl.api.events import EPISODE, EpisodeContext, Event, KeptTokens, TokenFrame
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import Message, OtherTracebackError
@@ -86,7 +86,7 @@ class _Notes:
         with suppress(Exception):  # a record that does not pickle must not fail the episode
             self._pipe.send(Noted(self._episode, event))
 
-    def keep(self, tokens: KeptTokens) -> None:
+    def keep(self, tokens: KeptTokens | TokenFrame) -> None:
         raise NotImplementedError("tokens are kept in the controller's process")
 
 
