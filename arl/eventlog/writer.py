@@ -3,6 +3,9 @@
     emit, keep (any thread, nobody waits) --> three queues --every half second--> frames --> segments, old ones deleted
     flush (a checkpoint waits)            --> at once, and to the disk
 
+emit makes JSON of a record at once, while it lies in the CPU's cache: half a second later that takes several times as
+long.
+
 It never stops or slows the run. What cannot be written waits for a minute; then it is dropped and counted, as is what
 comes faster than it can be written.
 """
@@ -18,7 +21,6 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -35,6 +37,8 @@ from arl.eventlog.token_frames import frames_of, num_tokens
 log = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
+_Line = tuple[float, bytes]
+"""A record's time, and the record as JSON."""
 
 _EVERY_S = 0.5
 _MOST_EVENTS = 500_000
@@ -56,8 +60,8 @@ class EventLog:
     def __init__(self, run_dir: Path, config: EventsConfig) -> None:
         self.directory = run_dir / "events"
         self._config = config
-        self._events: deque[Event] = deque()
-        self._calls: deque[Event] = deque()
+        self._events: deque[_Line] = deque()
+        self._calls: deque[_Line] = deque()
         self._tokens: deque[KeptTokens | TokenFrame] = deque()
         self._num_tokens = 0
         """Of those that wait. `_counting` is held while it changes."""
@@ -73,10 +77,10 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         queue = self._calls if event.is_call else self._events
-        if len(queue) >= _MOST_EVENTS:
+        if len(queue) < _MOST_EVENTS and (json := _json(event)):
+            queue.append((event.t, json))
+        else:
             self._lost.events += 1
-            return
-        queue.append(event)
 
     def keep(self, tokens: KeptTokens | TokenFrame) -> None:
         count = num_tokens(tokens)
@@ -112,10 +116,10 @@ class EventLog:
             yield self
         except BaseException as error:
             is_stop = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-            self._events.append(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=_text_of(error)))
+            self._put(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=_text_of(error)))
             raise
         else:
-            self._events.append(RunEnded(how="finished"))
+            self._put(RunEnded(how="finished"))
         finally:
             logging.getLogger("arl").removeHandler(handler)
             self._is_over.set()
@@ -187,7 +191,7 @@ class EventLog:
         try:
             while frames:
                 segment, offset = files.append_packed("tokens", frames[0].frame)
-                self._events.append(TokensKept(segment=segment, offset=offset, rows=frames[0].rows))
+                self._put(TokensKept(segment=segment, offset=offset, rows=frames[0].rows))
                 self._uncount([frames.popleft()])
         except OSError:
             self._tokens.extendleft(reversed(frames))
@@ -196,46 +200,36 @@ class EventLog:
             self._forget_tokens(frames)
             raise
 
+    def _put(self, record: Event) -> None:
+        """Also when many records wait."""
+        self._events.append((record.t, _json(record)))
+
     def _write_calls(self, files: SegmentFiles) -> None:
-        self._write_records(files, "calls", self._calls)
+        self._write_lines(files, "calls", self._calls)
 
     def _write_events(self, files: SegmentFiles) -> None:
-        if lost := self._lost.told():
-            self._events.append(lost)
-        self._write_records(files, "events", self._events)
+        self._write_lines(files, "events", self._events, self._lost.told())
 
-    def _write_records(self, files: SegmentFiles, stream: Stream, queue: deque[Event]) -> None:
-        records = _all_of(queue)
-        if not records:
+    def _write_lines(self, files: SegmentFiles, stream: Stream, queue: deque[_Line], lost: Lost | None = None) -> None:
+        waited = _all_of(queue)
+        lines = [*waited, (lost.t, _json(lost))] if lost else waited
+        if not lines:
             return
+        times, records = [t for t, _ in lines], [json for _, json in lines]
         try:
-            times = min(map(_TIME, records)), max(map(_TIME, records))
-            files.append(stream, self._lines(records), len(records), times)
-        except OSError:
-            queue.extendleft(reversed(records))
+            files.append(stream, b"\n".join([*records, b""]), len(records), (min(times), max(times)))
+        except BaseException as error:
+            if lost:
+                self._lost.take_back(lost)
+            if isinstance(error, OSError):
+                queue.extendleft(reversed(waited))
+            else:
+                self._lost.events += len(waited)
             raise
-        except BaseException:
-            for record in records:
-                self._lost.add(record)
-            raise
-
-    def _lines(self, records: list[Event]) -> bytes:
-        """Takes records that JSON cannot hold out of the list, and counts them as lost."""
-        try:
-            return _ENCODER.encode_lines(records)
-        except Exception:  # noqa: BLE001 (one of them has a value of somebody's own)
-            lines = [(record, _line(record)) for record in records]
-        records[:] = [record for record, line in lines if line]
-        for record, line in lines:
-            if not line:
-                self._lost.add(record)
-        return b"".join(line for _, line in lines)
 
     def _drop(self) -> None:
         """Give up what waits."""
-        for queue in (self._events, self._calls):
-            for record in _all_of(queue):
-                self._lost.add(record)
+        self._lost.events += len(_all_of(self._events)) + len(_all_of(self._calls))
         self._forget_tokens(_all_of(self._tokens))
 
     def _forget_tokens(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
@@ -268,13 +262,13 @@ def _plain(value: Any) -> object:
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
-def _line(record: Event) -> bytes:
+def _json(record: Event) -> bytes:
     """Empty for a record that JSON cannot hold."""
     with suppress(Exception):
         try:
-            return _ENCODER.encode(record) + b"\n"
+            return _ENCODER.encode(record)
         except (ValueError, OverflowError):  # half a character, a number of thousands of digits
-            return _ENCODER.encode(encodable(msgspec.to_builtins(record, enc_hook=_plain))) + b"\n"
+            return _ENCODER.encode(encodable(msgspec.to_builtins(record, enc_hook=_plain)))
     return b""
 
 
@@ -283,9 +277,6 @@ def _text_of(error: BaseException) -> str:
         return str(error)[:_LONGEST]
     except Exception:  # noqa: BLE001 (an error of a user's own, which is the one to be raised)
         return ""
-
-
-_TIME = attrgetter("t")
 
 
 def _all_of(queue: deque[_Item]) -> list[_Item]:
@@ -322,10 +313,10 @@ class _Losses:
         self.events = self.episodes = 0
         self.why = ""
 
-    def add(self, record: Event) -> None:
-        told_before = isinstance(record, Lost)
-        self.events += record.num_events if told_before else 1
-        self.episodes += record.num_episodes if told_before else 0
+    def take_back(self, lost: Lost) -> None:
+        """It could not be written."""
+        self.events += lost.num_events
+        self.episodes += lost.num_episodes
 
     def told(self) -> Lost | None:
         """A record of what was lost since the last one."""
