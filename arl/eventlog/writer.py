@@ -264,10 +264,10 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 def _json(record: Event) -> bytes:
     """Empty for a record that JSON cannot hold."""
-    with suppress(Exception):
-        try:
-            return _ENCODER.encode(record)
-        except (ValueError, OverflowError):  # half a character, a number of thousands of digits
+    try:
+        return _ENCODER.encode(record)
+    except Exception:  # noqa: BLE001 (half a character, a number of thousands of digits, a value of somebody's own)
+        with suppress(Exception):
             return _ENCODER.encode(encodable(msgspec.to_builtins(record, enc_hook=_plain)))
     return b""
 

@@ -120,17 +120,18 @@ def _numbers(batch: Batch, columns: Mapping[str, np.ndarray]) -> list[tuple[floa
     """For each trajectory."""
     if not len(batch):
         return []
-    mask, zeros, begins = batch.loss_mask.numpy(), np.zeros(len(batch.loss_mask), np.float32), batch.starts[:-1]
-    counts = np.maximum(batch.counts, 1)
+    mask, owners = batch.loss_mask.numpy(), np.repeat(np.arange(len(batch)), batch.counts)
+    counts, zeros = np.maximum(batch.counts, 1), np.zeros(len(mask), np.float32)
 
     def of_trained(name: str) -> np.ndarray:
-        return np.where(mask, np.nan_to_num(columns.get(name, zeros)), np.float32(0.0))
+        return np.nan_to_num(columns.get(name, zeros)[mask])
 
     def means(name: str) -> list[float]:
-        return (np.add.reduceat(of_trained(name), begins, dtype=np.float64) / counts).tolist()
+        return (np.bincount(owners, of_trained(name), len(batch)) / counts).tolist()
 
-    largest = np.maximum.reduceat(of_trained("weights"), begins).tolist()
-    return [*zip(means("advantages"), largest, means("clipped"), means("entropy"), strict=True)]
+    largest = np.zeros(len(batch))
+    np.maximum.at(largest, owners, of_trained("weights"))
+    return [*zip(means("advantages"), largest.tolist(), means("clipped"), means("entropy"), strict=True)]
 
 
 def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConfig) -> list[int]:
