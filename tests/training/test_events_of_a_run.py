@@ -117,7 +117,7 @@ async def test_cancelled_episodes_say_whose_fault_it_was(tmp_path: Path):
         return (7, 8, 9)
 
     rollout = {"batch_size": 2, "group_size": 2, "max_staleness": 1, "extra_episodes": 1, "shuffle": False}
-    await run(tmp_path, engine=ScriptedEngine(answer), steps=3, rollout={**rollout, "drop_stragglers_after_s": 0.3})
+    await run(tmp_path, engine=ScriptedEngine(answer), steps=3, rollout={**rollout, "drop_stragglers_after_s": 1.5})
     record = read_run(tmp_path)
     hows = {
         (group.example["number"], episode.how)
