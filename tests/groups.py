@@ -5,7 +5,7 @@ from xdist.workermanage import WorkerController
 
 DIRECTORIES = ("conformance/", "engine/local/serving/", "engine/weights/")
 """Their files share a server, which takes seconds to start."""
-RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_nodes.py", "test_ray_start.py")
+RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_start.py")
 """They start Ray, and `ray_address=auto` finds whatever cluster is being started or ended on the machine."""
 LONGEST = ("ray", "test_launch.py", "engine/weights/", "engine/fsdp/test_ranks.py", "recovery/test_kills.py")
 """These groups begin first, in this order: a long one that begins last leaves the other workers idle."""

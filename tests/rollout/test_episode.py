@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from players import Scripted, TwoTurns, engine_with_latency, examples, trained
 from records import trajectory
-from virtual_time import run_in_virtual_time
 
 from arl.api.engine import ModelLimits, Sampler
 from arl.api.errors import ArlError, TrajectoryError, first_error
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 

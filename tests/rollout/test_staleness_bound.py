@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from simulation import Schedule, schedules, simulate
-from virtual_time import DeadlockError
 
 from arl.api.errors import StalenessError
+from arl.plan.virtual_time import DeadlockError
 from arl.rollout.buffer import ReplayBuffer
 
 

@@ -65,12 +65,16 @@ async def running(
     workflow: RolloutWorkflow | None = None,
     curriculum: Curriculum | None = None,
     trackers: Sequence[Tracker] = (),
+    load: Callable[..., ScriptedTrainEngine] | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Trainer]:
-    """What `launch` gives on `run_dir`, over fakes. A reward says which example it was."""
+    """What `launch` gives on `run_dir`, over fakes. A reward says which example it was.
+
+    load: makes a train engine whenever a trainer's process would start.
+    """
     config = small(run_dir, **{"steps": 4, **settings})
     with pytest.MonkeyPatch.context() as patch:
-        use_fakes(patch, engine or ScriptedEngine(lambda request: (7, 8, 9)), train_engine)
+        use_fakes(patch, engine or ScriptedEngine(lambda request: (7, 8, 9)), train_engine, load)
         patch.setattr(arl.assembly, "_transport", lambda *_: transport or DirectTransport())
         patch.setattr(arl.assembly, "decoder", lambda model: None)
         given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:4] if evaluate else None, "curriculum": curriculum}
