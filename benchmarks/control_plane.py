@@ -3,12 +3,14 @@
     python benchmarks/control_plane.py --episodes 2000 --turns 4
     python benchmarks/control_plane.py --episodes 10000 --turn-s 2 --trainer process
     python benchmarks/control_plane.py --episodes 512 --turn-s 0.05 --work-ms 2 --workers 2
+    python benchmarks/control_plane.py --episodes 4000 --turn-s 0.5 --servers 100
 
 Runs the real controller, buffer, ledger and trajectories; only the engine is played: each call sleeps for a while and
 answers with `--tokens` tokens. Prints the event loop's lag, which every request and every episode would feel, and how
 many calls were answered, after the time that two episodes take.
 --workers runs the workflow in processes (rollout.num_workers), and --work-ms lets it compute after each answer, as
-templates, tools and rewards do. The last column is the CPU time of this process for a call.
+templates, tools and rewards do. With --servers the engine is arl's own: it asks so many servers of benchmarks/fleet.py
+over HTTP, which answer after --turn-s. The last column is the CPU time of this process for a call.
 With --trainer, a tiny model trains on 128 short sequences again and again meanwhile, in a process of its own or on a
 thread of this one. Episodes are idle with a --turn-s longer than the run.
 """
@@ -22,18 +24,21 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+from fleet import fakes
 from rich.console import Console
 from rich.table import Table
 
 from arl.api.config import Config, RolloutConfig
-from arl.api.engine import Sampler
+from arl.api.engine import InferenceEngine, Sampler
+from arl.api.engine_config import ClientConfig
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
@@ -42,6 +47,7 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
 from arl.trainer_process import host_learner, load_learner
 from arl.training.remote_learner import RemoteLearner
+from arl.web.process import allow_many_connections
 from arl.workers.episode_workers import EpisodeWorkers
 
 GROUP_SIZE, BATCH_SIZE = 8, 32
@@ -62,6 +68,8 @@ class Load:
     trainer: str
     workers: int
     work_ms: float
+    servers: int = 0
+    """Ask these, in the place of a played engine."""
 
 
 class Conversation(RolloutWorkflow):
@@ -110,6 +118,31 @@ class PlayedEngine:
             output_versions=(version,) * tokens,
             stop_reason="length",
         )
+
+
+class CountingEngine:
+    """Counts the calls of an engine, and gives its answers a version that counts batches, as if each were published."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.version = self.num_calls = 0
+        self._engine = engine
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        version = self.version
+        answer = await self._engine.agenerate(request)
+        self.num_calls += 1
+        return replace(answer, output_versions=(version,) * len(answer.output_ids))
+
+
+@asynccontextmanager
+async def engine_of(load: Load) -> AsyncGenerator[PlayedEngine | CountingEngine]:
+    if not load.servers:
+        yield PlayedEngine(load)
+        return
+    allow_many_connections()
+    with fakes(load.servers, load.turn_s) as addresses:
+        async with RemoteSGLangEngine(addresses, ClientConfig()) as engine:
+            yield CountingEngine(engine)
 
 
 def training_groups() -> list[Group]:
@@ -177,9 +210,8 @@ class Figures:
     steps: list[float]
 
 
-async def run_episodes(load: Load) -> Figures:
+async def run_episodes(load: Load, engine: PlayedEngine | CountingEngine) -> Figures:
     """Take batches for `load.seconds`, once as much time has passed as two episodes take."""
-    engine = PlayedEngine(load)
     staleness = 4 * -(-load.episodes // (GROUP_SIZE * BATCH_SIZE))  # room enough: the cap on episodes is what binds
     config = RolloutConfig(
         batch_size=BATCH_SIZE,
@@ -224,6 +256,11 @@ async def run_episodes(load: Load) -> Figures:
     return Figures(calls, trained, seconds, cpu_s, sorted(lag.recent_s), took)
 
 
+async def figures_of(load: Load) -> Figures:
+    async with engine_of(load) as engine:
+        return await run_episodes(load, engine)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Event-loop lag and throughput of arl's control plane.")
     parser.add_argument("--episodes", type=int, default=2000, help="episodes running at once")
@@ -235,8 +272,9 @@ def main() -> None:
     parser.add_argument("--trainer", choices=("none", "thread", "process"), default="none")
     parser.add_argument("--workers", type=int, default=0, help="rollout.num_workers")
     parser.add_argument("--work-ms", type=float, default=0.0, help="CPU of the workflow's own code for a turn")
+    parser.add_argument("--servers", type=int, default=0, help="servers that are asked over HTTP; 0: a played engine")
     load = Load(**vars(parser.parse_args()))
-    found = asyncio.run(run_episodes(load))
+    found = asyncio.run(figures_of(load))
     trained, seconds, lags = found.trained, found.seconds, found.lags
     table = Table(title=f"{load.episodes} concurrent episodes of {load.turns} turns, {load.tokens} tokens each")
     for column in (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 32 << 20
@@ -34,7 +34,8 @@ _BATCH_BYTES = 1 << 20
 """A message ends when it is as long as this, however much more there is."""
 _CALL = struct.Struct("<BQQIIHHI")
 _CANCEL = struct.Struct("<BQ")
-_RESULT = struct.Struct("<QHII")
+_RESULT = struct.Struct("<QHIII")
+_MOST = (1 << 32) - 1
 _IS_CALL, _IS_CANCEL = 1, 2
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
@@ -84,12 +85,15 @@ class Result:
     number: int
     status: int = 200
     head: bytes
-    """JSON: finish_reason, weight_version, weight_versions and, if the call has stop strings, text."""
+    """JSON: finish_reason, weight_version, weight_versions, cached_tokens and, if the call has stop strings, text."""
     ids: np.ndarray = field(default_factory=_nothing)
     logprobs: np.ndarray = field(default_factory=_nothing)
+    microseconds: int = 0
+    """From the call's coming to its result."""
 
     def encode(self) -> bytes:
-        head = _RESULT.pack(self.number, self.status, len(self.ids), len(self.head))
+        lasted = min(self.microseconds, _MOST)
+        head = _RESULT.pack(self.number, self.status, lasted, len(self.ids), len(self.head))
         return b"".join((head, self.head, self.ids.astype(_IDS).tobytes(), self.logprobs.astype(_LOGPROBS).tobytes()))
 
 
@@ -158,9 +162,10 @@ def results_of(message: bytes) -> Iterator[Result]:
     """Raises BrokenFrameError."""
     cursor = _Cursor(message)
     while not cursor.is_at_end:
-        number, status, num_ids, len_head = cursor.unpack(_RESULT)
+        number, status, lasted, num_ids, len_head = cursor.unpack(_RESULT)
         head, ids = cursor.take(len_head), cursor.numbers(_IDS, num_ids)
-        yield Result(number=number, status=status, head=head, ids=ids, logprobs=cursor.numbers(_LOGPROBS, num_ids))
+        logprobs = cursor.numbers(_LOGPROBS, num_ids)
+        yield Result(number=number, status=status, microseconds=lasted, head=head, ids=ids, logprobs=logprobs)
 
 
 def messages_of(frames: list[bytes]) -> list[bytes]:

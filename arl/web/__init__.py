@@ -4,6 +4,7 @@
 - `connections`: HTTP/1.1 connections that are kept while they are idle, for `client`.
 - `server`: an aiohttp application on a socket, its key, errors, JSON and events.
 - `process`: the frame of a server process: its start, and its end even while it is blocked.
+- `addresses`: whether a base URL names this machine.
 - `bodies`: request bodies as pydantic models; a fault is one sentence that names the field.
 
 It imports only arl.api, and knows none of arl's protocols. Import its modules; the package itself loads nothing.

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -225,7 +225,7 @@ class JsonClient:
             case 404:
                 return NoSuchPathError(f"{message}; {self.path_hint}" if self.path_hint else message)
             case status if status >= 500 or status == _BUSY:
-                return ServerFailedError(message, _seconds(reply.header("Retry-After")))
+                return ServerFailedError(message, _seconds(reply.header("Retry-After"), reply.header("Date")))
             case _:
                 return ServerError(message)
 
@@ -267,12 +267,16 @@ def _decoded(body: bytes) -> Any:
         return json.loads(body)
 
 
-def _seconds(retry_after: str | None) -> float:
+def _seconds(retry_after: str | None, date: str | None = None) -> float:
+    """date: when the server sent this, by its own clock, which a time in Retry-After goes by."""
     try:
         return max(float(retry_after or 0), 0.0)
     except ValueError:
         pass
     try:
-        return max(parsedate_to_datetime(retry_after or "").timestamp() - time.time(), 0.0)
+        until = parsedate_to_datetime(retry_after or "").timestamp()
+        with suppress(ValueError, OverflowError):
+            return max(until - parsedate_to_datetime(date or "").timestamp(), 0.0)
+        return max(until - time.time(), 0.0)
     except (ValueError, OverflowError):
         return 0.0

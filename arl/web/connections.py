@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import ipaddress
 import ssl
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -143,10 +144,11 @@ class Connections:
             raise RuntimeError("these connections are closed")
         connect = asyncio.get_running_loop().create_connection
         tls: dict[str, Any] = {"ssl": _tls_context()} if to.is_tls else {}
+        eyeballs_s = None if _is_ip_address(to.host) else _EYEBALLS_S  # a name may have several addresses
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await connect(
-                    lambda: HttpConnection(self._open), to.host, to.port, happy_eyeballs_delay=_EYEBALLS_S, **tls
+                    lambda: HttpConnection(self._open), to.host, to.port, happy_eyeballs_delay=eyeballs_s, **tls
                 )
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {timeout_s} s: {error or 'no answer'}") from error
@@ -306,6 +308,15 @@ def request_head(method: str, url: URL, headers: Mapping[str, str], api_key: str
     if any(_LINE_END & set(line) for line in lines):
         raise ValueError("a header has more than one line")
     return "\r\n".join([f"{method} {url.raw_path_qs} HTTP/1.1", *lines, ""]).encode("latin-1")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @functools.cache

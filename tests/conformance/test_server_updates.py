@@ -76,9 +76,9 @@ async def test_a_directory_that_is_not_there_is_refused_and_nothing_changes(clie
 
 
 @asynccontextmanager
-async def joined(client: Client) -> AsyncIterator[Trainer]:
+async def joined(client: Client, others: int = 0) -> AsyncIterator[Trainer]:
     """A trainer and the server in one group, which both leave at the end."""
-    async with trainer_of(client) as trainer:
+    async with trainer_of(client, others) as trainer:
         try:
             yield trainer
         finally:
@@ -110,6 +110,18 @@ async def test_weights_sent_in_buckets_are_served_when_the_update_ends_and_a_gro
         answer = await greedy(client)
     assert answer["meta_info"]["cached_tokens"] == 0
     assert spans(answer) == [("3", 0, 6)]
+
+
+async def test_servers_that_share_a_group_receive_one_broadcast(
+    client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
+) -> None:
+    """This one has the last rank, and another has the one before it."""
+    async with joined(client, others=1) as trainer:
+        await succeeds(client, "/begin_weight_update", {})
+        for bucket in buckets:
+            await trainer.send(bucket, weight_version="b")
+        await succeeds(client, "/end_weight_update", {})
+        assert (await label_of(client), await weights_of(client, models)) == ("b", "b")
 
 
 async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_server(

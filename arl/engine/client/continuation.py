@@ -129,6 +129,9 @@ class PartialResponse:
         """Where it was sent last."""
         self.queued_s = 0.0
         self.sends = 0
+        self.cached_tokens: int | None = None
+        """By the first answer."""
+        self.server_s = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -166,6 +169,9 @@ class PartialResponse:
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
         """Add an answer's tokens and versions; decide whether it was the last. eos_token_ids: the model's own."""
+        if self.cached_tokens is None:
+            self.cached_tokens = answer.cached_tokens
+        self.server_s += answer.server_s
         self._output_ids += answer.output_ids
         self._logprobs += answer.output_logprobs
         self._versions += versions
@@ -188,6 +194,8 @@ class PartialResponse:
             server=self.server,
             queued_s=self.queued_s,
             sends=self.sends,
+            cached_tokens=self.cached_tokens or 0,
+            server_s=self.server_s,
         )
 
     def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:

@@ -31,6 +31,8 @@ class Greeting:
     """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
     unreached: str | None = None
     """The setting that keeps updates from reaching all of the server, and what to do instead."""
+    device: str = ""
+    """What it computes on: cpu, GPU 0, GPUs 0-3; empty if it does not say."""
     traits: Mapping[str, Any]
     """Traits that servers of the same model share; absent or None if this server does not report it."""
 
@@ -50,7 +52,7 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
             models = (await client.look_up("v1/models")).get("data") or [{}]
             tokens = await _probe_tokens(client)
     except TimeoutError:
-        raise ServerError(f"{client.address} gave no answer within {_GREETING_TIMEOUT_S:g} s") from None
+        raise ServerFailedError(f"{client.address} gave no answer within {_GREETING_TIMEOUT_S:g} s") from None
     try:
         client.num_ranks = int(settings.get("tp_size") or 1)
         client.takes_frames = info.get("frames") == FORMAT
@@ -68,6 +70,7 @@ def _greeting(
         label=str(info.get("weight_version", "default")),
         num_late=_num_late(settings),
         unreached=_unreached(settings),
+        device=_device(settings),
         traits={
             "model type": info.get("model_type"),
             "vocabulary's size": info.get("vocab_size"),
@@ -90,6 +93,15 @@ _UNREACHED = {
 def _unreached(settings: Mapping[str, Any]) -> str | None:
     wrong = (f"{name}={settings[name]}: {advice}" for name, advice in _UNREACHED.items() if _above_one(settings, name))
     return next(wrong, None)
+
+
+def _device(settings: Mapping[str, Any]) -> str:
+    device = str(settings.get("device") or "")
+    if not device.startswith("cuda"):
+        return device
+    first = int(settings.get("base_gpu_id") or device.partition(":")[2] or 0)
+    last = first + int(settings.get("tp_size") or 1) - 1
+    return f"GPU {first}" if first == last else f"GPUs {first}-{last}"
 
 
 def _above_one(settings: Mapping[str, Any], name: str) -> bool:

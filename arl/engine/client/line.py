@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -52,8 +52,6 @@ class Line:
         """How many requests have started in this turn of the event loop."""
         self._starters: deque[asyncio.Future[None]] = deque()
         """Requests that start in later turns."""
-        self._coming: Counter[Server] = Counter()
-        """Requests that left the line for a server, but are not sent yet."""
         self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
         self._hold: tuple[object, float] | None = None
         """The expectation for which requests are held, and when the hold ends."""
@@ -122,7 +120,7 @@ class Line:
                 with suppress(ValueError):
                     self._line.remove(waiter)
             elif waiter.server.exception() is None:
-                self._coming[waiter.server.result()] -= 1
+                self._pool.promise(waiter.server.result(), -1)
             self._look_again()
 
     def _look_again(self) -> None:
@@ -140,23 +138,19 @@ class Line:
             if not first.server.done():  # if done, its caller has given up
                 if (server := self._choose(first.session_id, first.avoid)) is None:
                     return
-                self._coming[server] += 1
+                self._pool.promise(server, 1)
                 first.server.set_result(server)
             self._line.popleft()
         self._look_again()
 
-    def _load(self, server: Server) -> int:
-        return len(server.attempts) + self._coming[server]
-
     def _choose(self, session_id: str | None, avoid: Server | None) -> Server | None:
-        ready = [] if self._pool.is_held else [s for s in self._pool.servers if s.state is ServerState.SERVING]
-        best = min(ready, key=lambda s: (s is avoid, self._load(s)), default=None)
+        best = None if self._pool.is_held else self._pool.ready.least(avoid)
         if best is None:
             return None
         bound = self._bound_to(session_id)
-        if bound is not None and bound is not avoid and self._load(bound) <= 2 * self._load(best) + _CROWD:
+        if bound is not None and bound is not avoid and bound.load <= 2 * best.load + _CROWD:
             return bound
-        if self._load(best) >= self._share(ready):
+        if best.load >= self._share():
             return None
         if session_id is not None:
             self._sessions[session_id] = (best, best.weights.load_number)
@@ -173,13 +167,12 @@ class Line:
         self._sessions.move_to_end(session_id)
         return server
 
-    def _share(self, ready: list[Server]) -> float:
+    def _share(self) -> float:
         """How many requests each server may have at most; infinite if no other is expected back soon."""
-        soon = self._pool.expected
+        ready, soon = self._pool.ready, self._pool.expected
         if not soon or not self._may_hold():
             return math.inf
-        members = [*ready, *soon]
-        return math.ceil((max(len(self._line), 1) + sum(map(self._load, members))) / len(members))
+        return math.ceil((max(len(self._line), 1) + ready.total + soon.total) / (len(ready) + len(soon)))
 
     def _may_hold(self) -> bool:
         """Whether requests may wait although a server serves: once per expectation, from the first that serves."""

@@ -6,7 +6,8 @@ A server serves once it has been greeted, fits the others and holds the current 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from arl.api.engine_config import ClientConfig
@@ -19,8 +20,14 @@ from arl.engine.client.upkeep import Upkeep
 
 _GREETING_PAUSES_S = (0.0, 0.2, 1.0)
 """How long to wait before each greeting of a server at the start."""
+_STRAGGLERS_S = 2.0
+"""How long the start waits for more servers once enough of them have answered, if it does not need all."""
 _HANDOVER_TIMEOUT_S = 3.0
 """How long a leaving server may take to return aborted requests, and to unload its adapters."""
+_MAX_TOLD = 8
+"""How many servers one message names."""
+
+logger = logging.getLogger(__name__)
 
 
 class Membership:
@@ -31,19 +38,39 @@ class Membership:
         self._config = config
         self._upkeep = upkeep
 
-    async def start(self, clients: Sequence[ServerClient]) -> None:
-        """Add the first servers. Raises ServerError naming those that do not answer, or do not fit together."""
-        async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(_greet(client)) for client in clients]
-        answers = {client: call.result() for client, call in zip(clients, calls, strict=True)}
-        if missing := [f"{client.address} ({e})" for client, e in answers.items() if isinstance(e, ServerError)]:
-            where = "; ".join(missing)
-            raise ServerError(f"no inference server answers at {where}. Start it, or correct engine.addresses")
+    async def start(self, clients: Sequence[ServerClient], least: int | None = None) -> None:
+        """Add the first servers. Raises ServerError naming those that do not answer, or do not fit together.
+
+        least: so many are enough. Those that cannot join yet are left out, with a warning. None: all have to join.
+        """
+        answers = await (_all_greeted(clients) if least is None else _greeted(clients, least))
+        missing = {client: error for client, error in answers.items() if isinstance(error, ServerError)}
+        if missing and least is None:
+            raise ServerError(f"no inference server answers at {_told(missing)}. Start it, or correct engine.addresses")
         for client, answer in answers.items():
             if isinstance(answer, Greeting):
-                server = self._pool.join(client)
-                self._upkeep.welcome(server, answer)
-                self._pool.admit(server)
+                try:
+                    self._welcome(client, answer)
+                except ServerError as error:
+                    if least is None:
+                        raise
+                    missing[client] = error
+        for client in missing:
+            await client.aclose()
+        if least is not None and missing:
+            what = f"{len(missing)} of {len(clients)} servers cannot join: {_told(missing)}"
+            if len(self._pool.servers) < least:
+                raise ServerError(f"{what}. The run needs {least} of them (engine.min_servers)")
+            logger.warning("%s", what)
+
+    def _welcome(self, client: ServerClient, greeting: Greeting) -> None:
+        server = self._pool.join(client)
+        try:
+            self._upkeep.welcome(server, greeting)
+        except ServerError:
+            self._pool.drop(server)
+            raise
+        self._pool.admit(server)
 
     async def add(self, client: ServerClient) -> None:
         """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out."""
@@ -91,9 +118,11 @@ class Membership:
         self._upkeep.forget(server)
         is_idle = server.state is ServerState.DRAINING
         self._pool.drop(server)
-        if not is_idle:
-            await leave_running(server)
-        await server.client.aclose()
+        try:
+            if not is_idle:
+                await leave_running(server)
+        finally:
+            await server.client.aclose()
 
     async def _drained(self, server: Server, timeout_s: float) -> bool:
         try:
@@ -103,6 +132,37 @@ class Membership:
         except TimeoutError:
             return False
         return True
+
+
+async def _all_greeted(clients: Sequence[ServerClient]) -> dict[ServerClient, Greeting | ServerError]:
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(_greet(client)) for client in clients]
+    return {client: call.result() for client, call in zip(clients, calls, strict=True)}
+
+
+async def _greeted(clients: Sequence[ServerClient], least: int) -> dict[ServerClient, Greeting | ServerError]:
+    """As many answers as come soon after `least` servers have greeted; the others, if few, do not hold up the start."""
+    answers: dict[ServerClient, Greeting | ServerError] = {
+        client: ServerFailedError(f"{client.address} has not answered yet") for client in clients
+    }
+    num_greeted, is_enough = 0, asyncio.Event()
+
+    async def note(client: ServerClient) -> None:
+        nonlocal num_greeted
+        answers[client] = answer = await _greet(client)
+        num_greeted += isinstance(answer, Greeting)
+        if num_greeted >= least:
+            is_enough.set()
+
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(note(client)) for client in clients]
+        everyone = group.create_task(asyncio.wait(calls))
+        enough = group.create_task(is_enough.wait())
+        await asyncio.wait([everyone, enough], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([everyone], timeout=_STRAGGLERS_S)
+        for task in (*calls, everyone, enough):
+            task.cancel()
+    return answers
 
 
 async def _greet(client: ServerClient) -> Greeting | ServerError:
@@ -117,3 +177,9 @@ async def _greet(client: ServerClient) -> Greeting | ServerError:
         except ServerError as error:
             return error
     return failure
+
+
+def _told(missing: Mapping[ServerClient, ServerError]) -> str:
+    told = [f"{client.address} ({error})" for client, error in missing.items()]
+    more = len(told) - _MAX_TOLD
+    return "; ".join(told[:_MAX_TOLD]) + (f"; and {more} more" if more > 0 else "")

@@ -124,6 +124,11 @@ class ServerProcesses:
         return list(self._servers)
 
     @property
+    def process_ids(self) -> Mapping[str, int]:
+        """Of those that run, by base URL."""
+        return {url: one.process.pid for url, one in self._servers.items() if one.process is not None}
+
+    @property
     def num_restarts(self) -> int:
         return sum(server.num_restarts for server in self._servers.values())
 

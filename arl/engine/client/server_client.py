@@ -12,6 +12,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,6 +71,10 @@ class Answer:
     """Of the newest weights that it was sampled under."""
     spans: Sequence[tuple[str, int, int]]
     """Labels, and the output tokens start..end (end excluded) of each. Empty for servers too old to send them."""
+    cached_tokens: int = 0
+    """Of the prompt, that the server did not compute; 0 if it does not say."""
+    server_s: float = 0.0
+    """How long the server had it; 0 if it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +158,19 @@ class ServerClient(JsonClient):
                 except OSError as error:
                     raise self._unreached(PATH, error) from error
                 self.takes_frames = self._frames is not None
-                if self._frames is not None and self._spawn is not None:
-                    self._spawn(self._frames.run())
-                elif self._frames is not None:  # the client was closed meanwhile
-                    await self._frames.aclose()
-                    await self._frames.run()  # to its end, which is here
+                if self._frames is not None:
+                    await self._begin(self._frames)
         return self._frames
+
+    async def _begin(self, frames: FrameClient) -> None:
+        """Let it run beside; or to its end, which is here, if the client was closed meanwhile, or its engine ends."""
+        running = frames.run()
+        with suppress(RuntimeError):  # a TaskGroup that ends takes no more tasks
+            if self._spawn is not None:
+                self._spawn(running)
+                return
+        await frames.aclose()
+        await running
 
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
@@ -186,7 +198,7 @@ class ServerClient(JsonClient):
         body = {
             "master_address": group.address,
             "master_port": group.port,
-            "rank_offset": 1,
+            "rank_offset": group.rank_offset,
             "world_size": group.world_size,
             "group_name": group.name,
             "backend": group.backend,
@@ -290,7 +302,7 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
     ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if (entries or not is_abort) and len(body.get("output_ids", ids)) != len(ids):
         raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
-    return _answer(meta, body.get("text") or "", ids, logprobs)
+    return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"))
 
 
 @lru_cache(maxsize=256)
@@ -303,10 +315,14 @@ def _answer_of(result: Result) -> Answer:
     """Raises as `_answer` does."""
     is_short = len(result.head) <= _MAX_CACHED_BYTES
     meta = _cached_meta(result.head) if is_short else orjson.loads(result.head)
-    return _answer(meta, meta.get("text") or "", result.ids.tolist(), result.logprobs.tolist())
+    return _answer(
+        meta, meta.get("text") or "", result.ids.tolist(), result.logprobs.tolist(), result.microseconds / 1e6
+    )
 
 
-def _answer(meta: Mapping[str, Any], text: str, ids: list[int], logprobs: list[float]) -> Answer:
+def _answer(
+    meta: Mapping[str, Any], text: str, ids: list[int], logprobs: list[float], server_s: float | None
+) -> Answer:
     """Raises LookupError, TypeError or ValueError for an impossible answer."""
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
@@ -319,6 +335,7 @@ def _answer(meta: Mapping[str, Any], text: str, ids: list[int], logprobs: list[f
     spans = [(str(span["version"]), span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
     if wrong := [s for s in spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:
         raise ValueError(f"the span {wrong[0]} of weight_versions")
+    cached = meta.get("cached_tokens")
     return Answer(
         output_ids=ids,
         output_logprobs=logprobs,
@@ -326,6 +343,8 @@ def _answer(meta: Mapping[str, Any], text: str, ids: list[int], logprobs: list[f
         text=text,
         label=str(meta.get("weight_version", "")),
         spans=spans,
+        cached_tokens=cached if type(cached) is int and cached > 0 else 0,
+        server_s=server_s if type(server_s) is float and 0 < server_s < math.inf else 0.0,
     )
 
 

@@ -27,6 +27,7 @@ All methods belong to one event loop. A wake ends the wait `changed`, and calls 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ from arl.api.events import (
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.greeting import Greeting
+from arl.engine.client.loads import Loads, Versions
 from arl.engine.client.server_client import Holding, ServerClient
 
 
@@ -61,6 +63,9 @@ class ServerState(StrEnum):
 
 _JOINING, _SERVING, _PAUSED, _LOADING, _FENCED, _DRAINING, _GONE = ServerState
 _IN_SERVICE = frozenset((_SERVING, _PAUSED, _LOADING, _DRAINING))
+
+_MAX_REPORTED = 20
+"""How many servers a report names."""
 
 _MOVES: Mapping[str, Mapping[ServerState, ServerState]] = {
     "admit": {_JOINING: _SERVING, _FENCED: _SERVING},
@@ -105,9 +110,13 @@ class Server:
 
     client: ServerClient
     weights: HeldWeights
+    number: int = 0
+    """Among all that ever joined the pool."""
     state: ServerState = _JOINING
     greeting: Greeting | None = None
     """Its description of itself when it was last greeted."""
+    since: float = 0.0
+    """When its state began, by the event loop's clock."""
     reason: str = ""
     """Why it is out of service."""
     probed: str = ""
@@ -125,6 +134,10 @@ class Server:
     fenced_at: float = 0.0
     adapters: list[str] = field(default_factory=list[str])
     """All adapters that this engine began to load and did not unload, the newest last; some may not be there."""
+    heard_at: float = -math.inf
+    """When it last answered a request."""
+    num_coming: int = 0
+    """Requests that left the line for it, but are not sent yet."""
     attempts: set[Attempt] = field(default_factory=set[Attempt])
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the task that pauses, loads and resumes it."""
@@ -132,6 +145,11 @@ class Server:
     @property
     def address(self) -> str:
         return self.client.address
+
+    @property
+    def load(self) -> int:
+        """The requests that it has, or is about to get."""
+        return len(self.attempts) + self.num_coming
 
     @property
     def version(self) -> int:
@@ -172,7 +190,7 @@ class Server:
 class Expectation:
     """Servers that were taken out together, and will serve again soon: they are paused, or about to be."""
 
-    servers: tuple[Server, ...] = ()
+    servers: frozenset[Server] = frozenset()
     is_outage: bool = False
     """All servers were fenced instead; some may not come back."""
     began: float = math.inf
@@ -189,7 +207,16 @@ class ServerPool:
         self.newest_sent = version
         """The newest version that any server was told to load. A token of a newer version is not from this engine."""
         self.servers: list[Server] = []
+        self.ready: Loads[Server] = Loads()
+        """Those that serve."""
         self.expectation = Expectation()
+        self.expected: Loads[Server] = Loads()
+        """Those that are out, and will serve soon."""
+        self._versions = Versions()
+        """Of those in service."""
+        self.num_changes = 0
+        """Of states and versions: as long as it is the same, they are."""
+        self._numbers = itertools.count()
         self._listeners: list[Callable[[], None]] = []
         self._num_loads = 0
         self._version = version
@@ -206,19 +233,17 @@ class ServerPool:
         return [server for server in self.servers if server.is_in_service]
 
     @property
-    def expected(self) -> list[Server]:
-        """Those that are out, and will serve soon."""
-        is_outage = self.expectation.is_outage
-        out = [s for s in self.expectation.servers if (s.state is _FENCED if is_outage else s.is_paused)]
-        return [s for s in out if not s.is_leaving]
+    def num_in_service(self) -> int:
+        return len(self._versions)
 
     def at(self, address: str) -> Server | None:
         return next((server for server in self.servers if server.address == address), None)
 
     def report(self) -> str:
-        """Which servers are out of service, and why: for errors."""
+        """Which servers are out of service, and why: for errors. Of very many, the first."""
         out = [f"{s.address} is {s.state} ({s.why})" for s in self.servers if not s.is_in_service]
-        return "; ".join(out) or "every server serves"
+        more = [f"{len(out) - _MAX_REPORTED} more are not named here"] if len(out) > _MAX_REPORTED else []
+        return "; ".join([*out[:_MAX_REPORTED], *more]) or "every server serves"
 
     async def changed(self) -> None:
         """Wait until a server changes its state."""
@@ -226,7 +251,6 @@ class ServerPool:
 
     def wake_all(self) -> None:
         """Let every waiting task look again."""
-        self._note_version()
         self._changed.set()
         self._changed = asyncio.Event()
         self._tell()
@@ -240,6 +264,11 @@ class ServerPool:
     def cache_key(self, server: Server) -> str:
         """A name for the weights that the server holds. No other load, and no other run, has the same."""
         return f"{self._run}.{server.weights.load_number}"
+
+    def promise(self, server: Server, change: int) -> None:
+        """One request more (1) left the line for this server, or one less is about to be sent there (-1)."""
+        server.num_coming += change
+        self._weigh(server)
 
     def begin(self, server: Server, rid: str, scope: asyncio.Timeout) -> Attempt:
         """A call that is about to be sent; the sender calls `end`."""
@@ -255,10 +284,12 @@ class ServerPool:
             scope=scope,
         )
         server.attempts.add(attempt)
+        self._weigh(server)
         return attempt
 
     def end(self, server: Server, attempt: Attempt) -> None:
         server.attempts.discard(attempt)
+        self._weigh(server)
         self._tell()
         if server.is_leaving and not server.attempts:
             self.wake_all()
@@ -271,8 +302,10 @@ class ServerPool:
     # Transitions
 
     def join(self, client: ServerClient) -> Server:
-        server = Server(client, HeldWeights(version=self._version), reason="it is being added")
+        weights, number = HeldWeights(version=self._version), next(self._numbers)
+        server = Server(client, weights, number=number, since=_now(), reason="it is being added")
         self.servers.append(server)
+        self._count(server)
         self._events.emit(ServerJoined(server=server.address))
         return server
 
@@ -290,7 +323,7 @@ class ServerPool:
 
     def expect(self, servers: Iterable[Server]) -> None:
         """Note that these servers are about to be paused and resumed together. Forgets those of the last time."""
-        self.expectation = Expectation(tuple(servers))
+        self._expect(Expectation(frozenset(servers)))
 
     def begin_load(self, server: Server) -> None:
         self._move(server, "begin_load")
@@ -322,17 +355,19 @@ class ServerPool:
             server.reason, server.probed, server.fenced_at = reason, "", _now()
             self._events.emit(ServerFenced(server=server.address, reason=reason))
         self._move(server, "fence")
-        if was_in_service and not self.in_service:  # failed together, as with a network: may return together
-            self.expectation = Expectation(tuple(self.servers), is_outage=True)
+        if was_in_service and not self.num_in_service:  # failed together, as with a network: may return together
+            self._expect(Expectation(frozenset(self.servers), is_outage=True))
         return was_in_service
 
     def leave(self, server: Server) -> None:
         server.is_leaving = True
         self._move(server, "leave")
+        self._count(server)
 
     def stay(self, server: Server) -> None:
         server.is_leaving = False
         self._move(server, "stay")
+        self._count(server)
 
     def drop(self, server: Server) -> None:
         if server in self.servers:
@@ -350,7 +385,7 @@ class ServerPool:
 
     def note_answer(self, server: Server) -> None:
         """It answered a request."""
-        server.num_failures, server.backoff_s = 0, 0.0
+        server.num_failures, server.backoff_s, server.heard_at = 0, 0.0, _now()
 
     def note_recovery(self, server: Server) -> None:
         """A probe found it well."""
@@ -382,16 +417,45 @@ class ServerPool:
             raise RuntimeError(f"{server.address} is {before}: {call} is out of turn")
         after = _MOVES[call].get(before, before)
         server.state = _DRAINING if after is _SERVING and server.is_leaving else after
-        if server.state is not before and server.state not in (_PAUSED, _LOADING):
+        if server.state is before:
+            return
+        server.since = _now()
+        self._count(server)
+        if server.state not in (_PAUSED, _LOADING):
             self.wake_all()
 
     def _give(self, server: Server, version: int, adapter: str | None, load_number: int) -> None:
         server.weights = HeldWeights(version=version, adapter=adapter, is_ours=True, load_number=load_number)
-        self._note_version()
+        self._count(server)
 
-    def _note_version(self) -> None:
-        """Called at each change, because the version must outlast the fencing of the last server."""
-        self._version = min((server.version for server in self.in_service), default=self._version)
+    def _expect(self, expectation: Expectation) -> None:
+        before, self.expectation = self.expectation.servers, expectation
+        for server in before | expectation.servers:
+            self._count(server)
+
+    def _weigh(self, server: Server) -> None:
+        """Called at each change of its requests."""
+        if server.state is _SERVING:
+            self.ready.put(server.number, server.load, server)
+        elif self._is_expected(server):
+            self.expected.put(server.number, server.load, server)
+
+    def _is_expected(self, server: Server) -> bool:
+        is_out = server.state is _FENCED if self.expectation.is_outage else server.is_paused
+        return is_out and not server.is_leaving and server in self.expectation.servers
+
+    def _count(self, server: Server) -> None:
+        """Called at each other change of a server, so that nobody has to look at all of them. The version outlasts the
+        fencing of the last server."""
+        self.num_changes += 1
+        if server.state is not _SERVING:
+            self.ready.remove(server.number)
+        if not self._is_expected(server):
+            self.expected.remove(server.number)
+        self._weigh(server)
+        self._versions.put(server.number, server.version if server.is_in_service else None)
+        if (oldest := self._versions.oldest) is not None:
+            self._version = oldest
 
     def _tell(self) -> None:
         for listener in self._listeners:

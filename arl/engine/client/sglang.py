@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-from yarl import URL
 
 from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
@@ -43,11 +42,13 @@ from arl.api.errors import (
 )
 from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
+from arl.cluster.servers_file import DRAIN_S, base_url
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
 from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
+from arl.engine.client.roster import Roster, RosterFiles
 from arl.engine.client.server_client import Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch
@@ -80,15 +81,18 @@ class RemoteSGLangEngine:
         model: ServedModel | None = None,
         processes: ServerProcesses | None = None,
         events: Events = NOWHERE,
+        files: RosterFiles | None = None,
     ) -> None:
         """model: what the servers should serve. Without it, token ids and the servers' model are not checked.
 
         processes: of the servers that arl started, to start one again that hangs. events: gets what happens to servers.
+        files: through which servers join and leave meanwhile.
         """
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
         self._config = config
+        self._least = None if files is None or files.needs_all else config.min_servers
         self._api_key = api_key
         self._updating = asyncio.Lock()
         self._model = model or ServedModel(name="the model")
@@ -99,6 +103,7 @@ class RemoteSGLangEngine:
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
         self._membership = Membership(self._pool, config, self._upkeep)
         self._patience = Patience(self._pool, self._upkeep.abort)
+        self._roster = Roster(self._pool, config, files, self.add_server, self.remove_server) if files else None
         self._connections: Connections | None = None
         self._is_closed = False
         self._numbers = itertools.count()
@@ -108,9 +113,9 @@ class RemoteSGLangEngine:
         connections = Connections(keepalive_s=_KEEPALIVE_S)
         clients = [self._client_of(connections, address) for address in self._addresses]
         try:
-            await self._membership.start(clients)
+            await self._membership.start(clients, self._least)
             await self._tasks.__aenter__()
-            self._upkeep.watch(self._patience.watch())
+            self._upkeep.watch(self._patience.watch(), *([self._roster.run()] if self._roster else []))
         except BaseException:  # whatever it is: __aexit__ will not run
             await connections.aclose()
             raise
@@ -127,6 +132,11 @@ class RemoteSGLangEngine:
     def version(self) -> int:
         """The newest version that every serving server holds."""
         return self._pool.version
+
+    @property
+    def devices(self) -> dict[str, str]:
+        """Base URL -> what the server computes on, if it says so."""
+        return {server.address: server.greeting.device for server in self._pool.servers if server.greeting is not None}
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Continue `request.input_ids`; see InferenceEngine.agenerate.
@@ -197,7 +207,7 @@ class RemoteSGLangEngine:
             raise ConfigError(f"{address} is already one of the servers")
         await self._membership.add(self._client_of(connections, address))
 
-    async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
+    async def remove_server(self, address: str, *, drain_timeout_s: float = DRAIN_S) -> None:
         """Give the server no new requests, wait for those that run there, and forget it. It is left running.
 
         Requests that still run after drain_timeout_s are continued on other servers from the tokens that they have.
@@ -337,16 +347,3 @@ class RemoteSGLangEngine:
         if self._connections is None:
             raise EngineClosedError("the engine is not open yet: use it inside `async with`")
         return self._connections
-
-
-def base_url(address: str) -> str:
-    try:
-        url = URL(address)
-    except ValueError:
-        url = URL()
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"engine.addresses holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
-    if "@" in url.raw_authority:
-        without = url.with_user(None)
-        raise ConfigError(f"engine.addresses names a user for {without}, which logs would show; set engine.api_key")
-    return address.rstrip("/")

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
+from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
-from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
+from arl.api.errors import ArlError, ProcessLostError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.greeting import Greeting, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import ServerUpdates, leave_running
@@ -24,6 +24,8 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _CLEANUP_TIMEOUT_S = 3.0
 _MAX_CONCURRENT_ABORTS = 64
+_STARTS_PER_TURN = 16
+"""Servers whose update begins in one turn of the event loop: hundreds at once would block it."""
 
 
 class Upkeep:
@@ -35,7 +37,8 @@ class Upkeep:
     | probe of a fenced server | it is fenced | it holds the newest weights, is healthy and admitted; or it is removed |
     | abort of a request that nobody waits for | a few seconds at most | the server acknowledged, or could not |
     | unloading of adapters that nobody names | half a minute for each at most | the same |
-    | `Patience.watch`, `ServerWatch.listen`, `ServerWatch.hold_floor` | the engine is open | too few servers are left |
+    | `Patience.watch`, `Roster.run` | the engine is open | |
+    | `ServerWatch.listen`, `ServerWatch.hold_floor` | the engine is open | too few servers are left |
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Upkeep:
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
+        self._lost: ProcessLostError | None = None
+        """Why no server can get the target any more."""
         self._is_closed = False
 
     async def pause(self) -> None:
@@ -99,9 +104,9 @@ class Upkeep:
             probe.cancel()
         self._watch.forget(server)
 
-    def watch(self, requests: Coroutine[None, None, None]) -> None:
-        """Begin to watch over the servers and their requests, once the tasks' group is open."""
-        for watching in (requests, self._watch.listen(self._is_silent, self.suspect), self._watch.hold_floor()):
+    def watch(self, *others: Coroutine[Any, Any, None]) -> None:
+        """Begin to watch over the servers, once the tasks' group is open. others: more that lasts as long."""
+        for watching in (*others, self._watch.listen(self._is_silent, self.suspect), self._watch.hold_floor()):
             self._watching.append(self._group.create_task(watching))
             self._watching[-1].add_done_callback(self._forget)
 
@@ -126,13 +131,14 @@ class Upkeep:
     async def update(self, update: WeightUpdate) -> UpdateStats:
         """Bring every server in service to `update`; those that are fenced get it from their probes.
 
-        Raises ServerError if no server holds it in the end, ValueError if some server serves newer weights.
+        Raises ServerError if no server holds it in the end, ValueError if some server serves newer weights, and
+        ProcessLostError if the process that sends them is lost before any server has them all.
         """
         servers = self._pool.in_service
         newest = max((server.version for server in servers), default=self._pool.version)
         if update.version < newest:
             raise ValueError(f"version {update.version} was published, but the servers already hold {newest}")
-        self._target = update
+        self._target, self._lost = update, None
         self._pool.newest_sent = max(self._pool.newest_sent, update.version)
         started = asyncio.get_running_loop().time()
         stats: list[UpdateStats] = []
@@ -143,6 +149,8 @@ class Upkeep:
 
         turns = [servers] if self._config.update_order == "all" else [[server] for server in servers]
         self._pool.expect(servers if len(turns) == 1 else [])
+        if isinstance(update, SharedUpdate):
+            update.expect([[server.client for server in turn] for turn in turns])
         refusals = [refusal for turn in turns for refusal in await self._on_each(turn, load)]
         if not stats:
             await self._wait_for_probes(update, may_return=len(refusals) < len(self._pool.servers))
@@ -155,6 +163,8 @@ class Upkeep:
         try:
             async with asyncio.timeout(self._config.absence_timeout_s if may_return else 0):
                 while not any(server.version == update.version for server in self._pool.in_service):
+                    if self._lost is not None:
+                        raise self._lost
                     await self._pool.changed()
         except TimeoutError:
             raise ServerError(f"no server took version {update.version}: {self._pool.report()}") from None
@@ -185,7 +195,9 @@ class Upkeep:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for server in servers:
+                for index, server in enumerate(servers):
+                    if index % _STARTS_PER_TURN == 0:
+                        await asyncio.sleep(0)
                     group.create_task(guarded(server))
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -254,8 +266,7 @@ class Upkeep:
                 if num_failures > 1:
                     self._pool.lose_attempts(server, f"{server.address} failed: {server.probed}")
             except ArlError as error:
-                # Not the server's fault, so it may end what it runs. If the weights have lost their sender, the
-                # trainer learns of that from a call of its own.
+                # Not the server's fault, so it may end what it runs.
                 self._pool.note_probe(server, str(error))
             self._watch.note_probe(server, is_silent=is_silent)
 
@@ -279,6 +290,11 @@ class Upkeep:
                     if self._target is target or isinstance(error, ServerFailedError):
                         raise
                     return False  # they were removed under the load: newer ones have come
+                except ProcessLostError as error:
+                    if self._target is target:
+                        self._lost = error
+                        self._pool.wake_all()
+                    raise
             if not self._pool.is_held:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await server.client.resume()  # it may have been fenced in the middle of a pause

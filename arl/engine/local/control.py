@@ -169,6 +169,8 @@ class Weights:
         return await self._do("Succeeded to initialize custom process group.", join)
 
     async def destroy_group(self, body: GroupBody) -> Any:
+        """At once, also while a call waits in the group: that fails."""
+        self._receiver.interrupt(body.group_name)
         message = "Succeeded to destroy custom process group."
         return await self._do(message, lambda: self._receiver.leave(body.group_name))
 

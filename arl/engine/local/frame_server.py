@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -105,11 +106,13 @@ class FrameServer:
             "finish_reason": job.finish_reason,
             "weight_version": job.versions[-1] if job.versions else self._scheduler.weight_version,
             "weight_versions": job.version_spans(),
+            "cached_tokens": job.cached_tokens,
         }
         if job.sampling.stop:
             head["text"] = self._generation.text(job, _settings(call.settings)[0].sampling_params)
         ids, logprobs = np.array(job.output_ids, dtype=np.int32), np.array(job.output_logprobs, dtype=np.float32)
-        return Result(number=call.number, head=orjson.dumps(head), ids=ids, logprobs=logprobs)
+        lasted = int(1e6 * (time.monotonic() - job.began))
+        return Result(number=call.number, microseconds=lasted, head=orjson.dumps(head), ids=ids, logprobs=logprobs)
 
     def failure(self, call: Call, error: Exception) -> Result:
         failure = request_error(error, {EngineClosedError: 503})

@@ -6,6 +6,7 @@ handler --submit--> Inflight --> Scheduler, on the model thread --deliver--> Inf
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -213,6 +214,7 @@ class Generation:
             "weight_version": job.versions[-1] if job.versions else self._scheduler.weight_version,
             "completion_tokens": len(job.output_ids),
             "cached_tokens": job.cached_tokens,
+            "e2e_latency": time.monotonic() - job.began,
             "weight_versions": job.version_spans(),
         }
         if return_logprob:

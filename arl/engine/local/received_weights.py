@@ -10,11 +10,13 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from arl.api.engine import WeightGroup
 from arl.api.errors import ArlError
 
 Shapes = Mapping[str, torch.Size]
+ResultT = TypeVar("ResultT")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -169,8 +172,9 @@ def form_group(store: Store, group: WeightGroup, rank: int, timeout: timedelta) 
 class WeightReceiver:
     """Joins trainers' groups and receives what they broadcast. Its calls block; make them all from one thread.
 
-    If the trainer dies or stalls, a call fails after `timeout_s`, and the server goes on. A failed receive leaves the
-    group, because a later broadcast would look like the failed one; the open transaction then ends with that error.
+    If the trainer dies or stalls, or another server of the group, a call fails after `timeout_s`, or when `interrupt`
+    ends it, and the server goes on. A failed receive leaves the group, because a later broadcast would look like the
+    failed one; the open transaction then ends with that error.
     Joining or leaving a group discards a transaction that a former trainer left open.
     """
 
@@ -181,6 +185,14 @@ class WeightReceiver:
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._open: _Transaction | None = None
+        self._left: set[str] = set()
+        self._waiting: dict[str, threading.Event] = {}
+
+    def interrupt(self, name: str) -> None:
+        """End a call that waits in this group, which is about to be left. From any thread."""
+        self._left.add(name)
+        if (waiting := self._waiting.get(name)) is not None:
+            waiting.set()
 
     def join(self, group: WeightGroup, rank: int) -> None:
         """Join the group of that name. Raises WeightsError if it does not gather in time."""
@@ -192,13 +204,14 @@ class WeightReceiver:
         while len(self._groups) >= _MAX_GROUPS:  # left by trainers that were killed
             self.leave(next(iter(self._groups)))
         try:
-            self._groups[group.name] = join_group(group, rank, self._timeout)
+            self._groups[group.name] = self._wait(group.name, join_group, group, rank, self._timeout)
         except (RuntimeError, ValueError) as error:
             raise WeightsError(f"cannot join the group at {group.address}:{group.port}: {first_line(error)}") from error
 
     def leave(self, name: str) -> None:
         """Leave a group, and discard an open transaction. Raises WeightsError if the group was not joined."""
         self._open = None
+        self._left.discard(name)
         if name not in self._groups:
             raise WeightsError("The group to be destroyed does not exist.")
         dist.destroy_process_group(self._groups.pop(name))
@@ -229,10 +242,26 @@ class WeightReceiver:
         if group is None:
             raise WeightsError(f"no group {group_name!r}; call init_weights_update_group() first")
         try:
-            dist.broadcast(buffer, group_src=0, group=group)
+            self._wait(group_name, dist.broadcast, buffer, None, group, False, 0)
         except RuntimeError as error:
             dist.destroy_process_group(self._groups.pop(group_name))
             raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
+
+    def _wait(self, name: str, call: Callable[..., ResultT], *args: Any) -> ResultT:
+        """Make a call that waits for other ranks on a thread of its own, since only abandoning it can end gloo's wait.
+
+        Raises RuntimeError.
+        """
+        left = self._waiting[name] = threading.Event()
+        done: Future[ResultT] = Future()
+        done.add_done_callback(lambda _: left.set())
+        threading.Thread(target=run_into, args=(done, call, *args), daemon=True).start()
+        if name not in self._left:
+            left.wait()
+        del self._waiting[name]
+        if not done.done():
+            raise RuntimeError("the group was left meanwhile")
+        return done.result()
 
     def end(self) -> tuple[dict[str, torch.Tensor], str]:
         """Close the transaction; returns its tensors and their version. Raises WeightsError if a part of it failed."""
@@ -268,6 +297,14 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
     if not isinstance(kind, torch.dtype):
         raise WeightsError(f"the dtype of {name} is {dtype!r}; torch has none of that name")
     return kind
+
+
+def run_into(future: Future[ResultT], call: Callable[..., ResultT], *args: Any) -> None:
+    """Make a call whose result `future` gets, whatever it is."""
+    try:
+        future.set_result(call(*args))
+    except BaseException as error:  # noqa: BLE001 (result() raises it where it is awaited)
+        future.set_exception(error)
 
 
 def first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ rows: [ decoding ... | prefilling ... ] --plan--> tokens: [ one of each decoding
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Job:
     versions: list[str] = field(default_factory=list[str])
     """The weight version that sampled each token."""
     cached_tokens: int = 0
+    began: float = field(default_factory=time.monotonic)
+    """When it came, by the monotonic clock."""
     finish_reason: dict[str, Any] | None = None
     """None while it is queued or runs, then SGLang's: {"type": "stop", "matched": id or string},
     {"type": "length", "length": n} or {"type": "abort", "message": str, "status_code": 400 or 500 if it failed}."""

@@ -8,7 +8,7 @@ from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api.engine import WeightServer
 from arl.api.engine_config import ClientConfig
-from arl.api.errors import ConfigError, ServerError, TrainingError, TransportError
+from arl.api.errors import ConfigError, ProcessLostError, ServerError, ServerFailedError, TransportError
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
@@ -148,7 +148,7 @@ async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_
     async def prepare(at: WeightServer) -> None:
         if at.address == server.address:
             if asked.is_set():
-                raise TrainingError("rank 0 died")
+                raise ProcessLostError("rank 0 died")
             asked.set()
             raise TransportError("it broke off")
 
@@ -157,6 +157,24 @@ async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_
         await server.until(lambda: "rank 0 died" in engine._pool.report())
         await engine.update_weights(weights(2))
         await server.until(lambda: server.label == "2")
+        assert_seamless(await engine.agenerate(ask()), 4)
+
+
+async def test_an_update_whose_sender_is_lost_before_any_server_has_it_all_says_so_and_the_next_is_taken(
+    server: Server,
+):
+    asked = asyncio.Event()
+
+    async def prepare(at: WeightServer) -> None:
+        if asked.is_set():
+            raise ProcessLostError("the trainer's process was ended")
+        asked.set()
+        raise ServerFailedError("the connection was reset")
+
+    async with over(server) as engine:
+        with pytest.raises(ProcessLostError, match="the trainer's process was ended"):
+            await engine.update_weights(ScriptedWeights(1, before=prepare))
+        await engine.update_weights(weights(1))
         assert_seamless(await engine.agenerate(ask()), 4)
 
 

@@ -2,10 +2,13 @@
 
 import asyncio
 import math
+import random
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
 
+from arl.engine.client.continuation import Attempt
 from arl.engine.client.line import Line
 from arl.engine.client.server_client import ServerClient
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
@@ -101,3 +104,37 @@ async def test_a_request_whose_server_fails_as_it_is_chosen_goes_to_another(pool
     pool.admit(other)
     pool.fence(failing, "it failed")
     assert await asyncio.wait_for(waiting, 1) is other
+
+
+async def test_what_the_pool_counts_is_what_a_look_at_all_servers_finds(pool: ServerPool):
+    rng, attempts, last = random.Random(0), list[tuple[Server, Attempt]](), pool.version
+    for step in range(6000):
+        server = rng.choice(pool.servers) if pool.servers else brought(pool)
+        match rng.choice(("join", "expect", "begin", "end", "promise", "move", "move", "move", "move", "drop")):
+            case "join" if len(pool.servers) < 8:
+                brought(pool, *(("admit",) if rng.random() < 0.7 else ()))
+            case "expect":
+                pool.expect(rng.sample(pool.servers, rng.randrange(len(pool.servers) + 1)))
+            case "begin":
+                attempts.append((server, pool.begin(server, "r", asyncio.timeout(None))))
+            case "end" if attempts:
+                pool.end(*attempts.pop(rng.randrange(len(attempts))))
+            case "promise":
+                pool.promise(server, 1 if server.num_coming == 0 else -1)
+            case "drop" if rng.random() < 0.2:
+                pool.drop(server)
+            case _:
+                call = rng.choice(("admit", "pause", "begin_load", "end_load", "resume", "fence", "leave", "stay"))
+                arguments = {"end_load": (step // 100,)}.get(call, ARGUMENTS.get(call, ()))
+                with suppress(RuntimeError):  # it is out of turn
+                    getattr(pool, call)(server, *arguments)
+        ready = [one for one in pool.servers if one.state is ServerState.SERVING]
+        assert (len(pool.ready), pool.ready.total) == (len(ready), sum(one.load for one in ready))
+        assert pool.ready.least() is min(ready, key=lambda one: one.load, default=None)
+        is_outage = pool.expectation.is_outage
+        out = [s for s in pool.expectation.servers if (s.state == "fenced" if is_outage else s.is_paused)]
+        soon = [one for one in out if not one.is_leaving]
+        assert (len(pool.expected), pool.expected.total) == (len(soon), sum(one.load for one in soon))
+        assert pool.num_in_service == len(pool.in_service)
+        last = min((one.version for one in pool.in_service), default=last)
+        assert pool.version == last

@@ -64,6 +64,14 @@ async def turns(engine: RemoteSGLangEngine, session: str, num_turns: int = 3) ->
     return [*responses, await engine.agenerate(ModelRequest(input_ids=branch, sampling=sampling, session_id=session))]
 
 
+@pytest.mark.parametrize("takes_frames", [True, False])
+async def test_a_response_says_what_of_its_prompt_was_cached(shared_url: str, takes_frames: bool) -> None:
+    async with engine_over(shared_url, takes_frames=takes_frames) as (engine, _):
+        first, second, _, branch = await turns(engine, "a")
+    assert (first.cached_tokens, second.cached_tokens) == (0, 300 + 12 - 1)
+    assert 310 - 12 <= branch.cached_tokens <= 310
+
+
 async def test_answers_are_the_same_to_the_bit_and_only_new_tokens_travel(
     shared_url: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +270,19 @@ async def test_a_client_that_was_closed_leaves_no_connection_behind(shared_url: 
         assert connection is not None
         assert not connection.is_open
     assert spawned == []
+
+
+async def test_a_connection_that_opens_while_its_engine_fails_is_closed(shared_url: str, client: Client) -> None:
+    tasks = asyncio.TaskGroup()
+    await tasks.__aenter__()
+    tasks._abort()  # pyright: ignore[reportAttributeAccessIssue] (as the failure of one of them does)
+    async with Connections() as connections:
+        there = ServerClient(connections, shared_url, spawn=tasks.create_task)
+        there.takes_frames = True
+        connection = await there._frame_client()
+        assert connection is not None
+        assert not connection.is_open
+    await tasks.__aexit__(None, None, None)
 
 
 async def test_a_request_that_gets_its_server_after_the_end_is_refused(shared_url: str, client: Client) -> None:

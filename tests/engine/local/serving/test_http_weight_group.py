@@ -39,6 +39,26 @@ async def greedy(client: Client) -> list[float]:
     return [round(logprob, 3) for logprob in logprobs_of(answer)]
 
 
+async def test_a_server_leaves_a_group_at_once_while_it_waits_in_it(
+    client: Client, tensors: dict[str, torch.Tensor]
+) -> None:
+    async with trainer_of(client) as trainer:
+        await succeeds(client, "/begin_weight_update")
+        receiving = trainer.announce(tensors, weight_version="v1")
+        await greedy(client)  # by then it waits
+        leaving = await client.post("/destroy_weights_update_group", {"group_name": trainer.name})
+        failed = await receiving
+        assert (failed.status, leaving.status) == (400, 400)
+        assert "the group was left meanwhile" in failed.message
+        assert "does not exist" in leaving.message  # the call that failed has left it
+        trainer.leave()
+    async with trainer_of(client) as trainer:
+        await succeeds(client, "/begin_weight_update")
+        await trainer.send(tensors, weight_version="v1")
+        await succeeds(client, "/destroy_weights_update_group", {"group_name": trainer.name})
+        trainer.leave()
+
+
 @pytest.mark.parametrize("behaviour", ["stalls", "leaves"])
 async def test_a_trainer_that_breaks_off_costs_an_error_and_nothing_is_applied(
     client: Client, tensors: dict[str, torch.Tensor], behaviour: str
