@@ -1,0 +1,1 @@
+"""Runs on several machines: what runs where, and whether it can work there."""

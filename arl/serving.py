@@ -1,0 +1,126 @@
+"""The inference side of a run: the servers of a configuration, and the engine that speaks to them.
+
+`serve` is an engine alone, for episodes without training. `launch` opens the same parts beside a trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from arl.api.config import Config
+from arl.api.engine import InferenceEngine
+from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig
+from arl.api.errors import ConfigError
+from arl.api.events import NOWHERE, Events
+from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
+from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
+from arl.engine.client.roster import RosterFiles
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.model_files import local_directory, served_model
+from arl.offload import offload
+from arl.training.run_dir import make_run_dir
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedServers:
+    """The servers that a run begins with, and how others join."""
+
+    addresses: Sequence[str]
+    api_key: str | None = None
+    processes: ServerProcesses | None = None
+    files: RosterFiles | None = None
+    mirrors: dict[str, str] = field(default_factory=dict[str, str])
+    """Server -> its mirror. Servers that join with a mirror are added to it."""
+
+
+@asynccontextmanager
+async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
+    """The inference engine alone, at version 0, without a trainer.
+
+    Starts servers of config.model, with their logs in run_dir/logs/serve; or connects to the servers of
+    engine.addresses, with whatever weights they hold. Reads only model, engine and run_dir of `config`, and does not
+    disturb a run that trains in the same run_dir. Leaving the block stops the servers that it started. Raises
+    ConfigError, ModelError, ServerError.
+    """
+    await offload(make_run_dir, config.run_dir)
+    async with AsyncExitStack() as stack:
+        opened = await open_servers(config, stack, config.run_dir / "logs" / "serve")
+        if opened.files is not None:
+            opened = replace(opened, files=replace(opened.files, run_dir=None))
+        yield await stack.enter_async_context(await connect(config, opened))
+
+
+async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> OpenedServers:
+    """Find the servers, or start them; their logs go to `logs`. Raises ConfigError, ModelError, ServerError."""
+    if isinstance(config.engine, SGLangEngineConfig):
+        return await _running_servers(config, config.engine)
+    directory, api_key = await offload(local_directory, config.model), None
+    if isinstance(config.engine, LocalEngineConfig):
+        api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback interface
+        servers = local_servers(directory, config.engine, logs, api_key)
+    else:
+        arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail
+        servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
+    processes = await stack.enter_async_context(servers)
+    files = RosterFiles(run_dir=config.run_dir)
+    return OpenedServers(addresses=processes.addresses, api_key=api_key, processes=processes, files=files)
+
+
+async def _running_servers(config: Config, engine: SGLangEngineConfig) -> OpenedServers:
+    """The servers file decides, if there is one; else engine.addresses."""
+    path = engine.servers_file or config.run_dir / SERVERS
+    named = await offload(read_servers, path)
+    if not named and not engine.addresses:
+        raise ConfigError(f"engine.servers_file is {path}, which names no server, and engine.addresses is empty")
+    _say_who_is_left_out(engine, path, named)
+    mirrors = dict[str, str]()
+    if isinstance(config.weights, DeltaWeightsConfig):
+        mirrors = {server.rstrip("/"): mirror for server, mirror in config.weights.mirrors.items()}
+    elif of := [one for one in named.values() if one.mirror]:
+        raise ConfigError(f"{path} names a mirror of {of[0].address}, but only weights.transport=delta has mirrors")
+    mirrors.update({one.address: one.mirror for one in named.values() if one.mirror})
+    return OpenedServers(
+        addresses=list(named) or engine.addresses,
+        api_key=engine.key,
+        mirrors=mirrors,
+        files=RosterFiles(
+            run_dir=config.run_dir,
+            named=path,
+            is_users=engine.servers_file is not None,
+            needs_all=not named,
+            mirrors=mirrors if isinstance(config.weights, DeltaWeightsConfig) else None,
+        ),
+    )
+
+
+def _say_who_is_left_out(engine: SGLangEngineConfig, path: Path, named: Mapping[str, NamedServer]) -> None:
+    left_out = [address for address in engine.addresses if address.rstrip("/") not in named]
+    if named and left_out:
+        log.warning(
+            "%s says which servers this run has, and engine.addresses is not looked at: %s stays out. Add it with "
+            "`arl servers add`, or delete the file",
+            path,
+            ", ".join(left_out),
+        )
+
+
+async def connect(config: Config, opened: OpenedServers, events: Events = NOWHERE) -> RemoteSGLangEngine:
+    model = await offload(served_model, config.model)
+    if opened.processes is not None:
+        opened.processes.report_to(events)
+    return RemoteSGLangEngine(
+        opened.addresses,
+        config.engine,
+        api_key=opened.api_key,
+        model=model,
+        processes=opened.processes,
+        events=events,
+        files=opened.files,
+    )
