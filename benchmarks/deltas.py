@@ -69,7 +69,7 @@ def measured(base: Replica, directory: Path, pool: Executor) -> tuple[Replica, M
     new, survey_s = timed(lambda: survey(directory, pool))
     pieces, encode_s = timed(lambda: delta_package(base, new, 1, pool, max_bytes=1 << 60) or [])
     part = new.part("model.safetensors", base)
-    blocks = list(zip(spans(part.block_sizes), pieces[1:], strict=part.how == "patched"))
+    blocks = list(zip(spans(part.num_bytes), pieces[1:], strict=part.how == "patched"))
     patched, patch_s = timed(lambda: [patched_block(base.directory, *span, part, piece) for span, piece in blocks])
     if patched and delta.file_digest([digest for _, digest in patched]) != new.files[part.name][1]:
         raise RuntimeError("what was patched is not what was exported")

@@ -1,102 +1,73 @@
 """DeltaTransport sends the changes of weights to mirrors, which patch a copy of the model beside their servers.
 
-snapshot --written--> directory --compared with the one before--> delta --PUT--> mirror --path--> server loads
+snapshot --written--> directory --compared with the one before--> delta --waves.py--> mirror --path--> server loads
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from arl.api.engine import Snapshot, WeightServer, WeightSource
+from arl.api.engine import InferenceEngine, Snapshot, UpdateStats, WeightServer, WeightSource, WeightUpdate
 from arl.api.engine_config import DeltaWeightsConfig
-from arl.api.errors import ServerError, ServerFailedError, TransportError
+from arl.api.errors import TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights, shared
-from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package
-from arl.offload import offload
-from arl.web.client import JsonClient
-from arl.web.connections import Body
+from arl.engine.weights.mirror_client import MirrorClient
+from arl.engine.weights.package import Replica, delta_package, survey
+from arl.engine.weights.waves import MirrorTrees, Package, Waves
 
-_CONNECT_TIMEOUT_S = 10.0
-_WRONG_BASE = 409
 _MAX_SHARE = 0.5
 """A delta that is larger than this share of the model is not sent."""
 _MAX_THREADS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The version on a mirror; both fields are None while it is empty."""
-
-    checksum: str | None
-    directory: Path | None
-    """On the mirror's machine."""
-
-
-class MirrorClient(JsonClient):
-    """Calls to a mirror, without timeouts. They raise ServerFailedError if it may answer later, else ServerError."""
-
-    key_hint = "set weights.api_key to the key that it was started with"
-    path_hint = "is it a mirror of this version of arl?"
-
-    def __init__(self, address: str, api_key: str | None) -> None:
-        super().__init__(address, api_key=api_key, timeout_s=None, connect_timeout_s=_CONNECT_TIMEOUT_S)
-        self.busy = asyncio.Lock()
-        """To be held while changing what the mirror holds."""
-
-    async def held(self) -> Held:
-        return await self._call("GET", b"", {})
-
-    async def put(self, num_bytes: int, pieces: Iterable[bytes]) -> Held:
-        """Send a package of so many bytes; returns when the new version is complete. Raises WrongBaseError."""
-        return await self._call("PUT", _sent(iter(pieces)), {"Content-Length": str(num_bytes)})
-
-    async def _call(self, method: str, data: Body, headers: dict[str, str]) -> Held:
-        try:
-            reply = await self.send(method, "/version", data, headers)
-        finally:
-            await self.aclose()  # the next call comes a version later
-        if reply.status == _WRONG_BASE:
-            raise WrongBaseError(reply.reason)
-        if reply.status != 200:
-            raise self.error_of(reply)
-        try:
-            body = reply.json()
-            directory = body["directory"]
-            return Held(checksum=body["checksum"], directory=Path(directory) if directory else None)
-        except (KeyError, TypeError) as error:
-            raise ServerError(f"{reply.url} is not a mirror: it answered {reply.body[:200]!r}") from error
-
-
-async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Read pieces from files while they are sent, on another thread."""
-    while piece := await offload(next, pieces, b""):
-        yield piece
 
 
 class DeltaTransport(DiskTransport):
     """Writes each snapshot to a directory of this machine, as DiskTransport does, and brings mirrors to it.
 
     A mirror that holds the version before gets the delta, unless that exceeds half of the model; any other mirror gets
-    the whole model. A server is told to load a directory only after its mirror has checked every byte. A server without
-    a mirror loads this machine's directory.
+    the whole model. This machine sends to a few mirrors, and these to others while they receive. A server is told to
+    load a directory only after its mirror has checked every byte. A server without a mirror loads this machine's
+    directory.
     """
 
-    def __init__(self, config: DeltaWeightsConfig, run_dir: Path, engine: WeightSource | None = None) -> None:
-        super().__init__(config, run_dir, engine)
-        clients = {address: MirrorClient(address, config.key) for address in set(config.mirrors.values())}
-        self.mirrors = {server.rstrip("/"): clients[address] for server, address in config.mirrors.items()}
+    def __init__(
+        self,
+        config: DeltaWeightsConfig,
+        run_dir: Path,
+        engine: WeightSource | None = None,
+        servers: Iterable[str] = (),
+        mirrors: Mapping[str, str] | None = None,
+    ) -> None:
+        """mirrors: server -> its mirror, looked up at each update; None: config.mirrors. Else as DiskTransport."""
+        of_config = {server.rstrip("/"): address for server, address in config.mirrors.items()}
+        self._mirrors = of_config if mirrors is None else mirrors
+        super().__init__(config, run_dir, engine, [url for url in servers if url.rstrip("/") not in self._mirrors])
+        self._clients: dict[str, MirrorClient] = {}
+        self._key = config.key
+        self.trees = MirrorTrees(fanout=config.fanout, has_key=config.key is not None)
         threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, "arl-deltas")
         self._last: Replica | None = None
 
+    def mirror_of(self, server: str) -> MirrorClient | None:
+        """Servers with the same mirror share its client."""
+        if (address := self._mirrors.get(server)) is None:
+            return None
+        address = address.rstrip("/")
+        return self._clients.setdefault(address, MirrorClient(address, self._key))
+
     def snapshot(self, engine: WeightSource) -> DeltaWeights:
         return self._kept(DeltaWeights(self, engine.snapshot()))
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        try:
+            return await super().deliver(update, engine)
+        finally:
+            if isinstance(update, DeltaWeights):
+                update.stop_unless_awaited()
 
     def close(self) -> None:
         """Remove what is on this machine; mirrors keep what they hold. Idempotent."""
@@ -118,6 +89,14 @@ class DeltaTransport(DiskTransport):
             pieces = None  # an update that nobody prepared for came between: the last directory is gone
         return Compared(new=new, base=last.checksum, delta=pieces)
 
+    def waves(self, compared: Compared, version: int) -> Waves:
+        """For one update."""
+        self.trees.begin_update()
+        delta = None
+        if (pieces := compared.delta) is not None:
+            delta = Package(num_bytes=sum(map(len, pieces)), pieces=lambda: pieces, is_delta=True)
+        return Waves(self.trees, compared.new, version, delta, compared.base)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
@@ -131,57 +110,52 @@ class Compared:
 
 
 class DeltaWeights(WrittenWeights):
-    """A WeightUpdate that is written and compared when the first server prepares for it, once for all of them."""
+    """A SharedUpdate that is written and compared when the first server prepares for it, once for all of them."""
 
     def __init__(self, transport: DeltaTransport, snapshot: Snapshot) -> None:
         super().__init__(transport, snapshot)
         self._deltas = transport
         self._comparing: Future[Compared] | None = None
+        self._waves: Waves | None = None
+        self._expected: list[str] = []
         self._mirrored: dict[MirrorClient, Path] = {}
-        self._num_sent = 0
         self._is_loaded_here = False
 
     @property
     def num_bytes(self) -> int:
-        """The bytes sent to mirrors, plus the directory's if servers of this machine load it."""
-        return self._num_sent + (super().num_bytes if self._is_loaded_here else 0)
+        """The bytes that this machine sent to mirrors, plus the directory's if servers of this machine load it."""
+        num_sent = self._waves.num_sent if self._waves else 0
+        return num_sent + (super().num_bytes if self._is_loaded_here else 0)
+
+    def expect(self, turns: Sequence[Sequence[WeightServer]]) -> None:
+        """Their mirrors get the update together when the first of them is prepared."""
+        self._expected = [server.address for turn in turns for server in turn]
+
+    def stop_unless_awaited(self) -> None:
+        """End what is sent to mirrors for which nobody waits."""
+        if self._waves is not None:
+            self._waves.stop_unless_awaited()
 
     async def prepare(self, server: WeightServer) -> None:
         """Bring the server's mirror to this version. Raises TransportError; ServerError if the mirror is at fault."""
-        await super().prepare(server)
-        if (mirror := self._deltas.mirrors.get(server.address)) is None:
+        if (mirror := self._deltas.mirror_of(server.address)) is None:
+            await super().prepare(server)
             self._is_loaded_here = True
             return
+        await self.on_disk()
         if self._comparing is None:
             self._comparing = self._deltas.submit(self._deltas.compare, self.directory, self.version)
         compared = await shared(self._comparing)
-        async with mirror.busy:  # servers that share a mirror share what is sent
-            self._mirrored[mirror] = await self._bring(mirror, compared)
+        if self._waves is None:
+            self._waves = self._deltas.waves(compared, self.version)
+        expected, self._expected = self._expected, []
+        others = [other for server in expected if (other := self._deltas.mirror_of(server)) is not None]
+        self._mirrored[mirror] = await self._waves.bring(mirror, others)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        if (mirror := self._deltas.mirrors.get(server.address)) is None:
+        if (mirror := self._deltas.mirror_of(server.address)) is None:
             await super().load(server, flush_cache=flush_cache)
         elif mirror in self._mirrored:
             await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
         else:
             raise TransportError(f"version {self.version} is not in {mirror.url}; call prepare before load")
-
-    async def _bring(self, mirror: MirrorClient, compared: Compared) -> Path:
-        """Send what the mirror lacks; returns the directory on its machine."""
-        new, held = compared.new, await mirror.held()
-        if compared.delta is not None and held.checksum == compared.base:
-            with suppress(WrongBaseError):  # it lost what it held meanwhile
-                held = await self._put(mirror, sum(map(len, compared.delta)), compared.delta)
-        if held.directory is None or held.checksum != new.checksum:
-            try:
-                held = await self._put(mirror, *whole_package(new, self.version))
-            except WrongBaseError as error:  # a package without a base came out wrong: files or bytes were damaged
-                raise ServerFailedError(str(error)) from error
-        if held.directory is None or held.checksum != new.checksum:
-            raise ServerError(f"the mirror at {mirror.url} took an update but holds another; is it shared?")
-        return held.directory
-
-    async def _put(self, mirror: MirrorClient, num_bytes: int, pieces: Iterable[bytes]) -> Held:
-        held = await mirror.put(num_bytes, pieces)
-        self._num_sent += num_bytes
-        return held

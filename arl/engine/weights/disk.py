@@ -1,4 +1,4 @@
-"""DiskTransport: servers load weights from directories, which are in memory unless that is full.
+"""DiskTransport: servers load weights from directories, in memory if that reaches all of them.
 
 snapshot --written--> model directory --update_weights_from_disk--> paused server
          --written--> adapter directory --load_lora_adapter NAME-vT--> server, beside what it generates
@@ -8,32 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
-import logging
-import os
-import re
 import shutil
 import socket
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, UpdateStats, WeightServer, WeightSource, WeightUpdate
 from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
-from arl.api.errors import ServerError, ServerFailedError, TransportError
+from arl.api.errors import ServerError, ServerFailedError, TransportError, UnseenDirectoryError
 from arl.api.types import new_id
-
-_RAM = Path("/dev/shm")
-_LOCK = ".lock"
+from arl.engine.weights.snapshot_places import SnapshotPlaces
+from arl.offload import offload
+from arl.web.addresses import is_here
 
 UpdateT = TypeVar("UpdateT", bound="WrittenWeights")
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
-
-logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -45,33 +39,24 @@ class AdapterEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class RemoteEngine(Protocol):
-    """A train engine whose snapshots another process writes, perhaps on another machine."""
-
-    def unseen(self, directory: Path) -> str | None:
-        """A sentence if that process does not see this process's directory; None if it does."""
-        ...
-
-
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
-    Snapshots go to config.directory if it is set. Else they go to /dev/shm, which is memory, as long as it has room and
-    the process that writes them shares it; else to run_dir/weights. Each process has one directory there and locks it
-    while it lives. The next process removes the directories of processes that were killed. A snapshot appears whole or
-    not at all. It stays until arl has delivered a newer one, or has tried to: a server that recovers loads it.
+    snapshot_places.py says where. A snapshot appears whole or not at all. It stays until arl has delivered a newer one,
+    or has tried to: a server that recovers loads it.
 
     With AdapterWeightsConfig the snapshots are adapters. Each version of each run has a unique name, so nothing can
     mistake one adapter for another. Version 0 is an adapter too (B is 0).
     """
 
-    def __init__(self, config: WeightFilesConfig, run_dir: Path, engine: WeightSource | None = None) -> None:
-        """engine: takes the snapshots. Raises TransportError if it shares none of these places with this process."""
-        directory = config.directory
-        self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
-        choices = (directory, None if directory else _ram_directory(), self._fallback)
-        self._homes = [_home(engine, [Path(choice).absolute() for choice in choices if choice is not None])]
+    def __init__(
+        self, config: WeightFilesConfig, run_dir: Path, engine: WeightSource | None = None, servers: Iterable[str] = ()
+    ) -> None:
+        """engine: takes the snapshots. servers: base URLs of those that will load them, as far as they are known.
+
+        Raises TransportError if the engine shares no place for snapshots with this process.
+        """
+        self.places = SnapshotPlaces(config.directory, run_dir, engine, servers)
         self._adapters = f"arl-{new_id()[:12]}" if isinstance(config, AdapterWeightsConfig) else None
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
@@ -80,7 +65,7 @@ class DiskTransport:
     @property
     def directory(self) -> Path:
         """The parent of new snapshots."""
-        return self._homes[-1].path
+        return self.places.home
 
     def snapshot(self, engine: WeightSource) -> WrittenWeights:
         """Copy the weights aside; nothing is written yet. Raises TransportError if the engine has no adapters."""
@@ -122,8 +107,7 @@ class DiskTransport:
         for update in self._updates:
             update.discard()
         self._updates.clear()
-        for home in self._homes:
-            home.remove()
+        self.places.remove()
 
     def submit(self, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
         """Run `work` on the thread that writes snapshots. Raises TransportError after `close`."""
@@ -131,30 +115,42 @@ class DiskTransport:
 
     def write(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
         """Write a snapshot on the calling thread. Raises TransportError if there is no room."""
-        if self._in_ram and _room(_RAM) < self._num_bytes:
-            self._leave_ram()
+        if not self.places.has_room(self._num_bytes):
+            self.places.leave_memory(f"no room in {self.directory.parent}")
+        reason = f"no room in {self.directory.parent}"
         try:
-            return self._write_here(snapshot, adapter)
+            written = self._write_here(snapshot, adapter)
+            if written.directory.is_dir() or not self.places.is_memory(self.directory):
+                return written
+            reason = f"the weights of version {snapshot.version} were written in another machine's memory"
+        except UnseenDirectoryError as error:
+            if not self.places.is_memory(self.directory):
+                raise
+            reason = str(error)  # ranks that were replaced are on another machine
         except Exception as error:  # each writer has its own error for a full disk
             if not _is_full(error):
                 raise
-            if not self._in_ram:
+            if not self.places.is_memory(self.directory):
                 raise TransportError(
                     f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
                     "free some, or set weights.directory to a place that every server sees"
                 ) from error
-        self._leave_ram()
+        self.places.leave_memory(reason)
         return self.write(snapshot, adapter)
 
-    @property
-    def _in_ram(self) -> bool:
-        return self._fallback is not None and self.directory.parent == _RAM
-
-    def _leave_ram(self) -> None:
-        """Write later snapshots to the run directory. Those in memory stay until close: servers may need them."""
-        logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
-        if self._fallback is not None:
-            self._homes.append(_home_in(self._fallback))
+    def copy_from_memory(self, written: DiskWeights) -> DiskWeights:
+        """A copy in the run directory, on the calling thread. Raises TransportError if it cannot be made."""
+        if self.places.is_memory(self.directory):
+            self.places.leave_memory("a server is on another machine")
+        target = self.directory / written.directory.name
+        try:
+            shutil.copytree(written.directory, target)
+        except OSError as error:  # a full disk is shutil.Error, which is one
+            shutil.rmtree(target, ignore_errors=True)
+            raise TransportError(
+                f"cannot copy the weights of version {written.version} to {target}: {error}"
+            ) from error
+        return replace(written, directory=target)
 
     def _write_here(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
         target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
@@ -199,14 +195,16 @@ class WrittenWeights:
         self.adapter = adapter
         self._transport = transport
         self._snapshot = snapshot
-        self._writing: Future[DiskWeights] | None = None
+        self._writing: Future[None] | None = None
+        self._written: list[DiskWeights] = []
+        """Copies of the same weights: servers load the last."""
 
     @property
     def written(self) -> DiskWeights:
         """Raises TransportError unless it has been written."""
-        if (written := self._result()) is None:
+        if not self._written:
             raise TransportError(f"version {self.version} was not written; call prepare before load")
-        return written
+        return self._written[-1]
 
     @property
     def directory(self) -> Path:
@@ -214,141 +212,59 @@ class WrittenWeights:
 
     @property
     def num_bytes(self) -> int:
-        written = self._result()
-        return written.num_bytes if written else 0
+        return self._written[-1].num_bytes if self._written else 0
 
     async def prepare(self, server: WeightServer) -> None:
-        """Wait until it is written. A server loads an adapter here already. Raises ServerError, TransportError."""
+        """Wait until it is written where the server sees it, as far as that can be known; load an adapter.
+
+        Raises ServerError, TransportError.
+        """
         written = await self.on_disk()
+        if self._transport.places.is_memory(written.directory.parent) and not await offload(is_here, server.address):
+            written = await shared(self._transport.submit(self._copied_from_memory))
         try:
             await written.prepare(server)
         except ServerError as error:
-            _explain(error, server, written.directory)
+            self._explain(error, server)
 
     async def on_disk(self) -> DiskWeights:
         """Wait until it is written. The first call begins to write. Raises TransportError."""
         if self._writing is None:
             self._writing = self._transport.submit(self._write_and_release)
-        return await shared(self._writing)
+        await shared(self._writing)
+        return self.written
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         try:
             await self.written.load(server, flush_cache=flush_cache)
         except ServerError as error:
-            _explain(error, server, self.directory)
+            self._explain(error, server)
 
     def discard(self) -> None:
         self._snapshot.release()
-        if (written := self._result()) is not None:
+        for written in self._written:
             shutil.rmtree(written.directory, ignore_errors=True)
 
-    def _write_and_release(self) -> DiskWeights:
+    def _write_and_release(self) -> None:
         try:
-            return self._transport.write(self._snapshot, self.adapter)
+            self._written.append(self._transport.write(self._snapshot, self.adapter))
         finally:
             self._snapshot.release()
 
-    def _result(self) -> DiskWeights | None:
-        writing = self._writing
-        if writing is None or not writing.done() or writing.cancelled() or writing.exception():
-            return None
-        return writing.result()
+    def _copied_from_memory(self) -> DiskWeights:
+        """For the thread that writes: the first server that needs the copy has it made."""
+        if self._transport.places.is_memory(self.directory.parent):
+            self._written.append(self._transport.copy_from_memory(self.written))
+        return self.written
 
-
-def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoReturn:
-    """Raise the error again. If the server refused, add which directory it must see: only it can check that."""
-    if isinstance(error, ServerFailedError):
-        raise error
-    raise ServerError(
-        f"{error}. If {server.address} does not see {directory.parent} of this machine ({socket.gethostname()}), set "
-        "weights.directory to a place that both see, or weights.transport=distributed"
-    ) from error
-
-
-def _home(engine: WeightSource | None, choices: list[Path]) -> OwnDirectory:
-    """A directory in the first place that the engine and this process share. Raises TransportError without one."""
-    sentence: str | None = None
-    for place in choices:
-        home = _home_in(place)
-        sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
-        if sentence is None:
-            return home
-        home.remove()
-    raise TransportError(f"{sentence}; set weights.directory to a place that this machine, that one and servers see")
-
-
-def _home_in(base: Path) -> OwnDirectory:
-    try:
-        home = OwnDirectory(base, f"arl-weights-{socket.gethostname()}-", f"{os.getpid()}-")
-        home.path.chmod(0o755)  # servers may run as someone else
-    except OSError as error:
-        raise TransportError(f"cannot write weights to {base}: {error}; set a writable weights.directory") from error
-    return home
-
-
-class OwnDirectory:
-    """This process's directory below `base`, with a lock that ends with the process.
-
-    Making one removes the directories of processes that died. Raises OSError.
-    """
-
-    def __init__(self, base: Path, prefix: str, label: str = "") -> None:
-        """prefix: begins the names of this host's directories of this kind. label: follows it here, such as 123-."""
-        base.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(base, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix + label, dir=base))
-        # Lock the file before it gets its name, so that nobody sees it unlocked.
-        unnamed = self.path / f"{_LOCK}.new"
-        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
-        with suppress(OSError):  # some shared file systems have no locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            unnamed.rename(self.path / _LOCK)
-        _OWN.add(self)
-
-    def remove(self) -> None:
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.forget()
-
-    def forget(self) -> None:
-        """Close the lock file. A forked process does so at once, or it would keep the lock of a dead parent."""
-        os.close(self._lock)
-        self._lock = -1
-        _OWN.discard(self)
-
-
-_OWN: set[OwnDirectory] = set()
-os.register_at_fork(after_in_child=lambda: [directory.forget() for directory in list(_OWN)])
-
-
-def _remove_leftovers(base: Path, prefix: str) -> None:
-    """Remove directories of this host whose processes no longer hold the lock."""
-    for path in base.glob(f"{prefix}*"):
-        if not re.fullmatch(r"(\d+-)?\w+", path.name.removeprefix(prefix)):
-            continue  # it belongs to a host whose name begins with this host's; its locks may be invisible here
-        try:
-            lock = os.open(path / _LOCK, os.O_RDWR)
-        except OSError:
-            continue  # it is another user's, or is being made
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue  # its process is alive
-        finally:
-            os.close(lock)
-
-
-def _ram_directory() -> Path | None:
-    return _RAM if os.access(_RAM, os.W_OK) and _RAM.is_dir() else None
-
-
-def _room(directory: Path) -> int:
-    """Bytes that fit into a directory in memory: its free space or the available memory, whichever is smaller."""
-    free = shutil.disk_usage(directory).free
-    meminfo = Path("/proc/meminfo").read_text().splitlines()
-    available_kib = next((int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable")), free // 1024)
-    return min(free, available_kib * 1024)
+    def _explain(self, error: ServerError, server: WeightServer) -> NoReturn:
+        """Raise the error again. If the server refused, add which directory it must see: only it can check that."""
+        if isinstance(error, ServerFailedError):
+            raise error
+        home = self.directory.parent
+        what = f"If {server.address} does not see {home} of this machine ({socket.gethostname()}), "
+        what += self._transport.places.remedy(home)
+        raise ServerError(f"{error}. {what}") from error
 
 
 def _is_full(error: Exception) -> bool:

@@ -18,6 +18,9 @@ The trainer sends what changed from version to version over HTTP (package.py). A
 | PUT /version, a package as the body | the same, when the new directory is complete; the one before it stays |
 | | 409 if it does not hold the package's base, or the result is not what the package said; 400 if it is no package |
 | | 507 if there is no room |
+| PUT /version, a route and a package | 200 when this mirror and all below it are done: the same, and "below": the |
+| | same of each of those by address, or null if nobody sent it anything. A failure adds "status" and "reason" |
+| | 403 if this mirror has no key: then nobody knows who named the addresses |
 """
 
 from __future__ import annotations
@@ -33,32 +36,28 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import StreamReader, web
+from aiohttp import web
 
 from arl.api.engine_config import MIRROR_KEY
 from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
+from arl.engine.weights.relay import NOTHING_HELD, PackageBody, Read, pass_on_and_receive
 from arl.web.bodies import RequestError
 from arl.web.process import add_key_option, answer_until, check_address, key_of, run_server
 from arl.web.server import bind, boundary, json_response, require_key
 from arl.web.watch import Watch
 
-_STALL_S = 60.0
-"""The longest silence of a sender; then its update is given up, so that another can begin."""
 _NAME = re.compile(r"version-(\d+)-([0-9a-f]{64})")
 _ASIDE = ".writing-"
 _LOCK = ".lock"
 _RAM = Path("/dev/shm")
-
-Read = Callable[[int], Awaitable[bytes]]
-"""Exactly so many bytes of a package."""
 
 
 class MirrorStore:
@@ -99,13 +98,12 @@ class MirrorStore:
     def newest(self) -> Replica | None:
         return self._held[-1] if self._held else None
 
-    async def receive(self, body: StreamReader) -> Replica:
+    async def receive(self, read: Read) -> Replica:
         """Make the version in this package the newest.
 
         Raises WrongBaseError, DeltaError, asyncio.IncompleteReadError and OSError; the held versions stay then.
         """
         async with self._receiving:
-            read = partial(_read_patiently, body)
             length = delta.header_bytes(await read(delta.PREAMBLE.size))
             header = PackageHeader.parse(await read(length))
             base = next((held for held in self._held if held.checksum == header.base), None)
@@ -162,14 +160,6 @@ class MirrorStore:
                 digests += [digest for _, digest in done]
                 await asyncio.to_thread(file.writelines, [block for block, _ in done])
         return part.num_bytes, delta.file_digest(digests)
-
-
-async def _read_patiently(body: StreamReader, num_bytes: int) -> bytes:
-    try:
-        async with asyncio.timeout(_STALL_S):
-            return await body.readexactly(num_bytes)
-    except TimeoutError:
-        raise DeltaError(f"nothing came for {_STALL_S:g} s") from None
 
 
 def _publish(aside: Path, directory: Path) -> None:
@@ -243,9 +233,9 @@ def build_app(store: MirrorStore, api_key: str | None) -> web.Application:
     async def get_version(request: web.Request) -> web.Response:
         return json_response(_held(store))
 
-    async def put_version(request: web.Request) -> web.Response:
+    async def receive(read: Read) -> dict[str, Any]:
         try:
-            await store.receive(request.content)
+            await store.receive(read)
         except WrongBaseError as error:
             raise RequestError(str(error), 409) from error
         except (DeltaError, asyncio.IncompleteReadError) as error:
@@ -254,7 +244,18 @@ def build_app(store: MirrorStore, api_key: str | None) -> web.Application:
             if error.errno != errno.ENOSPC:
                 raise
             raise RequestError(f"there is no room in {store.home}: {error}", 507) from error
-        return json_response(_held(store))
+        return _held(store)
+
+    async def put_version(request: web.Request) -> web.Response:
+        body = PackageBody(request.content, request.content_length or 0)
+        try:
+            if not (below := await body.route()):
+                return json_response(await receive(body.read_exactly))
+            if api_key is None:
+                raise RequestError("this mirror has no key, so it passes nothing on", 403)
+            return json_response(await pass_on_and_receive(body, below, receive, api_key))
+        except (DeltaError, asyncio.IncompleteReadError) as error:
+            raise RequestError(f"not a package that can be applied: {error}") from error
 
     key = [require_key(api_key)] if api_key else []
     app = web.Application(middlewares=[boundary(lambda error: {"error": {"message": error.message}}), *key])
@@ -267,7 +268,7 @@ def build_app(store: MirrorStore, api_key: str | None) -> web.Application:
 def _held(store: MirrorStore) -> dict[str, Any]:
     newest = store.newest
     if newest is None:
-        return {"version": None, "checksum": None, "directory": None}
+        return NOTHING_HELD
     version = int(newest.directory.name.split("-")[1])
     return {"version": version, "checksum": newest.checksum, "directory": str(newest.directory)}
 

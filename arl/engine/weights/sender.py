@@ -1,4 +1,4 @@
-"""How a trainer sends weights over process groups, one for each server, and how it lays out the tensors."""
+"""How a trainer sends weights over process groups that it shares with servers, and how it lays out the tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from yarl import URL
 from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import ServerFailedError, TransportError
 from arl.api.types import new_id
-from arl.engine.local.received_weights import first_line, form_group
+from arl.engine.local.received_weights import first_line, form_group, run_into
 from arl.engine.weights.tensor_ranges import byte_size
 
 _JOIN_TIMEOUT_S = 60.0
@@ -32,10 +31,6 @@ _NEVER = timedelta(days=1)
 """NCCL's own timeout would end the process, so sends over NCCL are timed here."""
 
 _POLL_S = 0.002
-
-ResultT = TypeVar("ResultT")
-ArgsT = TypeVarTuple("ArgsT")
-
 
 # Tensors are sent end to end, as bytes, in ranges of one dtype.
 
@@ -62,7 +57,7 @@ def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One server's group: first a store that waits for the server's ranks, then also the group that they form."""
+    """One group: first a store that waits for the servers' ranks, then also the group that they form."""
 
     store: TCPStore
     num_keys: int
@@ -74,7 +69,7 @@ class _Link:
 
 
 class WeightSender:
-    """Broadcasts to servers as rank 0, from any thread. Each server has its own group, so none delays another."""
+    """Broadcasts to servers as rank 0, from any thread. No group delays another."""
 
     def __init__(self, device: torch.device) -> None:
         """device: computes the weights; NCCL sends from it."""
@@ -83,7 +78,7 @@ class WeightSender:
         self._links: dict[str, _Link] = {}
 
     def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        """Listen for num_ranks ranks of the server with this base URL; see SendableSnapshot.open_group."""
+        """Listen for num_ranks ranks, where the server with this base URL sees it; see SendableSnapshot.open_group."""
         if not dist.is_backend_available(backend):
             raise TransportError(f"this torch was built without {backend}, which weights.transport=distributed needs")
         name = f"arl-{new_id()}"
@@ -93,7 +88,7 @@ class WeightSender:
         return WeightGroup(name=name, address=address, port=store.port, world_size=1 + num_ranks, backend=backend)
 
     def join(self, group: WeightGroup) -> None:
-        """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time."""
+        """Wait until the servers' ranks have joined. Raises ServerFailedError if they do not in time."""
         link = self._link(group.name)
         if not link.is_nccl:  # NCCL's ranks meet at the first broadcast
             _await_arrival(link, group)
@@ -144,7 +139,7 @@ class WeightSender:
         end that. So each broadcast runs on a separate thread, which is abandoned in that case.
         """
         begun: Future[torch.Event] = Future()
-        threading.Thread(target=_run, args=(begun, self._broadcast_from_gpu, group, data), daemon=True).start()
+        threading.Thread(target=run_into, args=(begun, self._broadcast_from_gpu, group, data), daemon=True).start()
         deadline = time.monotonic() + _SEND_TIMEOUT_S
         while not (begun.done() and begun.result().query()):
             if link.left.wait(_POLL_S) or time.monotonic() > deadline:
@@ -162,17 +157,10 @@ class WeightSender:
             return torch.cuda.current_stream().record_event()
 
 
-def _run(future: Future[ResultT], call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> None:
-    try:
-        future.set_result(call(*args))
-    except BaseException as error:  # noqa: BLE001 (result() raises it where it is awaited)
-        future.set_exception(error)
-
-
 def _await_arrival(link: _Link, group: WeightGroup) -> None:
-    """Wait until a rank of the server has written to the store. Gloo's own wait could not be ended."""
+    """Wait until each rank of the servers has written to the store. Gloo's own wait could not be ended."""
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while link.store.num_keys() == link.num_keys:
+    while link.store.num_keys() < link.num_keys + group.world_size - 1:
         if link.left.wait(_POLL_S):
             raise ServerFailedError(f"the group {group.name} was left before the server had joined it")
         if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
+from arl.api.engine import SharedUpdate, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.engine.weights.sender import views
@@ -59,13 +59,14 @@ class Receiver:
         self._note("join")
 
         def join(rank: int) -> dist.ProcessGroupGloo:
-            store = dist.TCPStore(group.address, group.port, group.world_size, False, timeout=TIMEOUT)
+            store: dist.Store = dist.TCPStore(group.address, group.port, group.world_size, False, timeout=TIMEOUT)
             # As torch's own groups meet; but that keeps one of a name in a process, and the trainer is here too.
             for prefix in (group.name, f"{group.name}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
             return dist.ProcessGroupGloo(store, rank, group.world_size, TIMEOUT)
 
-        ranks = [asyncio.to_thread(join, rank) for rank in range(1, group.world_size)]
+        first = group.rank_offset
+        ranks = [asyncio.to_thread(join, rank) for rank in range(first, first + self.num_ranks)]
         self.groups[group.name] = await asyncio.gather(*ranks)
 
     async def leave_group(self, name: str) -> None:
@@ -120,6 +121,28 @@ class Servers(ScriptedEngine):
         if self.failures and len(self.failures) == len(self.servers):
             raise self.failures.popitem()[1]
         return await super().update_weights(update)
+
+
+class ServersAtOnce(Servers):
+    """Updates its servers at once, as an engine does. `absent` ones are prepared, and never loaded."""
+
+    absent: frozenset[str] = frozenset()
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        self.failures.clear()
+        if isinstance(update, SharedUpdate):
+            update.expect([self.servers])
+
+        async def load(server: Any) -> None:
+            try:
+                await update.prepare(server)
+                if server.address not in self.absent:
+                    await update.load(server, flush_cache=True)
+            except ServerError as error:
+                self.failures[server.address] = error
+
+        await asyncio.gather(*(load(server) for server in self.servers))
+        return await super(Servers, self).update_weights(update)
 
 
 @dataclass

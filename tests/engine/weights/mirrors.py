@@ -1,6 +1,6 @@
 """Mirrors: in this process, or in one of their own that may be killed and started again at the same address."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 from embedded_server import ServerProcess
 
 from arl.engine.weights.mirror import MirrorStore, build_app
+from arl.engine.weights.mirror_client import Held, MirrorClient
 from arl.web.server import bind, serving
 
 
@@ -28,11 +29,23 @@ class Mirror:
         return list(self.directory.glob(".writing-*"))
 
 
+async def sent(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+async def put(client: MirrorClient, num_bytes: int, pieces: Iterable[bytes]) -> Held:
+    """Send a package to one mirror; returns what it holds then."""
+    (held,) = (await client.put(num_bytes, sent(pieces))).values()
+    assert isinstance(held, Held)
+    return held
+
+
 @asynccontextmanager
-async def mirror_here(directory: Path) -> AsyncIterator[Mirror]:
+async def mirror_here(directory: Path, api_key: str | None = None) -> AsyncIterator[Mirror]:
     """A mirror in this process."""
     with MirrorStore(directory, num_threads=2) as store:
-        async with serving(build_app(store, None), bind("127.0.0.1", 0)) as port:
+        async with serving(build_app(store, api_key), bind("127.0.0.1", 0)) as port:
             yield Mirror(directory, f"http://127.0.0.1:{port}")
 
 

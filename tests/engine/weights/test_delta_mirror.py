@@ -16,12 +16,12 @@ import aiohttp
 import pytest
 import torch
 from loaders import contents
-from mirrors import Mirror, MirrorProcess, mirror_here
+from mirrors import Mirror, MirrorProcess, mirror_here, put
 from safetensors.torch import save_file
 
 from arl.api.errors import ConfigError, ServerError, ServerFailedError
-from arl.engine.weights.delta import Held, MirrorClient
 from arl.engine.weights.mirror import MirrorStore, check_arguments, parse_arguments
+from arl.engine.weights.mirror_client import Held, MirrorClient
 from arl.engine.weights.package import (
     FilePart,
     PackageHeader,
@@ -83,10 +83,10 @@ def send_to(models: list[Replica], pool: Executor):
     async def send(mirror: Mirror, version: int, base: int | None = None) -> Held:
         client, new = MirrorClient(mirror.address, None), models[version]
         if base is None:
-            return await client.put(*whole_package(new, version))
+            return await put(client, *whole_package(new, version))
         pieces = delta_package(models[base], new, version, pool, max_bytes=1 << 30)
         assert pieces is not None
-        return await client.put(sum(map(len, pieces)), pieces)
+        return await put(client, sum(map(len, pieces)), pieces)
 
     return send
 
@@ -123,7 +123,7 @@ async def test_a_result_with_another_checksum_is_never_named(
     assert pieces is not None
     pieces[0] = pieces[0].replace(models[1].checksum.encode(), models[2].checksum.encode())
     with pytest.raises(WrongBaseError, match="another checksum"):
-        await client.put(sum(map(len, pieces)), pieces)
+        await put(client, sum(map(len, pieces)), pieces)
     assert await client.held() == before
     assert mirror.unfinished == []
 
@@ -133,7 +133,7 @@ async def test_a_result_with_another_checksum_is_never_named(
 )
 async def test_what_is_no_package_is_refused(client: MirrorClient, body: bytes):
     with pytest.raises(ServerError, match="HTTP 400: not a package"):
-        await client.put(len(body), [body])
+        await put(client, len(body), [body])
 
 
 async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
@@ -146,7 +146,7 @@ async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
     part = FilePart(name="model.safetensors", num_bytes=32 << 20, how="whole")
     header = PackageHeader(version=1, checksum="a" * 64, base=None, files=(part,)).to_bytes()
     with pytest.raises(ServerFailedError, match=f"no room in {mirror.directory}"):
-        await client.put(len(header) + part.num_bytes, [header, *[bytes(1 << 20)] * 32])
+        await put(client, len(header) + part.num_bytes, [header, *[bytes(1 << 20)] * 32])
 
 
 async def begin(mirror: Mirror, models: list[Replica], version: int) -> tuple[asyncio.StreamWriter, bytes]:

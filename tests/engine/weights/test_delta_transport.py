@@ -16,7 +16,8 @@ from safetensors.torch import load, save_file
 from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
+from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights
+from arl.engine.weights.mirror_client import Held, MirrorClient, Report
 from arl.engine.weights.package import PackageHeader, WrongBaseError
 
 SIZE = 1 << 16
@@ -122,7 +123,7 @@ async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, mode
     await publish(setup, model, 0)
     model.step()
     async with mirror_here(tmp_path / "again") as empty:
-        setup.transport.mirrors[setup.servers[0].address] = MirrorClient(empty.address, None)
+        setup.transport._mirrors = {setup.servers[0].address: empty.address}
         assert (await publish(setup, model, 0)).num_bytes > FULL
 
 
@@ -144,11 +145,11 @@ async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
 async def test_a_whole_package_that_a_mirror_refuses_or_loses_may_be_taken_later(
     setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
 ):
-    async def refuse(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
+    async def refuse(self: MirrorClient, num_bytes: int, pieces: object, below: object) -> Report:
         raise WrongBaseError("version 0 came out with another checksum than the package has")
 
-    async def take_anothers(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
-        return Held(checksum="a" * 64, directory=setup.mirrors[0].directory)
+    async def take_anothers(self: MirrorClient, num_bytes: int, pieces: object, below: object) -> Report:
+        return {self.address: Held(checksum="a" * 64, directory=setup.mirrors[0].directory)}
 
     update = setup.transport.snapshot(model)
     for put, kind, sentence in (
@@ -164,14 +165,14 @@ async def test_a_whole_package_that_a_mirror_refuses_or_loses_may_be_taken_later
 
 
 async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model):
-    mirrors = setup.transport.mirrors
-    mirrors[setup.servers[2].address] = MirrorClient("http://127.0.0.1:9", None)
+    mirrors = dict(setup.transport._mirrors)
+    setup.transport._mirrors = {**mirrors, setup.servers[2].address: "http://127.0.0.1:9"}
     engine = Servers(*setup.servers)
     await setup.transport.deliver(setup.transport.snapshot(model), engine)
     assert list(engine.failures) == [setup.servers[2].address]
     assert isinstance(engine.failures[setup.servers[2].address], ServerFailedError)
     assert setup.servers[3].names == [0]
-    mirrors[setup.servers[2].address] = MirrorClient(setup.mirrors[1].address, None)
+    setup.transport._mirrors = mirrors
     model.step()
     await publish(setup, model, 0, 1, 2, 3)
 

@@ -178,3 +178,44 @@ async def test_a_server_that_dies_or_stalls_between_two_buckets_costs_the_others
                     else:
                         second.process.send_signal(signal.SIGCONT)
                 trainer.assert_of_its_versions(await until_served(second, 1), 9)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_server_that_dies_or_stalls_between_two_buckets_of_a_shared_group_loses_the_others_no_update(
+    trainer: Trainee, first: ServerProcess, second: ServerProcess, third: ServerProcess, is_killed: bool
+):
+    """Far sooner than the 120 s for which embedded servers wait for a broadcast by themselves."""
+
+    def break_off_at_the_second_bucket(address: str, start: int) -> None:
+        if start:
+            second.process.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
+            hooked.before_send = lambda address, start: None
+
+    hooked = HookedEngine(trainer)
+    config = DistributedWeightsConfig(servers_per_group=3)
+    with closing(DistributedTransport(config, bucket_bytes=20_000)) as transport:
+        async with patient(first, second, third, update_timeout_s=60.0) as engine:
+            await transport.deliver(transport.snapshot(hooked), engine)
+            (team,) = transport.teams.all
+            assert len(team.places) == 3
+            trainer.train()
+            hooked.before_send = break_off_at_the_second_bucket
+            async with busy(engine, trainer):
+                try:
+                    async with asyncio.timeout(30):
+                        await transport.deliver(transport.snapshot(hooked), engine)
+                    assert (engine.version, engine.counters()["servers/serving"]) == (1, 2)
+                    assert team.broken.is_set()
+                    for seed in range(8):
+                        await engine.agenerate(request(20, seed))
+                finally:
+                    if is_killed:
+                        await asyncio.to_thread(second.kill)
+                        await asyncio.to_thread(second.start)
+                    else:
+                        second.process.send_signal(signal.SIGCONT)
+                trainer.assert_of_its_versions(await until_served(second, 1), 9)
+            trainer.train()
+            await transport.deliver(transport.snapshot(hooked), engine)
+            assert engine.counters()["servers/serving"] == 3
+            assert [team.members for team in transport.teams.all] == [(first.address, third.address)]
