@@ -33,7 +33,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from arl.api.errors import EngineClosedError, TrainingError
+from arl.api.errors import EngineClosedError, ProcessLostError
 from arl.child_process import ChildLog, how_it_ended
 from arl.remote_calls import CallOutcome, Messages, OtherTracebackError, outcome_of, place_of
 from arl.web.watch import Watch
@@ -84,8 +84,8 @@ class ObjectProcess:
         return self._process.pid
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method after the calls before it; returns or raises what it does. Raises TrainingError if the process
-        ended, and EngineClosedError after `close`.
+        """Call a method after the calls before it; returns or raises what it does. Raises ProcessLostError if the
+        process ended, and EngineClosedError after `close`.
         """
         return self._value(self._begin(True, method, args))
 
@@ -95,7 +95,7 @@ class ObjectProcess:
 
     def tell(self, method: str, *args: Any) -> None:
         """`beside` without waiting. It does nothing once the process has ended."""
-        with contextlib.suppress(EngineClosedError, TrainingError):
+        with contextlib.suppress(EngineClosedError, ProcessLostError):
             self._begin(False, method, args)
 
     def whereabouts(self) -> str:
@@ -104,20 +104,20 @@ class ObjectProcess:
             return f"{self._what} is at {self._begin(False, 'whereabouts', ()).result(_ANSWER_S).value}"
         except TimeoutError:
             return f"{self._what} does not answer, as if it were stopped"
-        except (TrainingError, EngineClosedError) as error:
+        except (ProcessLostError, EngineClosedError) as error:
             return str(error)
 
-    def close(self) -> None:
-        """Close the object after the calls before, then end the process. Logs what that raises. Idempotent."""
+    def close(self, reason: str = "", timeout_s: float | None = None) -> None:
+        """Close the object after the calls before, then `kill` the process. Logs what that raises. Idempotent."""
         if self._ended is None:
-            with contextlib.suppress(TrainingError, EngineClosedError):
-                self._close_object()
-        self.kill()
+            with contextlib.suppress(ProcessLostError, EngineClosedError):
+                self._close_object(_CLOSING_S if timeout_s is None else timeout_s)
+        self.kill(reason)
 
-    def kill(self) -> None:
-        """End the process at once. Idempotent."""
+    def kill(self, reason: str = "") -> None:
+        """End the process at once. Idempotent. reason: calls raise ProcessLostError with it; "": EngineClosedError."""
         with self._state:
-            self._ended = self._ended or ""
+            self._ended = self._ended or reason
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(OSError):
@@ -144,22 +144,20 @@ class ObjectProcess:
         number, answer = next(self._numbers), Future[CallOutcome]()
         message = pickled((number, is_in_turn, method, args))
         with self._state:
-            self._check()
+            if self._ended is not None:
+                raise self._error()
             self._pending[number] = answer
         self._outbox.put(message)
         return answer
 
-    def _check(self) -> None:
-        if self._ended == "":
-            raise EngineClosedError(f"{self._what} was closed")
-        if self._ended is not None:
-            raise TrainingError(self._ended)
+    def _error(self) -> Exception:
+        return ProcessLostError(self._ended) if self._ended else EngineClosedError(f"{self._what} was closed")
 
-    def _close_object(self) -> None:
+    def _close_object(self, timeout_s: float) -> None:
         try:
-            outcome = self._begin(True, "close", ()).result(_CLOSING_S)
+            outcome = self._begin(True, "close", ()).result(timeout_s)
         except TimeoutError:
-            logger.error("%s was not closed within %g s, and is killed", self._what, _CLOSING_S)
+            logger.error("%s was not closed within %g s, and is killed", self._what, timeout_s)
             return
         if outcome.error is not None:
             logger.error("closing %s failed, in\n%s", self._what, outcome.traceback)
@@ -191,7 +189,7 @@ class ObjectProcess:
             self._ended = ended if self._ended is None else self._ended
             left, self._pending = list(self._pending.values()), {}
         for answer in left:
-            answer.set_exception(TrainingError(ended) if self._ended else EngineClosedError(f"{self._what} was closed"))
+            answer.set_exception(self._error())
 
     def _hand_out_answers(self) -> None:
         while True:
@@ -206,7 +204,7 @@ class ObjectProcess:
             self._process.wait(_ENDING_S)
         code = self._process.returncode
         how = "closed its socket" if code is None else how_it_ended(code)
-        return f"{self._what} {reason}{how}; continue from a checkpoint; {self._log.end()}"
+        return f"{self._what} {reason}{how}; {self._log.end()}"
 
 
 # Messages

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.errors import EngineClosedError, TrainingError, TransportError
+from arl.api.errors import EngineClosedError, TrainingError, TransportError, UnseenDirectoryError
 
 _MAX_FRAMES = 6
 
@@ -154,7 +154,7 @@ class KeptSnapshot:
 
     def __init__(self, holder: Holder, key: str, version: int) -> None:
         self.version = version
-        self._holder = holder
+        self.sender = self._holder = holder
         self._key = key
         self._is_released = False
         # One that is dropped without a release frees its memory, too.
@@ -177,7 +177,7 @@ class KeptSnapshot:
         self._check()
         directory = Path(directory).absolute()
         if sentence := self._holder.unseen(directory.parent):
-            raise TransportError(f"{sentence}; choose a directory that both see, such as one below run_dir")
+            raise UnseenDirectoryError(f"{sentence}; choose a directory that both see, such as one below run_dir")
         return self._ask("write", directory)
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
@@ -219,5 +219,5 @@ class KeptSaving:
         weakref.finalize(self, holder.tell, "forget", key).atexit = False
 
     def wait(self) -> None:
-        """Raises CheckpointError, and TrainingError if the process died meanwhile."""
+        """Raises CheckpointError, and ProcessLostError if the process died meanwhile."""
         self._holder.ask(self._key, "wait")

@@ -5,15 +5,24 @@ Functions import what is heavy, because the controller's process names them with
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from arl.api.config import Config
 from arl.api.engine import Head, TrainEngine
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError
+from arl.api.placed import Placed, PlacedPart
+from arl.cluster.node_checks import NodeReport
+from arl.cluster.placement import check
+from arl.cluster.planned import planned_trainer, shared_gpus
 from arl.engine.model_files import load_tokenizer
 from arl.training.remote_learner import LearnerHost
 
@@ -31,7 +40,7 @@ def load_train_engine(
     """
     settings, hook = settings or TrainConfig(), sys.excepthook
     try:
-        if settings.num_ranks == 1:
+        if not settings.is_over_ray:
             from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
             return FSDPTrainEngine(str(model), settings, seed, head)
@@ -42,11 +51,63 @@ def load_train_engine(
         sys.excepthook = hook  # torch's would begin every later traceback of this process with [rank0]
 
 
-def host_learner(config: Config) -> LearnerHost:
-    """The learner of a run, as a RemoteLearner calls it. Raises ConfigError, ModelError, TrainingError."""
+def host_learner(config: Config, *, looks_at_nodes: bool = False) -> LearnerHost:
+    """The learner of a run, as a RemoteLearner calls it. Raises ConfigError, ModelError, TrainingError.
+
+    looks_at_nodes: look for mistakes on the nodes of a cluster before anything is loaded there. Where there is no room
+    for all ranks, and train.min_ranks allows it, the learner has fewer.
+    """
     from arl.eventlog.token_frames import frames_of
 
-    return LearnerHost(load_learner(config), frames_of)
+    report = _checked_nodes(config) if looks_at_nodes else NodeReport()
+    with ExitStack() as stack:
+        config, has_room = _with_room(stack, config)
+        learner = load_learner(config)
+    try:
+        placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
+        return LearnerHost(learner, frames_of, placed, config.train.num_ranks, has_room)
+    except BaseException:
+        learner.close()
+        raise
+
+
+def _with_room(stack: ExitStack, config: Config) -> tuple[Config, Callable[[], bool]]:
+    """The settings with as many ranks as there is room for; and whether there is room for the others, too, by now."""
+    train, counts = config.train, config.train.rank_counts(config.rollout.batch_size)
+    if len(counts) == 1:
+        return config, lambda: False
+    from arl.engine.fsdp.ray_engine import RankRoom
+
+    room = RankRoom(train, num_engines=1 if config.algorithm.critic is None else 2)
+    stack.callback(room.close)
+    count = room.wait(counts)
+    fewer = train.model_copy(update={"num_ranks": count})
+    return config.model_copy(update={"train": fewer}), partial(room.has, train.num_ranks - count)
+
+
+def _checked_nodes(config: Config) -> NodeReport:
+    if config.train.ray_address is None:
+        return NodeReport()
+    from arl.rehearsal import asked_cluster
+
+    report = asked_cluster(config)
+    check(report.findings)
+    return report
+
+
+def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
+    """Where the engines are. Raises ConfigError if two ranks have one GPU."""
+    if not config.train.is_over_ray:
+        return [replace(part, pid=os.getpid()) for part in planned_trainer(config)]
+    engines: list[Any] = [learner.engine, *([learner.critic] if learner.critic else [])]
+    places = [
+        (replace(part, name=f"{role} rank {rank}"), gpu)
+        for role, engine in zip(("policy", "critic"), engines, strict=False)
+        for rank, (part, gpu) in enumerate(engine.places())
+    ]
+    ranks = [part for part, _ in places]
+    check(shared_gpus(ranks, [gpu for _, gpu in places]))
+    return ranks
 
 
 def load_learner(config: Config) -> Learner:
@@ -59,7 +120,7 @@ def load_learner(config: Config) -> Learner:
         for model, train, head in _loads(config):
             engine: Any = load_train_engine(model, train, seed=config.seed, head=head)
             stack.callback(engine.close)
-            if train.num_ranks > 1:
+            if train.is_over_ray:
                 engine.check_shares(config.run_dir)
             engines.append(engine)
         learner = Learner(
@@ -92,7 +153,7 @@ def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
     train, critic = config.train, config.algorithm.critic
     if critic is None:
         return [(config.model, train, "policy")]
-    if train.num_ranks > 1:
+    if train.is_over_ray:
         from arl.engine.fsdp.ray_engine import check_gpus
 
         check_gpus(train, num_engines=2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Protocol, runtime_checkable
 
 from arl.api.engine import InferenceEngine, PublishStats, WeightSource, WeightTransport, WeightUpdate
-from arl.api.errors import TransportError
+from arl.api.errors import ProcessLostError, TransportError
 from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
@@ -17,6 +19,14 @@ _PAUSES_S = (1.0, 10.0)
 """How long to wait after each failed delivery in a row before trying another. One more failure ends the run."""
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class RenewableWeights(Protocol):
+    """A WeightUpdate that the trainer's process holds for servers that come back later."""
+
+    lost: asyncio.Event
+    """Set when a server could not get it, because that process is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +43,7 @@ class Delivery:
     """One delivery is under way at a time. Of the snapshots that come meanwhile, only the newest is delivered.
 
     If a snapshot cannot be gathered or written, no server is touched: servers keep their weights, and another snapshot
-    follows.
+    follows. If it is lost with the trainer's process, the process that recovers gives another.
     """
 
     transport: WeightTransport
@@ -51,6 +61,7 @@ class Delivery:
 
     def __post_init__(self) -> None:
         self._waiting: _Snapshot | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._under_way: asyncio.Task[None] | None = None
         self._publication = asyncio.Condition()
 
@@ -62,13 +73,19 @@ class Delivery:
 
     async def _take(self, engine: WeightSource) -> None:
         began = time.monotonic()
-        update = await self.thread(self.transport.snapshot, engine)
+        update = await self.thread(self._snapshot, engine)
         if self._waiting:
             self.transport.discard(self._waiting.update)
         now = time.monotonic()
         self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
         self.newest = update.version
         self.events.emit(SnapshotTaken(version=update.version, seconds=now - began))
+
+    def _snapshot(self, engine: WeightSource) -> WeightUpdate:
+        """Raises TrainingError, which ends this, once the engine has been lost too often."""
+        while True:
+            with suppress(ProcessLostError):  # between the snapshot and what the transport asks of it
+                return self.transport.snapshot(engine)
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
@@ -80,12 +97,30 @@ class Delivery:
         if self._under_way:
             await asyncio.shield(self._under_way)  # a cancelled waiter must not cancel the delivery
 
+    def end(self) -> None:
+        """No snapshot follows any more."""
+        if self._renewing:
+            self._renewing.cancel()
+
+    async def _renew(self, held: RenewableWeights, engine: WeightSource) -> None:
+        """Deliver once more what servers hold, or one that comes back would wait for the next step, or for ever."""
+        await held.lost.wait()
+        await self.begin(engine)
+
     async def _deliver(self, engine: WeightSource) -> None:
         num_failures = 0
         while self._waiting:
+            self.end()
             snapshot, self._waiting = self._waiting, None
             try:
                 cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+            except ProcessLostError:
+                self.transport.discard(snapshot.update)
+                version = snapshot.update.version
+                logger.warning("version %d was lost with the trainer's process before it was published", version)
+                if not self._waiting:
+                    await self._take(engine)
+                continue
             except TransportError as error:
                 self.transport.discard(snapshot.update)
                 num_failures += 1
@@ -103,6 +138,8 @@ class Delivery:
             self.events.emit(Published(**asdict(self.published)))
             async with self._publication:
                 self._publication.notify_all()
+            if isinstance(snapshot.update, RenewableWeights):
+                self._renewing = self.tasks.create_task(self._renew(snapshot.update, engine))
 
     async def _follow(self, engine: WeightSource, version: int, num_failures: int, error: TransportError) -> None:
         """Have a newer snapshot follow the failed one: the next step's, or one taken now. Or raise the error."""

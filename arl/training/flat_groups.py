@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, BinaryIO, TypeVar
 
@@ -70,6 +71,30 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
         )
         for group_id, example_id, stamp, episode_indices, greedy_rewards in of_groups
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatBatch:
+    """The groups of a batch, flat: 13 bytes a token, and few objects for the garbage collector."""
+
+    header: bytes
+    arrays: dict[str, Array]
+    num_new: int
+    """The first groups are new, the others replayed."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> FlatBatch:
+        header, arrays = flatten([*groups, *replayed])
+        return cls(header=header, arrays=arrays, num_new=len(groups))
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(array.nbytes for array in self.arrays.values())
+
+    def groups(self) -> tuple[list[Group], list[Group]]:
+        """The new and the replayed groups."""
+        groups = restore(self.header, self.arrays)
+        return groups[: self.num_new], groups[self.num_new :]
 
 
 def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:

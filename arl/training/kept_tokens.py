@@ -54,6 +54,8 @@ class ReportedBatch:
     """KeptBatch's."""
     tokens: list[TokenFrame] = field(default_factory=list[TokenFrame])
     """Of the rows that KeptBatch names."""
+    cpu_s: float = 0.0
+    """CPU seconds that the trainer's process used for the batch; 0 if they are unknown."""
 
 
 Pack = Callable[[Sequence[KeptTokens]], Iterable[TokenFrame]]

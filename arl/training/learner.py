@@ -62,7 +62,7 @@ class Learner:
         """events: what `train` keeps of a batch's tokens; None: nothing."""
         self.engine = engine
         self._events = events
-        self._critic = critic
+        self.critic = critic
         self._config = config
         self._max_staleness = max_staleness
         self._seed = seed
@@ -114,45 +114,45 @@ class Learner:
         return TrainedBatch(metrics=metrics, kept=self._kept(batch))
 
     def save(self, directory: Path) -> Saving:
-        if self._critic is None:
+        if self.critic is None:
             return self.engine.save(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        return _BothSavings(self.engine.save(directory / "policy"), self._critic.save(directory / "critic"))
+        return _BothSavings(self.engine.save(directory / "policy"), self.critic.save(directory / "critic"))
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError, which names the mismatch."""
         has_critic = (directory / "critic").is_dir()
-        if has_critic != (self._critic is not None):
+        if has_critic != (self.critic is not None):
             wrote, has = ("with", "none") if has_critic else ("without", "one")
             raise CheckpointError(
                 f"{directory} was written {wrote} a critic, and this run has {has}: set algorithm.critic as it was, or "
                 "use another run_dir"
             )
-        if self._critic is None:
+        if self.critic is None:
             self.engine.load(directory)
             return
         self.engine.load(directory / "policy")
-        self._critic.load(directory / "critic")
+        self.critic.load(directory / "critic")
 
     def close(self) -> None:
         try:
             self.engine.close()
         finally:
-            if self._critic:
-                self._critic.close()
+            if self.critic:
+                self.critic.close()
 
     def _with_forward_passes(self, batch: Batch) -> Batch:
         """Add the logprobs and values that the algorithm needs, from before any update on the batch."""
         config, known = self._config, dict[str, torch.Tensor]()
-        if not (config.needs_proximal_forward or config.kl.coefficient > 0 or self._critic):
+        if not (config.needs_proximal_forward or config.kl.coefficient > 0 or self.critic):
             return batch
         sequences = batch.sequences()
         if config.needs_proximal_forward:
             known["proximal_logprobs"] = torch.cat(self.engine.forward(sequences, "logprobs"))
         if config.kl.coefficient > 0:
             known["reference_logprobs"] = torch.cat(self.engine.forward(sequences, "reference_logprobs"))
-        if self._critic:
-            known["values"] = torch.cat(self._critic.forward(sequences, "values"))
+        if self.critic:
+            known["values"] = torch.cat(self.critic.forward(sequences, "values"))
         return replace(batch, **known)
 
     def _kept(self, batch: PreparedBatch) -> KeptBatch | None:
@@ -178,9 +178,9 @@ class Learner:
 
     def _train_critic(self, minibatches: Sequence[Sequence[TrainSequence]]) -> dict[str, float]:
         critic = self._config.critic
-        if self._critic is None or critic is None:
+        if self.critic is None or critic is None:
             return {}
-        metrics = self._critic.train_batch(minibatches, ValueLoss(value_clip=critic.value_clip))
+        metrics = self.critic.train_batch(minibatches, ValueLoss(value_clip=critic.value_clip))
         return {f"critic/{name}": value for name, value in metrics.items()}
 
 

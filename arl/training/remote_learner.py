@@ -6,49 +6,70 @@ Trainer --thread arl-train--> RemoteLearner --ObjectProcess--> LearnerHost --> L
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arl.api.engine import ModelLimits
 from arl.api.errors import ArlError
+from arl.api.placed import Placed
 from arl.api.types import Group, new_id
 from arl.object_process import ObjectProcess
 from arl.remote_calls import Kept, KeptSaving, KeptSnapshot
-from arl.training.flat_groups import flatten, restore
+from arl.training.flat_groups import FlatBatch
 from arl.training.kept_tokens import Pack, ReportedBatch, reported
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from arl.training.learner import Learner, PreparedBatch
+
+_ENDING_S = 10.0
+"""How long a process that is given up may take to end its ranks and their Ray."""
 
 
 class LearnerHost:
     """The learner's side: what a RemoteLearner calls. `prepare`, `train`, `keep`, `save` and `load` come in turn."""
 
-    def __init__(self, learner: Learner, pack: Pack) -> None:
-        """pack: packs tokens for the event log."""
+    def __init__(
+        self,
+        learner: Learner,
+        pack: Pack,
+        placed: Placed,
+        num_ranks: int = 1,
+        has_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """pack: packs tokens for the event log. has_room: whether there is room for the ranks that are missing."""
+        self._placed = placed
         self._learner = learner
         self._pack = pack
+        self._num_ranks = num_ranks
+        self.has_room = has_room
         self._kept = Kept()
         self._batch: tuple[PreparedBatch, Sequence[Group]] | None = None
+        self._cpu_began = 0.0
         self.ask, self.forget = self._kept.ask, self._kept.forget
 
     def version(self) -> int:
         return self._learner.version
 
+    def num_ranks(self) -> int:
+        return self._num_ranks
+
     def limits(self) -> ModelLimits:
         return self._learner.engine.limits
 
-    def prepare(self, header: bytes, arrays: Mapping[str, np.ndarray], num_new: int) -> list[float | None]:
-        """Prepare the first num_new groups, with the others as replayed ones; returns PreparedBatch.advantages."""
-        groups = restore(header, arrays)
-        batch = self._learner.prepare(groups[:num_new], groups[num_new:])
-        self._batch = batch, groups[:num_new]
+    def placed(self) -> Placed:
+        return self._placed
+
+    def prepare(self, flat: FlatBatch) -> list[float | None]:
+        """Returns PreparedBatch.advantages."""
+        self._cpu_began = time.process_time()
+        groups, replayed = flat.groups()
+        batch = self._learner.prepare(groups, replayed)
+        self._batch = batch, groups
         return batch.advantages
 
     def train(self) -> tuple[ReportedBatch, int]:
@@ -56,7 +77,8 @@ class LearnerHost:
         if self._batch is None:
             raise RuntimeError("no batch is prepared")
         (batch, groups), self._batch = self._batch, None
-        return reported(self._learner.train(batch), groups, self._pack), self._learner.version
+        done = reported(self._learner.train(batch), groups, self._pack)
+        return replace(done, cpu_s=time.process_time() - self._cpu_began), self._learner.version
 
     def keep(self, key: str, method: str) -> int:
         """Take a snapshot and keep it; returns its version."""
@@ -100,10 +122,17 @@ class RemoteLearner:
         self.whereabouts = self._process.whereabouts
         self.engine = RemoteWeights(self._process)
         self.version: int = self.engine.version
+        self.num_ranks: int = self._process.call("num_ranks")
+
+    def placed(self) -> Placed:
+        """Where its ranks are."""
+        return self._process.call("placed")
 
     def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> RemoteBatch:
-        header, arrays = flatten([*groups, *replayed])
-        return RemoteBatch(advantages=self._process.call("prepare", header, arrays, len(groups)))
+        return self.prepare_flat(FlatBatch.of(groups, replayed))
+
+    def prepare_flat(self, batch: FlatBatch) -> RemoteBatch:
+        return RemoteBatch(advantages=self._process.call("prepare", batch))
 
     def train(self, batch: RemoteBatch) -> ReportedBatch:
         """Train `batch`, the one that was prepared last."""
@@ -123,6 +152,14 @@ class RemoteLearner:
         """Raises CheckpointError, which names the mismatch."""
         self._process.call("load", Path(directory).absolute())
         self.version = self.engine.version
+
+    def has_room(self) -> bool:
+        """Whether the cluster has room for the ranks that are missing."""
+        return self._process.call("has_room")
+
+    def end(self, reason: str) -> None:
+        """End the process, of which something is lost. Calls that wait for it raise ProcessLostError with `reason`."""
+        self._process.close(reason, _ENDING_S)
 
     def close(self) -> None:
         self._process.close()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from arl.api import errors
 from arl.api.config import Config
+from arl.api.engine_config import SGLangEngineConfig
 from arl.api.errors import StalledError
 from arl.offload import finished, offload
 from arl.stopping import SCRIPT_END, ScriptEnd
@@ -51,6 +52,9 @@ _LOGS: tuple[tuple[tuple[type[Exception], ...], tuple[str, ...]], ...] = (
     ((StalledError,), ("trainer.log", "server-*.log", "sglang-*.log", "worker-*.log")),
 )
 """Error -> the files of run_dir/logs that may say more."""
+
+_OF_PLACEMENT = [kind.__name__ for kind in (errors.ServerError, errors.TransportError, errors.TrainingError)]
+"""Errors that a mistake in what runs where may cause."""
 
 How = Literal["finished", "interrupted", "failed", "stalled", "running", "killed"]
 
@@ -272,6 +276,8 @@ class OpenRun:
             there = f"; the trained model is {model}" if model.is_dir() else ""
             return f"set steps above {end.version} to train further{there}"
         read = f"read {', '.join(end.logs)}; " if end.logs else ""
+        if end.how == "failed" and end.error in _OF_PLACEMENT and _is_spread(self._config):
+            read += "--dry-run looks for mistakes in what runs where, and starts nothing; "
         fixed = "once the cause is fixed, " if end.how == "failed" else ""
         return read + fixed + self._continued()
 
@@ -308,6 +314,11 @@ def _how(error: BaseException | None) -> How:
             return "interrupted"
         case _:
             return "failed"
+
+
+def _is_spread(config: Config) -> bool:
+    """Whether the run may use several machines."""
+    return config.train.ray_address is not None or isinstance(config.engine, SGLangEngineConfig)
 
 
 def _numbers(trainer: Trainer) -> dict[str, Any]:

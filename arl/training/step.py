@@ -65,6 +65,7 @@ def report_step(events: Events, step: Step, version: int, seconds: float) -> Non
             version=version,
             groups=[group.group_id for group in step.groups],
             seconds=seconds,
+            cpu_s=reported.cpu_s,
             trajectories=[TrainedSummary(*name[:2], *own) for name, own in zip(names, reported.numbers, strict=False)],
         )
     )

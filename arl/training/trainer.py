@@ -35,7 +35,7 @@ from typing import Self
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
-from arl.api.errors import ArlError, ConfigError, end_with, first_error
+from arl.api.errors import ArlError, ConfigError, ProcessLostError, end_with, first_error
 from arl.api.events import NOWHERE, BatchTaken, EventStore
 from arl.api.notebook import run_html
 from arl.api.types import Evaluation, Group, StepStats
@@ -45,7 +45,7 @@ from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
 from arl.training.metrics import Evaluator, RunTotals, publish_metrics
-from arl.training.remote_learner import RemoteLearner
+from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
 from arl.training.step import Step, log_step, report_step
@@ -59,7 +59,7 @@ class Trainer:
     """Trains `config.steps` batches, one for each iteration. `launch` builds it and closes its parts."""
 
     config: Config
-    learner: RemoteLearner
+    learner: RecoveringLearner
     inference_engine: InferenceEngine
     transport: WeightTransport
     buffer: ReplayBuffer
@@ -126,6 +126,7 @@ class Trainer:
                         with self._in_hand(-1):
                             yield self
                     await self.stop()
+                    self._delivery.end()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             raise error from error.__cause__
@@ -257,10 +258,11 @@ class Trainer:
         checkpoint, or after a failed optimizer step, which may have changed the weights. Raises CheckpointError.
         """
         with self._in_hand():
-            async with self._training:
-                saving = await self._begin_saving()
-            if saving:
-                await written(saving)
+            while True:
+                async with self._training:
+                    saving = await self._begin_saving()
+                if saving is None or await written(saving):
+                    return
 
     async def export(self, directory: Path) -> None:
         """Write the model, adapters merged, as a Hugging Face directory. Raises TransportError.
@@ -268,12 +270,19 @@ class Trainer:
         Any task may call it. It waits for a batch in training.
         """
         with self._in_hand():
-            async with self._training:
-                snapshot = await self.thread(self.learner.engine.snapshot)
-            try:
-                await offload(snapshot.write, directory)
-            finally:
-                snapshot.release()
+            while not await self._is_exported(directory):
+                log.warning("the snapshot to export was lost with the trainer's process; another follows")
+
+    async def _is_exported(self, directory: Path) -> bool:
+        async with self._training:
+            snapshot = await self.thread(self.learner.engine.snapshot)
+        try:
+            await offload(snapshot.write, directory)
+        except ProcessLostError:
+            return False
+        finally:
+            snapshot.release()
+        return True
 
     async def _begin_saving(self) -> asyncio.Future[None] | None:
         """See Saver.begin. The caller holds `_training`, and awaits `written` on the result."""
@@ -331,7 +340,8 @@ class Trainer:
         """Changes whenever the run moves; None while the script's own code runs, as in the body of its loop."""
         if not self._num_in_hand:
             return None
-        return self.learner.version, self.version, self.published_version, self.rollout.pulse.beats, self._num_in_hand
+        beats = self.rollout.pulse.beats, self.learner.pulse
+        return self.learner.version, self.version, self.published_version, beats, self._num_in_hand
 
     def _end(self, error: Exception) -> None:
         end_with(error, self._tasks)
@@ -361,6 +371,7 @@ class Trainer:
             "time/wait_s": step.taken - step.began,
             "time/train_s": (step.trained or now) - step.taken,
             "samples_per_s": sum(group.num_episodes for group in step.groups) / max(now - self._recorded_at, 1e-9),
+            "trainer/recoveries": self.learner.num_recoveries,
             **trained.metrics,
             **publish_metrics(self._delivery.published),
             **self.rollout.counters(),

@@ -75,10 +75,12 @@ WAITS = {
 _WATCHES = (
     "LagMonitor.run",
     "Patience.watch",
+    "Roster.run",
     "ServerWatch.listen",
     "ServerWatch.hold_floor",
     "_Server.keep_alive",
     "_Worker.keep",
+    "Delivery._renew",
 )
 _AT_REST = frozenset((*_WATCHES, "_watch", "WorkerProcess._watch", "_end_of_process", "_end_of_pipe"))
 """Coroutines that watch others, and wait as long as all is well."""

@@ -34,10 +34,10 @@ NUM_EXAMPLES = 23
 SEEN = "seen.json"
 
 
-def remembering(config: Config) -> LearnerHost:
+def remembering(config: Config, *, looks_at_nodes: bool = False) -> LearnerHost:
     """In the trainer's process: a learner that remembers."""
     arl.engine.fsdp.train_engine.FSDPTrainEngine = Remembering
-    return host_learner(config)
+    return host_learner(config, looks_at_nodes=looks_at_nodes)
 
 
 class Remembering(FSDPTrainEngine):

@@ -14,7 +14,16 @@ from typing import Any
 
 from faulty_proxy import KINDS
 from nursery import Forked, Nursery
-from promises import check_end, check_files, check_output, check_processes, check_run_dir, promised, rows_of
+from promises import (
+    check_end,
+    check_error,
+    check_files,
+    check_output,
+    check_processes,
+    check_run_dir,
+    promised,
+    rows_of,
+)
 from recovery.invariants import newest_checkpoint
 
 from arl.api.settings import laid_over
@@ -31,7 +40,7 @@ SETTINGS = {
         "max_failure_rate": 1.0,
         "episode_timeout_s": 30,
     },
-    "train": {"optimizer": {"lr": 1e-6}},
+    "train": {"optimizer": {"lr": 1e-6}, "max_recoveries": 20},
     "checkpoint": {"every": 2},
     "log": {"console": False},
     "stall": {"warn_after_s": 45},
@@ -242,6 +251,7 @@ class Run:
                 next((line for line in lines if line.startswith("error: ")), "error: (its log could not grow)")
             )
             self.say(self.errors[-1])
+            check_error(self.errors[-1], self._output())
         promised(code in allowed, f"the exit code is {code}, and not among {allowed}")
         check_output(self._output())
         if self.second is not None:

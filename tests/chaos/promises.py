@@ -124,6 +124,12 @@ def check_output(output: str) -> None:
     assert not found, f"the output has {found[0]!r}"
 
 
+def check_error(error: str, output: str) -> None:
+    """The end of the trainer's process, or of its ranks, ends no run that has begun to train."""
+    is_lost = re.match(r"error: (the trainer's process (was ended|ended|closed)|.*\brank \d+ of \d+ died)", error)
+    assert not (is_lost and "trained" in output), f"the run ended with a process that can be replaced: {error}"
+
+
 def check_end(run_dir: Path, code: int) -> None:
     """What it leaves says how it ended, unless it had no room. A signal may come before a start has taken run_dir."""
     end = how_it_ended(run_dir)

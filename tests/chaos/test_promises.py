@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from life import NUM_EXAMPLES, TwoTurns
-from promises import check_end, check_output, check_run_dir, rows_of
+from promises import check_end, check_error, check_output, check_run_dir, rows_of
 from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_fakes
 
@@ -154,6 +154,15 @@ def test_a_traceback_in_the_output_is_noticed() -> None:
     check_output("error: no server took version 5\n")
     with pytest.raises(AssertionError, match="never retrieved"):
         check_output("trained 1\nFuture exception was never retrieved\n")
+
+
+def test_a_run_that_ends_with_its_trainers_process_is_noticed() -> None:
+    died = "error: in train_batch, rank 1 of 2 died. The train engine is closed"
+    check_error(died, "")
+    check_error("error: no server took version 5", "trained 1\n")
+    for error in ("error: the trainer's process was ended by SIGKILL", died):
+        with pytest.raises(AssertionError, match="a process that can be replaced"):
+            check_error(error, "trained 1\n")
 
 
 def test_a_run_that_says_another_end_than_it_had_is_noticed(whole: Path) -> None:

@@ -1,8 +1,13 @@
-"""Synchronous training with seeded sampling: a run that was killed and resumed has the numbers of one that was not."""
+"""Synchronous training with seeded sampling: a run that was killed and resumed has the numbers of one that was not.
+
+So has a run whose trainer's process was killed, and which was not resumed.
+"""
 
 import asyncio
 import contextlib
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from one_turn import OneTurn
-from scripted_launch import small, use_fakes
+from scripted_launch import small, use_fakes, use_scripted_servers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import arl.assembly
 from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.events import TrainerRecovered
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -70,8 +76,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    use_fakes(monkeypatch, DirectSampler, load=load_train_engine)
+async def running(
+    model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, *, is_apart: bool = False
+) -> AsyncIterator[Any]:
+    """is_apart: it trains in a process of its own, as runs do."""
+    with monkeypatch.context() as patch:
+        if is_apart:
+            use_scripted_servers(patch, DirectSampler)
+        else:
+            use_fakes(patch, DirectSampler, load=load_train_engine)
+        async with launched(model, run_dir) as trainer:
+            yield trainer
+
+
+@contextlib.asynccontextmanager
+async def launched(model: Path, run_dir: Path) -> AsyncIterator[Any]:
     config = small(
         run_dir,
         model=str(model),
@@ -119,3 +138,28 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     assert len(whole[1]) == STEPS * 2 * 3
     assert {"advantages", "proximal_logprobs", "versions"} <= whole[1][0][-1].keys()
     assert killed == whole
+
+
+@pytest.mark.slow
+async def test_a_run_that_loses_its_trainers_process_equals_one_that_does_not_to_the_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with running(model, tmp_path / "whole", monkeypatch) as trainer:
+        _ = [step async for step in trainer]
+        await trainer.export(tmp_path / "whole" / "model")
+    async with running(model, tmp_path / "lost", monkeypatch, is_apart=True) as trainer:
+        async for step in trainer:
+            if step.version in (1, 5):  # before there is a checkpoint, and after
+                os.kill(trainer.learner._learner._process.pid, signal.SIGKILL)
+        os.kill(trainer.learner._learner._process.pid, signal.SIGKILL)
+        await trainer.export(tmp_path / "lost" / "model")
+    whole, lost = numbers(tmp_path / "whole"), numbers(tmp_path / "lost")
+    assert len(whole[0]) == STEPS
+    assert lost == whole
+    name = "model.safetensors"
+    assert (tmp_path / "lost" / "model" / name).read_bytes() == (tmp_path / "whole" / "model" / name).read_bytes()
+    recovered = [record for _, record in read_run(tmp_path / "lost").system if isinstance(record, TrainerRecovered)]
+    known = [(record.version, record.num_batches, "SIGKILL" in record.reason) for record in recovered]
+    assert known == [(1, 1, True), (5, 1, True), (7, 0, True)]
+    rows = read_jsonl(tmp_path / "lost" / "metrics.jsonl")
+    assert [row["trainer/recoveries"] for row in rows] == [0, 1, 1, 1, 1, 2, 2]

@@ -19,6 +19,7 @@ from one_turn import OneTurn
 from scripted_launch import small, use_fakes
 
 import arl.assembly
+import arl.serving
 from arl.api.errors import RunFileError
 from arl.api.scripted import ScriptedEngine
 from arl.experiment import Experiment, ExperimentConfig, Setup
@@ -81,7 +82,7 @@ async def test_two_runs_of_one_process_exclude_each_other_and_the_next_follows_t
         await anext(trainer)
         with pytest.raises(RunFileError, match=f"process {os.getpid()} .*, which is this one"):
             await trained(tmp_path, 2)
-        async with arl.assembly.serve(small(tmp_path)):
+        async with arl.serving.serve(small(tmp_path)):
             pass  # serving goes on beside a run
     assert await trained(tmp_path, 2) == [2]
     assert (tmp_path / "run.lock").read_bytes() == b""

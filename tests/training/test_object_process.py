@@ -145,7 +145,7 @@ def test_calls_that_end_at_once_share_the_messages_and_none_fails_for_the_lack_o
 def test_a_process_that_ends_by_itself_is_named_with_the_end_of_its_log(start: Any) -> None:
     process = start(import_module, "os")
     process.call("write", 2, b"last words\n")
-    with pytest.raises(TrainingError, match=r"(?s)the other process ended with exit code 3; continue.*last words"):
+    with pytest.raises(TrainingError, match=r"(?s)the other process ended with exit code 3; the end of.*last words"):
         process.call("_exit", 3)
     with pytest.raises(TrainingError, match="exit code 3"):
         process.beside("getpid")

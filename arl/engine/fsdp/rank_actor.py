@@ -26,6 +26,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
+from arl.api.placed import PlacedPart
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.remote_calls import Kept, Messages, place_of, reported
 
@@ -110,6 +111,16 @@ class RankActor:
             if token.exists():
                 mark.touch()
         return ray.util.get_node_ip_address()
+
+    @reported
+    def place(self) -> tuple[PlacedPart, str]:
+        """Where this rank runs, and the name of its GPU, the same for all processes; empty without one."""
+        gpus = ", ".join(map(str, ray.get_gpu_ids()))
+        device = f"GPU {gpus}" if gpus else "cpu"
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device()) if gpus else None
+        address = ray.util.get_node_ip_address()
+        part = PlacedPart(part="trainer", host=socket.gethostname(), address=address, pid=os.getpid(), device=device)
+        return part, str(getattr(properties, "uuid", ""))
 
     @reported
     def whereabouts(self) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from arl.api.errors import ArlError, EngineClosedError, TrainingError, TransportError
+from arl.api.errors import ArlError, EngineClosedError, ProcessLostError, TrainingError, TransportError
 from arl.api.types import new_id
 from arl.engine.fsdp.rank_actor import THREADS, RankActor
 from arl.engine.fsdp.ray_cluster import Placement
@@ -62,7 +62,7 @@ class Ranks:
     """N actors. `train` calls a method on all of them, one call at a time; `beside` calls one, from any thread.
 
     If a rank raises or dies in `train`, others may wait for it in a collective for ever. So `train` ends all of them,
-    and raises TrainingError with the rank and the error; later calls raise EngineClosedError. If every rank raises the
+    and raises ProcessLostError with the rank and the error, as later calls do. If every rank raises the
     same ArlError, none waits: `train` raises that error, and the ranks live on. If a rank hangs for timeout_s, in any
     call, all ranks are ended, too.
     """
@@ -112,7 +112,7 @@ class Ranks:
         return self.train(method, [arguments] * len(self), deadline=deadline)
 
     def beside(self, rank: int, method: str, *arguments: Any, group: str = "beside") -> Any:
-        """Call `method` on one rank; returns or raises what it does. Raises TrainingError if the rank died."""
+        """Call `method` on one rank; returns or raises what it does. Raises ProcessLostError if the rank died."""
         return self._beside([rank], group, method, arguments)[rank]
 
     def beside_all(self, method: str, *arguments: Any) -> None:
@@ -166,7 +166,7 @@ class Ranks:
             self.end("")
 
     def end(self, reason: str) -> None:
-        """Kill the ranks. Later calls raise EngineClosedError with the first `reason`."""
+        """Kill the ranks. Later calls raise ProcessLostError with the first `reason`; without one EngineClosedError."""
         with self._ending:
             if self._ended is not None:
                 return
@@ -178,15 +178,17 @@ class Ranks:
         return getattr(self._actors[rank], method).options(concurrency_group=group).remote(*arguments)
 
     def _check(self) -> None:
+        if self._ended:
+            raise ProcessLostError(f"the train engine was closed: {self._ended}")
         if self._ended is not None:
-            raise EngineClosedError("the train engine was closed" + (f": {self._ended}" if self._ended else ""))
+            raise EngineClosedError("the train engine was closed")
 
     def _collect(
         self, method: str, refs: Mapping[Any, int], watch: _Watch | None, deadline: float | None = None
     ) -> dict[int, CallOutcome]:
         """How the call ended on each rank; ranks that had not ended soon after others failed are missing.
 
-        refs: reference -> rank. Raises TrainingError, after ending all ranks, if the watch finds that they hang.
+        refs: reference -> rank. Raises ProcessLostError, after ending all ranks, if the watch finds that they hang.
         """
         ranks = dict(refs)
         outcomes: dict[int, CallOutcome] = {}
@@ -198,7 +200,7 @@ class Ranks:
             if not done:
                 if watch and (sentence := watch.verdict(ranks.values(), self._whereabouts(ranks.values()))):
                     self.end(reason := f"{method} {sentence}")
-                    raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
+                    raise ProcessLostError(f"{reason}. The train engine is closed")
                 continue
             outcome = outcomes[ranks.pop(done[0])] = _outcome(done[0])
             if outcome.is_dead:
@@ -220,7 +222,7 @@ class Ranks:
             return outcome.value
         if outcome.is_dead:
             self._check()  # raises the reason if `end` killed it
-            raise TrainingError(f"rank {rank} of {len(self)} died") from OtherTracebackError(outcome.traceback)
+            raise ProcessLostError(f"rank {rank} of {len(self)} died") from OtherTracebackError(outcome.traceback)
         raise outcome.error from OtherTracebackError(f"on rank {rank}:\n{outcome.traceback}")
 
     def _fail(self, method: str, outcomes: Mapping[int, CallOutcome]) -> NoReturn:
@@ -237,7 +239,7 @@ class Ranks:
             raise first.error from cause
         what = "died" if first.is_dead else f"failed: {type(first.error).__name__}: {first.error}"
         self.end(reason := f"in {method}, rank {rank} of {len(self)} {what}")
-        raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint") from cause
+        raise ProcessLostError(f"{reason}. The train engine is closed") from cause
 
 
 def _outcome(ref: Any) -> CallOutcome:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
 from arl.engine.fsdp.parallel import Lease
-from arl.engine.weights.disk import OwnDirectory
+from arl.engine.weights.snapshot_places import OwnDirectory
 
 _RAM = "/dev/shm"
 _STORE_SHARE = 0.3
@@ -198,7 +198,7 @@ class Placement:
         import ray
 
         self._ray = ray
-        self._bundle = {"CPU": float(num_cpus)} | ({"GPU": float(num_gpus)} if num_gpus else {})
+        self._bundle = bundle_of(num_cpus, num_gpus)
         here = ray.get_runtime_context().get_node_id()
         self._group = self._reserve(num_ranks, here, deadline)
         node_of: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -224,25 +224,44 @@ class Placement:
         fits_here = all(node["Resources"].get(name, 0.0) >= amount for name, amount in self._bundle.items())
         on_this_node = {f"node:{node['NodeManagerAddress']}": 0.001} if fits_here else {}
         soon = min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)
-        if group := self._try([self._bundle | on_this_node, *bundles[1:]], soon):
+        if group := _reserved([self._bundle | on_this_node, *bundles[1:]], soon):
             return group
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         there = " and ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s" for name in self._bundle)
         needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in self._bundle.items())
         shortage = f"{num_ranks} ranks need {needed} each, and the Ray cluster has {there} free"
         logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
-        if group := self._try(bundles, deadline):
+        if group := _reserved(bundles, deadline):
             return group
         late = f"{shortage}; no room became free within train.startup_timeout_s"
         raise TrainingError(f"{late}. Make room, or set train.num_ranks or train.num_threads lower")
 
-    def _try(self, bundles: list[dict[str, float]], deadline: float) -> Any | None:
-        group = self._ray.util.placement_group(bundles, strategy="PACK")
-        try:
-            if group.wait(max(deadline - time.monotonic(), 0)):
-                return group
-        except BaseException:  # also if interrupted: the group would hold its resources
-            self._ray.util.remove_placement_group(group)
-            raise
-        self._ray.util.remove_placement_group(group)
-        return None
+
+def bundle_of(num_cpus: int, num_gpus: int) -> dict[str, float]:
+    """What a rank needs of its node."""
+    return {"CPU": float(num_cpus)} | ({"GPU": float(num_gpus)} if num_gpus else {})
+
+
+def has_room(bundles: list[dict[str, float]], timeout_s: float) -> bool:
+    """Whether the cluster that this process uses has room for these bundles, or will have in time."""
+    import ray
+
+    if (group := _reserved(bundles, time.monotonic() + timeout_s)) is None:
+        return False
+    ray.util.remove_placement_group(group)
+    return True
+
+
+def _reserved(bundles: list[dict[str, float]], deadline: float) -> Any | None:
+    """A placement group; None if there is no room by then."""
+    import ray
+
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    try:
+        if group.wait(max(deadline - time.monotonic(), 0)):
+            return group
+    except BaseException:  # also if interrupted: the group would hold its resources
+        ray.util.remove_placement_group(group)
+        raise
+    ray.util.remove_placement_group(group)
+    return None

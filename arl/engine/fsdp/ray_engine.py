@@ -9,6 +9,7 @@ Loss weights hold the minibatch's denominators, so shares exchange nothing but t
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import weakref
@@ -23,11 +24,12 @@ import torch
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
-from arl.api.errors import ConfigError, TrainingError
+from arl.api.errors import ConfigError, ProcessLostError, TrainingError
+from arl.api.placed import PlacedPart
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import new_id
 from arl.engine.fsdp.minibatch import divide, joined_columns
-from arl.engine.fsdp.ray_cluster import Placement, RayLease
+from arl.engine.fsdp.ray_cluster import Placement, RayLease, bundle_of, has_room
 from arl.remote_calls import KeptSnapshot
 
 if TYPE_CHECKING:
@@ -35,14 +37,18 @@ if TYPE_CHECKING:
 
 _ENGINES = 2
 """A Ray that arl starts declares CPUs for two engines: a policy's and a critic's."""
+_ROOM_TIMEOUT_S = 5.0
+"""How long Ray may take to say that there is room."""
+
+logger = logging.getLogger(__name__)
 
 
 class RayTrainEngine:
     """Trains over config.num_ranks processes; see arl.api.engine.TrainEngine for the contract.
 
     Each config.tensor_parallel neighbouring ranks compute one share of the data together. All nodes must see the
-    directories that are read and written. If a rank fails or dies, TrainingError names it and the cause, and the engine
-    is closed.
+    directories that are read and written. If a rank fails or dies, ProcessLostError names it and the cause, and the
+    engine is closed.
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
@@ -140,6 +146,10 @@ class RayTrainEngine:
         if sentence := self._ranks.unseen(Path(run_dir).absolute(), range(len(self._ranks))):
             raise ConfigError(f"{sentence}; ranks write checkpoints there: set run_dir to storage that all nodes share")
 
+    def places(self) -> list[tuple[PlacedPart, str]]:
+        """Where each rank runs, and the name of its GPU; empty on a CPU."""
+        return self._ranks.train_alike("place")
+
     def close(self) -> None:
         """End the ranks and the Ray that was started for them. Idempotent; later calls raise EngineClosedError."""
         self._stack.close()
@@ -175,7 +185,7 @@ class RayTrainEngine:
                 if not (are_nan or math.isclose(value, others[name], rel_tol=1e-5)):
                     reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights differ"
                     self._ranks.end(reason)
-                    raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
+                    raise ProcessLostError(f"{reason}. The train engine is closed")
         return metrics[0]
 
 
@@ -193,7 +203,7 @@ class RanksSaving:
         weakref.finalize(self, ranks.tell, "forget", key).atexit = False
 
     def wait(self) -> None:
-        """Raises CheckpointError, and TrainingError if a rank died meanwhile."""
+        """Raises CheckpointError, and ProcessLostError if a rank died meanwhile."""
         self._ranks.beside_all("ask", self._key, "wait", ())
 
 
@@ -209,6 +219,47 @@ def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
     )
 
 
+class RankRoom:
+    """How many ranks the cluster has room for. It holds Ray until it is closed."""
+
+    def __init__(self, config: TrainConfig, *, num_engines: int) -> None:
+        """num_engines: a policy's, and perhaps a critic's, of as many ranks each. Raises RayLease's errors."""
+        self._config = config
+        self._num_engines = num_engines
+        self._lease = _lease(config)
+
+    def wait(self, counts: Sequence[int]) -> int:
+        """The first of `counts` that has room; waits replace_timeout_s for the very first. Raises TrainingError if none
+        has room within startup_timeout_s.
+        """
+        config, began = self._config, time.monotonic()
+        if self.has(counts[0], config.replace_timeout_s):
+            return counts[0]
+        while time.monotonic() < began + config.startup_timeout_s:
+            for count in counts:
+                if self.has(count):
+                    rest = f"of {counts[0]}, until the cluster has room for all (train.min_ranks)"
+                    logger.warning("training goes on with %d rank(s) %s", count, rest)
+                    return count
+        raise TrainingError(
+            f"the Ray cluster had no room for {counts[-1]} rank(s), the fewest of train.min_ranks, within "
+            "train.startup_timeout_s; make room, or set train.min_ranks lower"
+        )
+
+    def has(self, count: int, timeout_s: float = _ROOM_TIMEOUT_S) -> bool:
+        """Whether there is room for so many more ranks of each engine, or will be in time."""
+        bundle = bundle_of(self._config.num_threads, int(_is_cuda(self._config)))
+        return has_room([bundle] * (count * self._num_engines), timeout_s)
+
+    def close(self) -> None:
+        self._lease.release()
+
+
+def _lease(config: TrainConfig) -> RayLease:
+    num_cpus, num_gpus = _ENGINES * config.num_ranks * config.num_threads, torch.cuda.device_count()
+    return RayLease(config.ray_address, num_cpus=num_cpus, num_gpus=num_gpus if _is_cuda(config) else 0)
+
+
 def _is_cuda(config: TrainConfig) -> bool:
     return torch.device(config.device).type == "cuda"
 
@@ -218,8 +269,7 @@ def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tupl
     check_gpus(config)
     num_gpus = 1 if _is_cuda(config) else 0
     count, num_threads = config.num_ranks, config.num_threads
-    all_gpus = torch.cuda.device_count() if num_gpus else 0
-    lease = RayLease(config.ray_address, num_cpus=_ENGINES * count * num_threads, num_gpus=all_gpus)
+    lease = _lease(config)
     stack.callback(lease.release)
     placement = Placement(count, num_cpus=num_threads, num_gpus=num_gpus, deadline=deadline)
     stack.callback(placement.release)

@@ -50,7 +50,7 @@ class RankSnapshot:
         self.num_bytes = sum(map(byte_size, self.specs))
         # These are the sender's own: groups outlive the snapshot.
         self.backend, self.open_group, self.join, self.leave = sender.backend, sender.open, sender.join, sender.leave
-        self._sender = sender
+        self.sender = sender
         self._rank = dist.get_rank()
         self._writer = writer
         self._chunks = chunks
@@ -69,7 +69,7 @@ class RankSnapshot:
             chunk.result()
 
     def send(self, group: str, start: int, stop: int) -> None:
-        self._sender.send(group, self._bytes(start, stop))
+        self.sender.send(group, self._bytes(start, stop))
 
     def release(self) -> None:
         self._chunks = ()

@@ -17,13 +17,15 @@ from train_models import load_critic, slow_values
 from train_sequences import assert_same_metrics, random_sequences
 
 from arl.api.config import Config
-from arl.api.errors import ConfigError, ModelError, TrainingError, TransportError
+from arl.api.engine_config import TrainConfig
+from arl.api.errors import ConfigError, ModelError, ProcessLostError, TransportError
 from arl.api.types import Group
 from arl.eventlog.records import token_record
 from arl.eventlog.segments import frame_at, unpack_tokens
 from arl.trainer_process import host_learner, load_learner
 from arl.training.kept_tokens import ReportedBatch, TrainedBatch, named
 from arl.training.learner import Learner
+from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
 
 Make = Callable[..., Learner]
@@ -76,9 +78,9 @@ def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path):
 
 def test_a_critic_begins_as_the_reward_model_that_is_named(make_learner: Make, critic_dir: Path):
     learner = make_learner({"model": str(critic_dir)})
-    assert learner._critic is not None
+    assert learner.critic is not None
     (sequence,) = random_sequences(1)
-    (values,) = learner._critic.forward([sequence], "values")
+    (values,) = learner.critic.forward([sequence], "values")
     torch.testing.assert_close(values, slow_values(load_critic(critic_dir), sequence), rtol=1e-5, atol=1e-5)
 
 
@@ -89,11 +91,12 @@ def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_learner: Mak
     assert not dist.is_initialized()
 
 
-def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bit_until_it_is_killed(
+def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bit_and_again_in_the_next_process(
     make_learner: Make, model_dir: Path, tmp_path: Path
 ):
     here = make_learner()
-    there = RemoteLearner(partial(host_learner, config(model_dir, {}, {})), tmp_path / "trainer.log", 1)
+    host, log, saved = partial(host_learner, config(model_dir, {}, {})), tmp_path / "trainer.log", tmp_path / "saved"
+    there = RecoveringLearner(partial(RemoteLearner, host, log, 1), saved, TrainConfig(max_recoveries=1))
     try:
         assert there.engine.limits == here.engine.limits
         for seed in range(2):
@@ -105,18 +108,22 @@ def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bi
             assert_reported(theirs, ours, groups, tmp_path / "frame")
             assert there.version == here.version == seed + 1
         assert written(there, tmp_path / "there") == written(here, tmp_path / "here")
-        there.save(tmp_path / "saved").wait()
+        there.save(saved / "version-00000002" / "engine").wait()
         next_metrics = there.train(there.prepare(random_groups(3))).metrics
-        there.load(tmp_path / "saved")
+        there.load(saved / "version-00000002" / "engine")
         assert there.version == 2
         assert there.train(there.prepare(random_groups(3))).metrics == next_metrics
-        os.kill(there._process.pid, signal.SIGKILL)
-        with pytest.raises(
-            TrainingError,
-            match="the trainer's process was ended by SIGKILL, as the kernel does where memory runs out; continue",
-        ):
-            there.train(there.prepare(random_groups(4)))
-        assert there.version == 3
+        lost, snapshot = there._learner, there.engine.snapshot()
+        os.kill(lost._process.pid, signal.SIGKILL)
+        killed = "the trainer's process was ended by SIGKILL, as the kernel does where memory runs out; the end of"
+        with pytest.raises(ProcessLostError, match=killed):
+            snapshot.write(tmp_path / "lost")
+        again = [there.train(there.prepare(random_groups(seed))).metrics for seed in (4, 5)]
+        assert there.version == 5
+        assert [here.train(here.prepare(random_groups(seed))).metrics for seed in (3, 4, 5)][1:] == again
+        with pytest.raises(ProcessLostError, match=killed):
+            lost.train(lost.prepare(random_groups(4)))
+        assert lost.version == 3
     finally:
         there.close()
 
@@ -152,7 +159,7 @@ def assert_same_kept(ours: TrainedBatch, theirs: TrainedBatch, rtol: float = 0.0
     np.testing.assert_allclose(ours.kept.numbers, theirs.kept.numbers, rtol, atol)
 
 
-def written(learner: Learner | RemoteLearner, directory: Path) -> dict[str, bytes]:
+def written(learner: Learner | RecoveringLearner, directory: Path) -> dict[str, bytes]:
     """The files of a snapshot, which is released afterwards."""
     snapshot = learner.engine.snapshot()
     snapshot.write(directory)

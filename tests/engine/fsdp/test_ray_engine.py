@@ -1,6 +1,7 @@
 """Ranks as Ray actors train like one process with everything; and when one of them fails, all end and say why."""
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from train_variants import LORA, OPTIMIZER, assert_same_tensors
 
 from arl.api.engine import TokenLoss
 from arl.api.engine_config import TrainConfig
-from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
+from arl.api.errors import CheckpointError, ConfigError, ProcessLostError, TrainingError, TransportError
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
@@ -98,6 +99,13 @@ def test_ranks_train_write_and_continue_like_one(engine: RayTrainEngine, model_d
     one.close()
 
 
+def test_each_rank_says_where_it_is(engine: RayTrainEngine, num_ranks: int):
+    places, gpus = zip(*engine.places(), strict=True)
+    assert len({place.pid for place in places}) == num_ranks
+    assert {(place.host, place.device) for place in places} == {(socket.gethostname(), "cpu")}
+    assert set(gpus) == {""}
+
+
 def test_a_call_that_is_refused_leaves_the_engine_usable(engine: RayTrainEngine, tmp_path: Path):
     with pytest.raises(CheckpointError, match="nowhere"):
         engine.load(tmp_path / "nowhere")
@@ -158,7 +166,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ran
         end,
         "worker process has died" if kills else "ray_models.py",
     )
-    with pytest.raises(EngineClosedError, match=end):
+    with pytest.raises(ProcessLostError, match=end):
         snapshot.write(Path("never"))
     snapshot.leave("no group")  # there is nothing left to leave
     snapshot.release()
@@ -178,9 +186,9 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_is_named_with_where_the_othe
     try:
         where = r"rank 1 does not answer, as if it were stopped; rank 0 is at \w+\.py:\d+ .*train_engine\.py:\d+ _step"
         sentence = rf"train_batch has not moved for 2 s \(train\.rank_timeout_s\): {where}"
-        with pytest.raises(TrainingError, match=sentence):
+        with pytest.raises(ProcessLostError, match=sentence):
             engine.train_batch(minibatches(), FailingLoss(1, signal.SIGSTOP))
-        with pytest.raises(EngineClosedError, match=sentence):
+        with pytest.raises(ProcessLostError, match=sentence):
             snapshot.write(Path("never"))
     finally:
         engine.close()
@@ -205,10 +213,10 @@ def test_a_call_beside_training_may_last_while_its_rank_answers(monkeypatch: pyt
 
 
 def assert_ends(engine: RayTrainEngine, loss: TokenLoss, end: str, cause: str) -> None:
-    with pytest.raises(TrainingError, match=f"in train_batch, {end}") as error:
+    with pytest.raises(ProcessLostError, match=f"in train_batch, {end}") as error:
         engine.train_batch(minibatches(), loss)
     assert cause in str(error.value.__cause__)
-    with pytest.raises(EngineClosedError, match=end):
+    with pytest.raises(ProcessLostError, match=end):
         engine.forward(minibatches()[0])
 
 

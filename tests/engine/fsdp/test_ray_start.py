@@ -16,7 +16,7 @@ import pytest
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, _as_ray_starts
-from arl.engine.fsdp.ray_engine import RayTrainEngine
+from arl.engine.fsdp.ray_engine import RankRoom, RayTrainEngine
 
 pytestmark = pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
 LISTEN = "0A"
@@ -90,7 +90,9 @@ def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path, n
     assert list(temporary.iterdir()) == []
 
 
-def test_a_running_ray_is_used_and_left_as_it_was(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_running_ray_is_used_and_left_as_it_was(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     lease = RayLease(None, num_cpus=1, num_gpus=0)
     import ray
 
@@ -106,6 +108,16 @@ def test_a_running_ray_is_used_and_left_as_it_was(tmp_path: Path, temporary: Pat
             TrainingError, match=r"2 ranks need 1 CPU\(s\) each, and the Ray cluster has 1 of 1 CPUs free"
         ):
             RayTrainEngine(tmp_path, short)
+        fewer = TrainConfig(num_ranks=2, min_ranks=1, replace_timeout_s=0.5, startup_timeout_s=3)
+        policy, both = (RankRoom(fewer, num_engines=count) for count in (1, 2))
+        assert policy.wait([2, 1]) == 1
+        assert "training goes on with 1 rank(s) of 2, until the cluster has room" in caplog.text
+        assert not policy.has(2, 0.1)
+        assert policy.has(1, 60.0)  # once Ray has noticed that the places before are free
+        with pytest.raises(TrainingError, match=r"no room for 1 rank\(s\), the fewest of train.min_ranks"):
+            both.wait([2, 1])
+        for room in (policy, both):
+            room.close()
         monkeypatch.undo()
         assert ray.is_initialized()
         assert ray.available_resources()["CPU"] == 1
