@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
     from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
     from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
-    from arl.assembly import launch, serve
+    from arl.assembly import launch
     from arl.cli import load_config, run
     from arl.data import load_dataset, load_splits
     from arl.engine.model_files import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.eventlog.run_record import read_run
     from arl.experiment import Experiment, ExperimentConfig, Setup
+    from arl.rehearsal import dry_run
+    from arl.serving import serve
     from arl.start import atrain, train
     from arl.trainer_process import load_train_engine
     from arl.training import finetuning
@@ -54,15 +56,17 @@ _HOMES = {
     "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
     "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",
     "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
-    "arl.assembly": "launch serve",
+    "arl.assembly": "launch",
     "arl.cli": "load_config run",
     "arl.data": "load_dataset load_splits",
     "arl.engine.model_files": "load_tokenizer",
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
     "arl.eventlog.run_record": "read_run",
     "arl.experiment": "Experiment ExperimentConfig Setup",
+    "arl.rehearsal": "dry_run",
     "arl.rewards": "",
     "arl.sandbox": "",
+    "arl.serving": "serve",
     "arl.start": "atrain train",
     "arl.training.display": "progress",
     "arl.trainer_process": "load_train_engine",

@@ -1,6 +1,6 @@
 """The composition root: the one place that names concrete classes and decides what runs where.
 
-`launch` composes a whole run, `serve` an inference engine alone. Both close in reverse order what they opened.
+`launch` composes a whole run, with the servers and the engine of serving.py. It closes in reverse order what it opened.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from pathlib import Path
+from itertools import chain, repeat
 from typing import Any
 
 from arl.api.algorithm import AlgorithmConfig
@@ -27,7 +26,6 @@ from arl.api.engine_config import (
     DeltaWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
-    SGLangEngineConfig,
 )
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
@@ -36,29 +34,30 @@ from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
-from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.model_files import copy_tokenizer, load_tokenizer, local_directory, model_digest, served_model
+from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.eventlog.cpu_watch import CpuWatch, num_cores
 from arl.eventlog.writer import EventLog
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
 from arl.offload import TrainThread, finished, offload
+from arl.rehearsal import check_start, placed
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
 from arl.rollout.group import GroupRules
+from arl.serving import OpenedServers, connect, open_servers
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
 from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display, display_of
 from arl.training.metrics import Evaluator, RunTotals
+from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
-from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
 from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
@@ -128,21 +127,6 @@ async def launch(
             yield trainer
 
 
-@asynccontextmanager
-async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
-    """The inference engine alone, at version 0, without a trainer.
-
-    Starts servers of config.model, with their logs in run_dir/logs/serve; or connects to the servers of
-    engine.addresses, with whatever weights they hold. Reads only model, engine and run_dir of `config`, and does not
-    disturb a run that trains in the same run_dir. Leaving the block stops the servers that it started. Raises
-    ConfigError, ModelError, ServerError.
-    """
-    await offload(make_run_dir, config.run_dir)
-    async with AsyncExitStack() as stack:
-        addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs" / "serve")
-        yield await stack.enter_async_context(await _client(config, addresses, api_key, processes))
-
-
 def decoder(model: str) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, with special tokens. Raises ModelError."""
     tokenizer = load_tokenizer(model)
@@ -191,9 +175,11 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     stack.callback(display.close)
     trackers = Trackers(config.log.trackers, given.trackers)
     stack.push_async_exit(partial(_close_trackers, trackers))
+    findings = await check_start(config)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engine = await _engines(stack, config, given.workflow, thread, events)
-    transport = await thread(_transport, config, learner.engine)
+        learner, engine, opened = await _engines(stack, config, given.workflow, thread, events)
+    placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
+    transport = await thread(_transport, config, learner.engine, opened)
     stack.callback(transport.close)
     is_decoded = trackers.has_any and config.log.track_trajectories
     decode = await offload(decoder, config.model) if is_decoded else None
@@ -221,6 +207,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         _say_where_it_continues(config, learner.version, display)
     waiting = [group.group_id for group in buffer.untrained(learner.version)]
     events.emit(_beginning(given, settings, learner.version, waiting))
+    events.emit(placement.record())
+    placement.tell(display.tell)
     if config.log.events:
         await offload(copy_tokenizer, config.model, config.run_dir / "events")
     return Trainer(
@@ -243,7 +231,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
 def _events(stack: AsyncExitStack, config: Config) -> EventStore:
     if config.log.events is None:
         return NOWHERE
-    opened = EventLog(config.run_dir, config.log.events).open()
+    opened = EventLog(config.run_dir, config.log.events, CpuWatch().read).open()
     stack.push_async_exit(partial(_close_events, opened))
     return opened.__enter__()
 
@@ -260,6 +248,7 @@ def _beginning(given: _Given, settings: dict[str, Any], version: int, waiting: l
         arl=metadata.version("arl"),
         host=socket.gethostname(),
         pid=os.getpid(),
+        cores=num_cores(),
         workflow=type(given.workflow).__name__,
         num_examples=len(given.dataset),
         num_eval_examples=len(given.eval_dataset or ()),
@@ -275,32 +264,18 @@ async def _close_trackers(trackers: Trackers, kind: type[BaseException] | None, 
 
 async def _engines(
     stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, thread: TrainThread, events: Events
-) -> tuple[RemoteLearner, InferenceEngine]:
+) -> tuple[RecoveringLearner, InferenceEngine, OpenedServers]:
     """Both at once: the train engine loads while servers start."""
-    loading = thread.submit(_load_learner, config, workflow)
+    loading = thread.submit(_load_learner, config, workflow, events)
     stack.push_async_callback(_close, thread, loading)
     try:
-        addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs")
+        opened = await open_servers(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
         await thread.finish(loading)  # a broken model raises the better error here
         raise
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
-    return learner, await stack.enter_async_context(await _client(config, addresses, api_key, processes, events))
-
-
-async def _client(
-    config: Config,
-    addresses: Sequence[str],
-    api_key: str | None,
-    processes: ServerProcesses | None,
-    events: Events = NOWHERE,
-) -> RemoteSGLangEngine:
-    model = await offload(served_model, config.model)
-    if processes is not None:
-        processes.report_to(events)
-    return RemoteSGLangEngine(
-        addresses, config.engine, api_key=api_key, model=model, processes=processes, events=events
-    )
+    engine = await stack.enter_async_context(await connect(config, opened, events))
+    return learner, engine, opened
 
 
 def _runner(
@@ -308,7 +283,7 @@ def _runner(
     config: Config,
     given: _Given,
     played: RolloutWorkflow,
-    learner: RemoteLearner,
+    learner: RecoveringLearner,
     events: Events,
 ) -> EpisodeRunner:
     """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
@@ -371,26 +346,14 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
     )
 
 
-async def _addresses(
-    config: Config, stack: AsyncExitStack, logs: Path
-) -> tuple[Sequence[str], str | None, ServerProcesses | None]:
-    """The servers' base URLs, API key and processes. Starts them unless they run already; their logs go to `logs`."""
-    if isinstance(config.engine, SGLangEngineConfig):
-        return config.engine.addresses, config.engine.key, None
-    directory, api_key = await offload(local_directory, config.model), None
-    if isinstance(config.engine, LocalEngineConfig):
-        api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback interface
-        servers = local_servers(directory, config.engine, logs, api_key)
-    else:
-        arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail
-        servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
-    processes = await stack.enter_async_context(servers)
-    return processes.addresses, api_key, processes
+def _load_learner(config: Config, workflow: RolloutWorkflow, events: Events) -> RecoveringLearner:
+    host, log = partial(host_learner, _without_own_settings(config)), config.run_dir / "logs" / "trainer.log"
+    hosts = chain([partial(host, looks_at_nodes=True)], repeat(host))  # a recovery takes the nodes that there are
 
+    def start() -> RemoteLearner:
+        return RemoteLearner(next(hosts), log, config.train.num_threads)
 
-def _load_learner(config: Config, workflow: RolloutWorkflow) -> RemoteLearner:
-    log = config.run_dir / "logs" / "trainer.log"
-    learner = RemoteLearner(partial(host_learner, _without_own_settings(config)), log, config.train.num_threads)
+    learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events)
     try:
         _check_room(config, workflow, learner.engine.limits.context_length)
     except BaseException:
@@ -432,16 +395,16 @@ def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | Non
     )
 
 
-async def _close(thread: TrainThread, loading: asyncio.Future[RemoteLearner]) -> None:
+async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]) -> None:
     """Close the train engines, even if something else failed while they loaded."""
     await asyncio.wait([loading])
     if not loading.cancelled() and loading.exception() is None:
         await thread(loading.result().close)
 
 
-def _transport(config: Config, engine: WeightSource) -> WeightTransport:
+def _transport(config: Config, engine: WeightSource, opened: OpenedServers) -> WeightTransport:
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
     if isinstance(config.weights, DeltaWeightsConfig):
-        return DeltaTransport(config.weights, config.run_dir, engine)
-    return DiskTransport(config.weights, config.run_dir, engine)
+        return DeltaTransport(config.weights, config.run_dir, engine, opened.addresses, opened.mirrors)
+    return DiskTransport(config.weights, config.run_dir, engine, opened.addresses)

@@ -92,13 +92,20 @@ def run(
 
     argv: as for load_config. if_stopped: what to say after a signal. An ArlError becomes one message on stderr and exit
     code 1 (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C, SIGTERM and SIGUSR1 cancel
-    main; its `async with` blocks save and clean up, and the process ends with 130, 143 or 138.
+    main; its `async with` blocks save and clean up, and the process ends with 130, 143 or 138. With --dry-run main
+    does not run: a table says what would run where, and the exit code is 1 if there are mistakes in it.
     """
+    flags = [*(sys.argv[1:] if argv is None else argv)]
+    is_dry = DRY_RUN in flags
     try:
-        config = load_config(config_class, argv)
+        config = load_config(config_class, [flag for flag in flags if flag != DRY_RUN])
     except ConfigError as error:
-        with json_console(_names_json(sys.argv[1:] if argv is None else argv)):
+        with json_console(_names_json(flags)):
             exit_with(2, f"error: {error}")
+    if is_dry:
+        from arl.rehearsal import print_dry_run
+
+        main = print_dry_run
     threads = _UsersThreads()
     with json_console(config.log.format == "json"), asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(threads)
@@ -132,6 +139,7 @@ async def _end_of(main: Awaitable[object]) -> object:
     return None
 
 
+DRY_RUN = "--dry-run"
 NOTICES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to end: Ctrl-C, and those that Kubernetes and Slurm send before they kill it."""
 _PATIENCE_S = 10.0
@@ -331,6 +339,8 @@ def _flag_source(
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="Settings from a file; flags override them.")
+    if texts:
+        parser.add_argument(DRY_RUN, action="store_true", help="Show what would run where, and start nothing.")
     return CliSettingsSource(
         settings_class,
         root_parser=parser,

@@ -8,6 +8,7 @@ from typing import Any, Self
 import pytest
 
 import arl.assembly
+import arl.serving
 import arl.trainer_process
 import arl.training.learner  # with torch: processes that tests fork find it loaded
 from arl.api.config import Config
@@ -15,6 +16,8 @@ from arl.api.engine import ServedModel
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.settings import laid_over
 from arl.api.types import Group
+from arl.serving import OpenedServers
+from arl.training.flat_groups import FlatBatch
 from arl.training.kept_tokens import reported
 from arl.training.learner import PreparedBatch
 
@@ -48,18 +51,23 @@ def _learner_here(host: Callable[[], Any], log: Path, num_threads: int) -> Any:
     learner, new = here._learner, list[Sequence[Group]]()
     prepare, train = learner.prepare, learner.train
 
-    def prepare_and_note(groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
+    def prepare_flat(batch: FlatBatch) -> PreparedBatch:
+        groups, replayed = batch.groups()
         new[:] = [groups]
         return prepare(groups, replayed)
 
-    learner.prepare = prepare_and_note
+    learner.prepare_flat = prepare_flat
     learner.train = lambda batch: reported(train(batch), new[0], here._pack)
+    learner.engine.unseen = lambda directory: None
+    learner.num_ranks = 1
+    learner.end = lambda reason: learner.close()
+    learner.placed = here.placed
     learner.whereabouts = lambda: "the trainer is in this process"
     return learner
 
 
-async def _no_addresses(*args: object) -> tuple[list[str], None, None]:
-    return [], None, None
+async def _no_addresses(*args: object) -> OpenedServers:
+    return OpenedServers(addresses=[])
 
 
 def use_fakes(
@@ -69,10 +77,18 @@ def use_fakes(
     load: Callable[..., Any] | None = None,
 ) -> None:
     """Let `launch` compose everything as it does, but for the two engines. load: loads the train engine instead."""
-    monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
+    use_scripted_servers(monkeypatch, engine)
     use_scripted_training(monkeypatch, load or (lambda *_, **__: train_engine or ScriptedTrainEngine()))
-    monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)
-    monkeypatch.setattr(arl.assembly, "served_model", lambda name: ServedModel(name=name))
+
+
+def use_scripted_servers(
+    monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine | Callable[[], ScriptedEngine]
+) -> None:
+    """Let `launch` train as it does, and sample from `engine`."""
+    monkeypatch.setattr(arl.serving, "RemoteSGLangEngine", ScriptedServers(engine))
+    for module in (arl.assembly, arl.serving):
+        monkeypatch.setattr(module, "open_servers", _no_addresses)
+    monkeypatch.setattr(arl.serving, "served_model", lambda name: ServedModel(name=name))
 
 
 def use_scripted_training(

@@ -14,15 +14,16 @@ from one_turn import OneTurn
 from pydantic import PositiveInt
 from scripted_launch import small, use_fakes
 
-import arl.assembly
+import arl.serving
 from arl.api.config import Config
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, EngineClosedError, RunFileError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, Trajectory
-from arl.assembly import launch, serve
+from arl.assembly import launch
 from arl.cli import load_config
 from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.serving import OpenedServers, serve
 from arl.training.run_dir import RunLock
 from arl.training.run_end import how_it_ended
 
@@ -211,11 +212,11 @@ async def test_servers_that_do_not_train_have_logs_of_their_own(
     use_fakes(monkeypatch, ScriptedEngine(lambda _: [7]))
     logs: list[Path] = []
 
-    async def addresses(config: Config, stack: object, directory: Path) -> tuple[list[str], None, None]:
+    async def addresses(config: Config, stack: object, directory: Path) -> OpenedServers:
         logs.append(directory)
-        return [], None, None
+        return OpenedServers(addresses=[])
 
-    monkeypatch.setattr(arl.assembly, "_addresses", addresses)
+    monkeypatch.setattr(arl.serving, "open_servers", addresses)
     async with serve(small(tmp_path)) as engine:
         response = await engine.agenerate(ModelRequest(input_ids=(1,)))
     assert response.output_ids == (7,)

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "aiohttp", "numpy")
 ON_LAUNCH = ("arl.experiment", "arl.start")
 """What runs whole experiments."""
+COMPOSERS = ("arl.assembly", "arl.serving", "arl.rehearsal", "arl.server_checks", "arl.trainer_process")
+"""The composition root."""
 IO = frozenset(
     (
         "asyncio", "concurrent", "ctypes", "fcntl", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",
@@ -72,7 +74,14 @@ ALLOWED = {
     "arl.training": ("arl.api", "arl.algorithm", "arl.rollout", "arl.stopping", "arl.json_console", *CALLS),
     "arl.engine.frames": (),
     "arl.engine.local": ("arl.api", "arl.web", "arl.engine.frames"),
-    "arl.engine.client": ("arl.api", "arl.web", "arl.engine.frames", "arl.offload", "arl.child_process"),
+    "arl.engine.client": (
+        "arl.api",
+        "arl.web",
+        "arl.engine.frames",
+        "arl.cluster.servers_file",
+        "arl.offload",
+        "arl.child_process",
+    ),
     "arl.engine.weights": ("arl.api", "arl.web", "arl.engine.local.received_weights", "arl.offload"),
     "arl.engine.fsdp": ("arl.api", "arl.algorithm", "arl.engine.weights", "arl.engine.model_files", *CALLS),
     "arl.engine.tiny": (),
@@ -89,7 +98,9 @@ ALLOWED = {
         "arl.child_process",
     ),
     "arl.tracking": ("arl.api", *CALLS),
-    "arl.cli": ("arl.api", "arl.stopping", "arl.json_console"),
+    "arl.plan": ("arl.api", "arl.rollout", "arl.eventlog", "arl.training.delivery"),
+    "arl.cluster": ("arl.api", "arl.web.addresses"),
+    "arl.cli": ("arl.api", "arl.stopping", "arl.json_console", "arl.rehearsal"),
     "arl.lazy": (),
     "arl.stopping": (),
     "arl.json_console": (),
@@ -105,12 +116,15 @@ ALLOWED = {
         "arl.rollout",
         "arl.experiment",
         "arl.assembly",
+        "arl.serving",
         "arl.cli",
+        "arl.cluster",
         "arl.offload",
         "arl.json_console",
         "arl.eventlog",
         "arl.view",
         "arl.web",
+        "arl.plan",
         *SHOWN,
     ),
     "arl.__main__": ("arl.api", "arl.commands"),
@@ -131,19 +145,22 @@ def test_the_algorithm_does_no_io_and_imports_no_library_but_torch_and_numpy() -
 
 
 def test_every_module_has_a_place_in_these_rules() -> None:
-    known = (*ALLOWED, *ON_LAUNCH, "arl.assembly", "arl.trainer_process")
+    known = (
+        *ALLOWED,
+        *ON_LAUNCH,
+        "arl.assembly",
+        "arl.serving",
+        "arl.rehearsal",
+        "arl.server_checks",
+        "arl.trainer_process",
+    )
     assert [m for m in SOURCES if m not in ("arl", "arl.engine") and not is_in(m, known)] == []
 
 
 def test_only_the_composition_root_names_concrete_engines() -> None:
     """The face names them for editors."""
     named = {m for m, found in IMPORTS.items() if any(is_in(i, "arl.engine") for i in found)}
-    assert {m for m in named if not is_in(m, "arl.engine")} == {
-        "arl.assembly",
-        "arl.trainer_process",
-        "arl",
-        "arl.start",
-    }
+    assert {m for m in named if not is_in(m, "arl.engine")} == {*COMPOSERS, "arl", "arl.start"}
 
 
 def test_a_name_is_imported_from_the_module_that_defines_it() -> None:

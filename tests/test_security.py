@@ -18,9 +18,9 @@ from arl.api.config import Config
 from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError
 from arl.api.types import ModelRequest, SamplingParams
-from arl.assembly import serve
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.serving import serve
 from arl.web import server as module
 from arl.web.bodies import BodyError, RequestBody, parse
 from arl.web.process import add_key_option, key_of
@@ -157,7 +157,8 @@ def test_one_place_compares_keys_and_few_listen() -> None:
     assert callers("is_same") == {"server", "openai_proxy"}
     assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy", "metrics_endpoint"}
     assert callers("answer_until") == {"mirror", "remote", "viewing"}
-    assert callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app") == {"sender", "rank_actor"}
+    listeners = callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app")
+    assert listeners == {"sender", "rank_actor", "node_probe"}
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from arl.api.engine_config import (
     AdapterWeightsConfig,
     DeltaWeightsConfig,
     DiskWeightsConfig,
+    DistributedWeightsConfig,
     EngineConfig,
     LocalEngineConfig,
     SGLangEngineConfig,
@@ -265,11 +266,29 @@ class Config(Section):
                 "weights.transport is delta, which is for servers on other machines, and "
                 f"engine.kind={self.engine.kind} starts them on this one; use weights.transport=disk"
             )
+        if self.engine.servers_file is not None:  # it may name mirrors and servers
+            return self
+        if not self.weights.mirrors:
+            raise ValueError(
+                "weights.mirrors is empty: name the mirror of each server on another machine; on this one use "
+                "weights.transport=disk"
+            )
         addresses = {address.rstrip("/") for address in self.engine.addresses}
         if unknown := [server for server in self.weights.mirrors if server.rstrip("/") not in addresses]:
             raise ValueError(
                 f"weights.mirrors has a mirror for {unknown[0]}, which is not among engine.addresses: "
                 f"{', '.join(self.engine.addresses)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_updated_at_once(self) -> Self:
+        if not isinstance(self.weights, DistributedWeightsConfig) or self.weights.servers_per_group == 1:
+            return self
+        if self.engine.update_order == "rolling":
+            raise ValueError(
+                f"weights.servers_per_group is {self.weights.servers_per_group}, but engine.update_order=rolling "
+                "updates one server after another; use update_order=all, or servers_per_group=1"
             )
         return self
 
@@ -299,6 +318,17 @@ class Config(Section):
         if self.rollout.seed_requests:
             raise ValueError(
                 f"rollout.seed_requests is set, but servers honour seeds only with {flag}; add it to engine.arguments"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fewer_ranks_can_share(self) -> Self:
+        train, batch_size = self.train, self.rollout.batch_size
+        least, most = train.min_ranks or train.num_ranks, train.num_ranks
+        if least < most and len(train.rank_counts(batch_size)) == 1:
+            raise ValueError(
+                f"train.min_ranks is {least}, but no count from {least} to {most - 1} shares rollout.batch_size="
+                f"{batch_size} evenly, or keeps train.tensor_parallel whole; set min_ranks lower, or another batch_size"
             )
         return self
 

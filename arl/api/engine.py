@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence, fill_unset, unset
 from arl.api.types import ModelRequest, ModelResponse
@@ -27,15 +27,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
-    """A process group through which one server receives weights: its sender is rank 0 and listens at address:port."""
+    """A process group through which servers receive weights: its sender is rank 0 and listens at address:port."""
 
     name: str
     address: str
     port: int
     world_size: int
-    """The sender and the server's ranks, which are 1..world_size-1."""
+    """The sender, and the ranks of all servers."""
     backend: str
     """gloo (CPU tensors) or nccl."""
+    rank_offset: int = 1
+    """The first of a server's ranks; the others follow it."""
 
 
 class WeightServer(Protocol):
@@ -103,7 +105,7 @@ class WeightUpdate(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes moved for this version so far, over all servers."""
+        """Bytes moved for this version so far; a send that servers share counts once."""
         ...
 
     async def prepare(self, server: WeightServer) -> None:
@@ -112,6 +114,15 @@ class WeightUpdate(Protocol):
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         """Load all of `version` into the paused server. If this raises, the server must not serve."""
+        ...
+
+
+@runtime_checkable
+class SharedUpdate(WeightUpdate, Protocol):
+    """A WeightUpdate that serves several servers with one send. It works without `expect`, server by server."""
+
+    def expect(self, turns: Sequence[Sequence[WeightServer]]) -> None:
+        """These servers are about to be prepared and loaded: those of a turn at once, turn after turn."""
         ...
 
 

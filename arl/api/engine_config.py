@@ -104,6 +104,9 @@ class SGLangEngineConfig(ClientConfig):
     kind: Literal["sglang"] = "sglang"
     addresses: tuple[str, ...] = ()
     """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
+    servers_file: Path | None = None
+    """A file that another program keeps, with a server's base URL on each line: servers join and leave the run as it
+    changes. Where it names servers, addresses does not count. Unset: run_dir/servers.txt, which `arl servers` edits."""
     api_key: SecretStr | None = None
     """Sent as a bearer token, if the servers ask for one. Unset: $ARL_SERVER_API_KEY. Not for the command line."""
 
@@ -113,6 +116,8 @@ class SGLangEngineConfig(ClientConfig):
 
     @model_validator(mode="after")
     def _has_addresses(self) -> Self:
+        if self.servers_file is not None:
+            return self
         if not self.addresses:
             raise ValueError("addresses is empty; name at least one server, such as http://127.0.0.1:30000")
         return _reachable(self, len(self.addresses), "the number of addresses")
@@ -151,7 +156,8 @@ class WeightFilesConfig(Section):
 
     directory: Path | None = None
     """Where the files are written; every server that loads them must see it. Unset: a RAM-backed directory of this
-    machine, or the run directory where there is none, or the ranks are on other machines."""
+    machine if all servers, by their addresses, and rank 0 are on it, and it has room; else run_dir/weights, which must
+    then be on storage that they share."""
 
 
 class DiskWeightsConfig(WeightFilesConfig):
@@ -165,6 +171,12 @@ class DistributedWeightsConfig(Section):
     CPU. No file is written."""
 
     transport: Literal["distributed"] = "distributed"
+    servers_per_group: PositiveInt = 1
+    """How many servers share a process group, and so one broadcast. 1: each has its own, and none can hold up another.
+    More: the trainer sends less, and the servers of a group are paused and loaded in step. If one stalls or dies, the
+    others get the update by themselves seconds later, on embedded servers. Stock SGLang can't end a broadcast: servers
+    that wait behind a stalled one are fenced until it goes on or is killed, or for 30 minutes. They must reach each
+    other, and be updated at once (engine.update_order)."""
     address: str | None = None
     """Where servers on other machines reach the trainer. Unset: the address that its network reports."""
 
@@ -175,8 +187,11 @@ class DeltaWeightsConfig(WeightFilesConfig):
 
     transport: Literal["delta"] = "delta"
     mirrors: dict[str, str] = Field(default_factory=dict)
-    """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`.
-    A server without a mirror must see this machine's directory, as with disk."""
+    """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`. A
+    servers file can name more. A server without a mirror must see this machine's directory, as with disk."""
+    fanout: PositiveInt = 2
+    """To how many mirrors the trainer sends an update, and each mirror passes it on while it receives it. Needs a key,
+    and mirrors that reach each other at these addresses; otherwise the trainer sends to each mirror itself."""
     api_key: SecretStr | None = None
     """Sent to the mirrors as a bearer token, if they ask for one. Unset: $ARL_MIRROR_API_KEY. Not for the command
     line."""
@@ -184,14 +199,6 @@ class DeltaWeightsConfig(WeightFilesConfig):
     @property
     def key(self) -> str | None:
         return _key(self.api_key, MIRROR_KEY)
-
-    @model_validator(mode="after")
-    def _has_mirrors(self) -> Self:
-        if not self.mirrors:
-            raise ValueError(
-                "mirrors is empty: name the mirror of each server on another machine; on this one use transport=disk"
-            )
-        return self
 
 
 class AdapterWeightsConfig(WeightFilesConfig):
@@ -300,7 +307,16 @@ class TrainConfig(Section):
     """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
     the model (the ranks of a machine load one after another)."""
     rank_timeout_s: PositiveFloat = 1800.0
-    """With several ranks: the run ends as hung when no rank has finished a call, or a microbatch, for this long."""
+    """With several ranks: they are replaced as hung when none has finished a call, or a microbatch, for this long."""
+    min_ranks: PositiveInt | None = None
+    """If the cluster has no room for num_ranks within replace_timeout_s, train with the most ranks that have room, at
+    least so many, which share rollout.batch_size evenly; and with all once there is room, after the next checkpoint.
+    Unset: wait for room for num_ranks."""
+    replace_timeout_s: PositiveFloat = 60.0
+    """With min_ranks: longest wait for room for num_ranks before fewer are taken."""
+    max_recoveries: NonNegativeInt = 3
+    """How often in a row, without a newly trained batch, a trainer's process or rank that died, hangs or fails is
+    replaced. What it held is trained again. 0: the first loss ends the run."""
     tensor_parallel: PositiveInt = 1
     """Split each layer of a Qwen or Llama over this many ranks. Divides num_ranks; the rest is data-parallel."""
     activation_checkpointing: bool = False
@@ -311,6 +327,17 @@ class TrainConfig(Section):
     """torch.compile each layer: faster after minutes of compiling. Not with tensor_parallel."""
     lora: LoRAConfig | None = None
     """Freeze the model and train adapters. Unset: train the whole model. Not with tensor_parallel."""
+
+    @property
+    def is_over_ray(self) -> bool:
+        """Whether ranks are Ray's actors; if fewer than num_ranks train, a single one is, too."""
+        return self.num_ranks > 1 or self.min_ranks is not None
+
+    def rank_counts(self, batch_size: int) -> list[int]:
+        """How many ranks may train batches of so many groups: num_ranks first, then fewer, which share them evenly."""
+        least, parts = self.min_ranks or self.num_ranks, self.tensor_parallel
+        fewer = range(self.num_ranks - parts, least - 1, -parts)
+        return [self.num_ranks, *(count for count in fewer if batch_size % (count // parts) == 0)]
 
     @field_validator("device")
     @classmethod
@@ -323,9 +350,13 @@ class TrainConfig(Section):
     def _ranks_fit(self) -> Self:
         if self.num_ranks % self.tensor_parallel:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks={self.num_ranks}")
-        of_ray = self._changed("ray_address", "startup_timeout_s", "rank_timeout_s")
+        of_ray = self._changed("ray_address", "startup_timeout_s", "rank_timeout_s", "min_ranks", "replace_timeout_s")
         if self.num_ranks == 1 and of_ray:
             raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains without Ray")
+        if self.min_ranks is None and self._changed("replace_timeout_s"):
+            raise ValueError("replace_timeout_s is set, but min_ranks is not, so the trainer waits for all ranks")
+        if self.min_ranks is not None and self.min_ranks > self.num_ranks:
+            raise ValueError(f"min_ranks is {self.min_ranks}, but num_ranks is {self.num_ranks}; lower it")
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
             raise ValueError(
                 "ray_address is a Ray client's address, but the trainer runs on a node of the cluster: use auto, or "

@@ -57,11 +57,19 @@ class NoSuchPathError(ServerError):
 
 
 class TrainingError(ArlError):
-    """The train engine cannot go on: a rank failed, died or hung (see the cause), or weights are not finite."""
+    """The train engine cannot go on: weights are not finite, there is no room for ranks, or they are lost too often."""
+
+
+class ProcessLostError(TrainingError):
+    """The trainer's process, or a rank, died, hung or failed. What it held is lost; another one can compute it."""
 
 
 class TransportError(ArlError):
     """A snapshot of the weights could not be put together, written, or sent to the servers."""
+
+
+class UnseenDirectoryError(TransportError):
+    """The process that writes weights does not share a directory with this one."""
 
 
 class RequestTimeoutError(ArlError, TimeoutError):

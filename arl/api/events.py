@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
+from arl.api.placed import Finding, PlacedPart, SharedPath
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -81,11 +83,22 @@ class RunBegan(Event, frozen=True, kw_only=True):
     arl: str
     host: str
     pid: int
+    cores: int = 0
+    """That the process may use; 0: unknown."""
     workflow: str
     num_examples: int
     num_eval_examples: int = 0
     settings: dict[str, Any]
     """All settings. Keys, passwords and users in URLs are masked."""
+
+
+class RunPlaced(Event, frozen=True, kw_only=True):
+    """What of the run runs where, once all of it has started."""
+
+    parts: list[PlacedPart]
+    shared: list[SharedPath] = []
+    findings: list[Finding] = []
+    """Warnings, and mistakes that do not keep the run from training."""
 
 
 class RunEnded(Event, frozen=True, kw_only=True):
@@ -207,6 +220,8 @@ class BatchTrained(Event, frozen=True, kw_only=True):
     """The one that training made."""
     groups: list[int]
     seconds: float
+    cpu_s: float = 0.0
+    """CPU seconds of the trainer's process, without those of ranks in other processes; 0: unknown."""
     trajectories: list[TrainedSummary] = []
 
 
@@ -229,11 +244,15 @@ class TurnEnded(Event, frozen=True, kw_only=True):
     server: str = ""
     queued_s: float = 0.0
     """How long the request waited for a server."""
+    server_s: float = 0.0
+    """How long servers had it, by their own clocks."""
     seconds: float
     """All of it, from the workflow's call to the response."""
     prompt: int
     output: int
     """Tokens."""
+    cached: int = 0
+    """Tokens of the prompt that the server did not have to compute."""
     oldest: int | None = None
     newest: int | None = None
     sends: int = 1
@@ -314,11 +333,36 @@ class ServerReturned(Event, frozen=True, kw_only=True):
     out_s: float
 
 
+class CpuUsed(Event, frozen=True, kw_only=True):
+    """CPU seconds since each process began, all its threads together; now and then, on Linux."""
+
+    controller: float
+    """The process of the run itself."""
+    loop: float = 0.0
+    """Of these, those of the thread that runs the event loop."""
+    processes: dict[str, float] = {}
+    """Of the processes that it started, each with all that those started: by a server's address, else by its log's
+    name, such as trainer; else `others`."""
+
+
 class ProcessRestarted(Event, frozen=True, kw_only=True):
     """A server or worker that arl started had died, or hung."""
 
     name: str
     how: str
+
+
+class TrainerRecovered(Event, frozen=True, kw_only=True):
+    """The trainer's process, or one of its ranks, was lost; another one holds the same weights."""
+
+    version: int
+    from_version: int
+    """Of the checkpoint that it began with; 0: the model."""
+    num_batches: int
+    """Trained again."""
+    num_ranks: int = 1
+    seconds: float
+    reason: str
 
 
 # Beside training

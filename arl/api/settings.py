@@ -125,12 +125,18 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
     return f"{given!r} was given for a whole section; set its fields, such as --{name}.{example} VALUE{alone}"
 
 
-def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError:
-    """The same error, for users: a sentence for each wrong setting of `config`."""
-    return ConfigError("\n".join(_sentence(config, detail) for detail in error.errors()))
+_MISSING = "give it as --{name} VALUE or in the --config file"
 
 
-def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
+def config_error(config: type[BaseModel], error: ValidationError, missing: str = _MISSING) -> ConfigError:
+    """The same error, for users: a sentence for each wrong setting of `config`.
+
+    missing: what to do about a missing setting, called {name} there.
+    """
+    return ConfigError("\n".join(_sentence(config, detail, missing) for detail in error.errors()))
+
+
+def _sentence(config: type[BaseModel], detail: ErrorDetails, missing: str) -> str:
     path, model, variant = list[str](), config, ""
     field: FieldInfo | None = None
     for place in detail["loc"]:
@@ -155,7 +161,7 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
             tag, allowed = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "")
             return f"{name}.{tag} is {context['tag']!r}; allowed there: {allowed}"
         case "missing":
-            return f"{name} is missing; give it as --{name} VALUE or in the --config file"
+            return f"{name} is missing; {missing.format(name=name)}"
         case "model_type" | "model_attributes_type" if field is not None:
             return f"{name}: {whole_section(name, field, given)}"
         case "value_error":

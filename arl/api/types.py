@@ -118,6 +118,10 @@ class ModelResponse:
     """How long the request waited for a server, in seconds."""
     sends: int = field(default=1, compare=False)
     """How often it was sent: pauses that abort, and servers that fail, make it more than one."""
+    cached_tokens: int = field(default=0, compare=False)
+    """Of the prompt: the server had computed their keys and values before."""
+    server_s: float = field(default=0.0, compare=False)
+    """How long servers had the request, in seconds, by their own clocks; 0 if they do not say."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)

@@ -51,7 +51,11 @@ IMPOSSIBLE = [
     ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
     ({"weights": {"transport": "pigeon"}}, "weights", "'disk', 'distributed', 'delta'"),
     ({"weights": {"transport": "distributed", "directory": "x"}}, "weights.distributed.directory", "not permitted"),
-    ({"weights": {"transport": "delta"}}, "weights.delta", "mirrors is empty"),
+    (
+        {"weights": {"transport": "delta"}, "engine": {"kind": "sglang", "addresses": ["http://a:1"]}},
+        "",
+        "weights.mirrors is empty",
+    ),
     ({"weights": {"transport": "delta", "mirrors": {"http://a": "http://b"}}}, "", "use weights.transport=disk"),
     (
         {
@@ -64,6 +68,14 @@ IMPOSSIBLE = [
     ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks=4"),
     ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
     ({"train": {"ray_address": "auto"}}, "train", "ray_address is set, but num_ranks is 1"),
+    ({"train": {"min_ranks": 1}}, "train", "min_ranks is set, but num_ranks is 1"),
+    ({"train": {"num_ranks": 2, "min_ranks": 3}}, "train", "min_ranks is 3, but num_ranks is 2"),
+    ({"train": {"num_ranks": 2, "replace_timeout_s": 3}}, "train", "replace_timeout_s is set, but min_ranks is not"),
+    (
+        {"train": {"num_ranks": 4, "min_ranks": 3}, "rollout": {"batch_size": 8}},
+        "",
+        "no count from 3 to 3 shares rollout.batch_size=8 evenly",
+    ),
     ({"train": {"device": "gpu"}}, "train.device", "use cpu, cuda, or one GPU of several as cuda:1"),
     (
         {"train": {"optimizer": {"min_lr_ratio": 0.1}}},
@@ -168,3 +180,11 @@ def test_logged_settings_hold_no_key_no_password_and_no_user_of_a_url():
     assert shown["judge_api_key"] == shown["engine"]["api_key"] == "**********"
     assert shown["engine"]["addresses"] == ["http://**********@host:30000", "http://host:1"]
     assert (shown["eos_token"], shown["passwords"], shown["log"]["events"]["every"]) == ("<end>", 3, 1)
+
+
+def test_fewer_ranks_keep_layers_whole_and_share_a_batch_evenly():
+    given = {"num_ranks": 8, "tensor_parallel": 2}
+    assert TrainConfig.model_validate({**given, "min_ranks": 1}).rank_counts(12) == [8, 6, 4, 2]
+    assert TrainConfig.model_validate({**given, "min_ranks": 3}).rank_counts(8) == [8, 4]
+    assert TrainConfig.model_validate(given).rank_counts(9) == [8]
+    assert TrainConfig().rank_counts(9) == [1]

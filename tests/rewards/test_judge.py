@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_time import run_in_virtual_time
 from workflow.served import BREAK, Served
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.plan.virtual_time import run_in_virtual_time
 from arl.rewards import ChatServer, JudgeReward, Score, WeightedReward
 from arl.rewards.judge import AnswerCache
 from arl.web import client as web_client
@@ -101,7 +101,15 @@ def test_a_retry_may_be_asked_for_by_date() -> None:
     assert web_client._seconds("2.5") == 2.5
     assert web_client._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     assert web_client._seconds("Wed, 21 Oct 2065 07:28:00 GMT") > 1e8
+    assert web_client._seconds("Wed, 21 Oct 2065 07:28:00 GMT", "soon") > 1e8
     assert [web_client._seconds(asked) for asked in (None, "soon", f"Mon, 01 Jan {10**14} 00:00:00 GMT")] == [0.0] * 3
+
+
+def test_a_date_goes_by_the_clock_of_the_server_that_names_it() -> None:
+    for year in (2015, 2065):
+        asked, sent = (f"Wed, 21 Oct {year} 07:28:{seconds} GMT" for seconds in (30, 13))
+        assert web_client._seconds(asked, sent) == 17.0
+        assert web_client._seconds(sent, asked) == 0.0
 
 
 def test_requests_begin_no_faster_than_the_rate() -> None:

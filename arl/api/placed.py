@@ -1,0 +1,49 @@
+"""What runs where, as the table at a run's start and the event log have it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PlacedPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a run, and where it runs. A field is empty where that is not known."""
+
+    part: str
+    """controller, trainer, server, workers, mirror, ray."""
+    name: str = ""
+    """policy rank 3; else empty."""
+    host: str = ""
+    address: str = ""
+    pid: int | None = None
+    device: str = ""
+    """cpu, GPU 0, GPUs 0-3."""
+    note: str = ""
+
+
+class SharedPath(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that several machines must see."""
+
+    name: str
+    """The setting: run_dir, weights.directory, model."""
+    path: str
+    seen: dict[str, str]
+    """Machine -> yes, no, read only, another one (the same path, other files), or not checked and why."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is wrong with a placement, and what to do about it, in a sentence."""
+
+    text: str
+    is_mistake: bool = True
+    """False: a warning, because the run may work."""
+    ends_start: bool = True
+    """A mistake keeps a run from starting, unless the run could train in spite of it."""
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer's process knows of the placement."""
+
+    parts: list[PlacedPart] = []
+    """Its ranks, in order."""
+    shared: list[SharedPath] = []
+    findings: list[Finding] = []

@@ -1,0 +1,353 @@
+"""What is wrong with the nodes of a Ray cluster for a run: room, versions, clocks, directories, the network.
+
+Nodes answer through `Ask`, all at once. A finding about a node is a mistake where the run needs the node: it would get
+a rank now, or has a server. It is a warning where the node only could get a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from arl.api.config import Config
+from arl.api.engine_config import (
+    DeltaWeightsConfig,
+    DistributedWeightsConfig,
+    SGLangEngineConfig,
+    SGLangProcessesConfig,
+)
+from arl.api.placed import Finding, PlacedPart, SharedPath
+from arl.cluster.cluster_node import Ask, ClusterNode
+from arl.cluster.network import network_findings, pairs, star, unreached
+from arl.cluster.node_probe import NodeProbe
+from arl.cluster.planned import is_cuda, num_engines, rank_names
+from arl.cluster.sight import local_finding, seen_from
+from arl.web.addresses import addresses_of, is_here
+
+CLOCK_WARNING_S, CLOCK_MISTAKE_S = 5.0, 3600.0
+_MESH = 64
+"""Of more nodes with ranks, each is tried with rank 0's alone."""
+_TOLD = 16
+"""How many nodes one finding names."""
+_NEEDED = ("torch", "transformers", "ray", "arl")
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeReport:
+    """What the nodes say."""
+
+    num_nodes: int = 0
+    ranks: list[PlacedPart] = field(default_factory=list[PlacedPart])
+    """Where Ray would place the ranks now."""
+    shared: list[SharedPath] = field(default_factory=list[SharedPath])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    hosts: dict[str, str] = field(default_factory=dict[str, str])
+    """Server -> the name of its node."""
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    """Server -> what was not checked, and why."""
+
+
+def check_nodes(config: Config, nodes: Sequence[ClusterNode], ask: Ask) -> NodeReport:
+    """Ask all nodes everything. Writes files into the directories to be shared, and removes them again."""
+    return _Check(config, nodes, ask).report()
+
+
+def predicted(
+    config: Config, nodes: Sequence[ClusterNode], *, is_free: bool = True, num_ranks: int | None = None
+) -> list[ClusterNode] | None:
+    """A node for each rank, this one first and then those with the most room; None if there is no room.
+
+    is_free: counts what nobody else uses now, else everything. num_ranks: of each engine, if not train.num_ranks.
+    """
+    room = {node.node_id: _places(config, node, is_free=is_free) for node in nodes}
+    order = sorted(nodes, key=lambda node: (not node.is_here, -room[node.node_id]))
+    places = [node for node in order for _ in range(room[node.node_id])]
+    needed = (num_ranks or config.train.num_ranks) * num_engines(config)
+    return places[:needed] if len(places) >= needed else None
+
+
+def _places(config: Config, node: ClusterNode, *, is_free: bool = False) -> int:
+    """How many ranks a node can hold."""
+    there = node.free if is_free else node.total
+    return int(min(there.get(name, 0.0) // amount for name, amount in _bundle(config).items()))
+
+
+def _bundle(config: Config) -> dict[str, float]:
+    return {"CPU": float(config.train.num_threads)} | ({"GPU": 1.0} if is_cuda(config) else {})
+
+
+class _Check:
+    def __init__(self, config: Config, nodes: Sequence[ClusterNode], ask: Ask) -> None:
+        self._config, self._nodes, self._ask = config, nodes, ask
+        self._by_id = {node.node_id: node for node in nodes}
+        self._places = predicted(config, nodes)
+        self._engine = config.engine if isinstance(config.engine, SGLangEngineConfig) else None
+        self._servers = {url: self._node_of(url) for url in (self._engine.addresses if self._engine else ())}
+        by_rank = {node.node_id for node in self._places or nodes if _places(config, node)}
+        self._needed = by_rank | {node.node_id for node in self._servers.values() if node}
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._found = NodeReport()
+
+    def report(self) -> NodeReport:
+        found = self._found
+        found.num_nodes = len(self._nodes)
+        found.hosts = {url: node.name for url, node in self._servers.items() if node}
+        found.ranks = self._ranks()
+        found.findings += self._room()
+        self._learn_facts()
+        found.findings += [*self._versions(), *self._clocks(), *self._gpus()]
+        self._look()
+        if isinstance(self._config.weights, DistributedWeightsConfig):
+            for url, node in self._servers.items():
+                if node is None:
+                    found.notes[url] = "not checked whether it reaches rank 0: its host is no node of the Ray cluster"
+        found.findings += self._network()
+        return found
+
+    def _node_of(self, url: str) -> ClusterNode | None:
+        addresses, here = addresses_of(url), is_here(url)
+        host = urlsplit(url).hostname
+        fits = (node for node in self._nodes if node.address in addresses or node.name == host)
+        return next(fits, next((node for node in self._nodes if here and node.is_here), None))
+
+    def _judged(self, node_id: str, text: str, *, ends_start: bool = True) -> Iterator[Finding]:
+        """A finding about a node, if the run needs it, or could use it."""
+        is_mistake = node_id in self._needed
+        if is_mistake or _places(self._config, self._by_id[node_id]):
+            yield Finding(text=text, is_mistake=is_mistake, ends_start=ends_start)
+
+    def _ranks(self) -> list[PlacedPart]:
+        places = self._places or predicted(self._config, self._nodes, is_free=False) or []
+        device = "a GPU" if is_cuda(self._config) else "cpu"
+        return [
+            PlacedPart(part="trainer", name=name, host=node.name, address=node.address, device=device)
+            for name, node in zip(rank_names(self._config), places, strict=False)
+        ]
+
+    def _room(self) -> Iterator[Finding]:
+        if self._places is not None:
+            return
+        config, bundle = self._config, _bundle(self._config)
+        count = config.train.num_ranks * num_engines(config)
+        needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in bundle.items())
+        there = "; ".join(
+            f"{node.name} has "
+            + " and ".join(f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in bundle)
+            for node in self._nodes[:_TOLD]
+        )
+        there += f"; and {len(self._nodes) - _TOLD} more nodes" if len(self._nodes) > _TOLD else ""
+        critic = " with the critic's" if num_engines(config) > 1 else ""
+        what = f"{count} ranks{critic} need {needed} each, and the Ray cluster has no room for them: {there} free"
+        fewer = config.train.rank_counts(config.rollout.batch_size)[1:]
+        fewer = next((n for n in fewer if predicted(config, self._nodes, num_ranks=n) is not None), None)
+        is_mistake = predicted(config, self._nodes, is_free=False) is None and fewer is None
+        advice = "set train.num_ranks or train.num_threads lower, or add nodes"
+        if fewer is not None:
+            what += f"; {fewer} rank(s) train until it has (train.min_ranks)"
+        elif not is_mistake:
+            what += f"; a run waits train.startup_timeout_s={config.train.startup_timeout_s:g} s for it"
+        yield Finding(text=f"{what}; {advice}", is_mistake=is_mistake, ends_start=False)
+
+    def _learn_facts(self) -> None:
+        for node_id, answer in self._ask("facts", {node.node_id: () for node in self._nodes}).items():
+            if isinstance(answer, Exception):
+                node = self._by_id[node_id]
+                text = f"{node.name} ({node.address}) ran no task of this run: {answer}"
+                self._found.findings += self._judged(node_id, f"{text}; restart Ray there, or remove the node")
+            else:
+                self._facts[node_id] = answer
+
+    def _versions(self) -> Iterator[Finding]:
+        here = NodeProbe().facts()
+        for node_id, facts in self._facts.items():
+            for text, is_mistake in differences(here, facts, self._by_id[node_id].name):
+                for finding in self._judged(node_id, text):
+                    yield finding if is_mistake else Finding(text=finding.text, is_mistake=False)
+
+    def _clocks(self) -> Iterator[Finding]:
+        before = time.time()
+        clocks = self._ask("clock", dict.fromkeys(self._facts, ()))
+        after = time.time()
+        for node_id, clock in clocks.items():
+            if isinstance(clock, Exception):
+                continue
+            ahead_s = clock - after if clock > after else min(clock - before, 0.0)
+            if judged := clock_text(self._by_id[node_id].name, ahead_s):
+                text, is_mistake = judged
+                for finding in self._judged(node_id, text, ends_start=False):
+                    yield finding if is_mistake else Finding(text=finding.text, is_mistake=False)
+
+    def _gpus(self) -> Iterator[Finding]:
+        if not is_cuda(self._config):
+            return
+        with_gpus = {node_id: facts for node_id, facts in self._facts.items() if self._declared(node_id)}
+        machines = Counter(facts["machine"] for facts in with_gpus.values())
+        for node_id, facts in with_gpus.items():
+            node, declared = self._by_id[node_id], self._declared(node_id)
+            if 0 < facts["num_gpus"] < declared:
+                text = (
+                    f"Ray was started with {declared} GPUs on {node.name}, which shows {facts['num_gpus']}: two ranks"
+                )
+                yield from self._judged(node_id, f"{text} would share one; start Ray there with fewer (--num-gpus)")
+            if machines[facts["machine"]] > 1:
+                text = f"{node.name} ({node.address}) is one of {machines[facts['machine']]} Ray nodes on one machine"
+                yield from self._judged(node_id, f"{text}, whose ranks would share GPUs; start one Ray node there")
+        yield from self._servers_beside_ranks()
+
+    def _declared(self, node_id: str) -> int:
+        return int(self._by_id[node_id].total.get("GPU", 0))
+
+    def _servers_beside_ranks(self) -> Iterator[Finding]:
+        engine, here = self._config.engine, next((node for node in self._nodes if node.is_here), None)
+        if not isinstance(engine, SGLangProcessesConfig) or not engine.gpus_per_server or here is None:
+            return
+        declared = self._declared(here.node_id)
+        if here.node_id in self._needed and engine.first_gpu < declared:
+            yield Finding(
+                text=f"Ray may give a rank each of the first {declared} GPUs of this node, {here.name}, and arl starts "
+                f"servers from GPU {engine.first_gpu} on: start Ray here with fewer GPUs (ray start --num-gpus), and "
+                "set engine.first_gpu to that number"
+            )
+
+    def _look(self) -> None:
+        config, weights, found = self._config, self._config.weights, self._found
+        rank_ids = {node.node_id for node in self._nodes if _places(config, node)}
+        asked = [node for node in self._nodes if node.node_id in self._facts]
+        runs = {node.node_id: "write" for node in asked if node.node_id in rank_ids}
+        loads = self._loading_servers()
+        unseen_by = list[str]()
+        if not isinstance(weights, DistributedWeightsConfig):
+            readers = {node.node_id: "read" for node in loads.values() if node and node.node_id in self._facts}
+            unknown = [url for url, node in loads.items() if node is None]
+            if weights.directory is not None:
+                writers = {node_id: "write" for node_id in runs if node_id in self._rank_0_ids()}
+                self._seen("weights.directory", weights.directory, readers | writers, unknown)
+            elif any(node is None or not node.is_here for node in (*loads.values(), *(self._places or ())[:1])):
+                runs, unseen_by = readers | runs, unknown  # snapshots go to run_dir
+        self._seen("run_dir", config.run_dir, runs, unseen_by)
+        if (model := Path(config.model)).is_dir():
+            found.shared.append(seen := self._same_files(model, runs))
+            for node_id, answer in zip(runs, seen.seen.values(), strict=True):
+                if answer != "yes":
+                    found.findings += self._judged(node_id, _unlike(self._by_id[node_id].name, model, answer))
+
+    def _loading_servers(self) -> dict[str, ClusterNode | None]:
+        """Given servers that read the trainer's files."""
+        weights = self._config.weights
+        mirrors = {url.rstrip("/") for url in weights.mirrors} if isinstance(weights, DeltaWeightsConfig) else set()
+        return {url: node for url, node in self._servers.items() if url.rstrip("/") not in mirrors}
+
+    def _rank_0_ids(self) -> set[str]:
+        return {(self._places or self._nodes)[0].node_id}
+
+    def _seen(self, name: str, path: Path, kinds: Mapping[str, str], unknown: Sequence[str] = ()) -> None:
+        path = Path(path).absolute()
+        try:
+            answers = seen_from(path, kinds, self._ask)
+        except OSError as error:
+            self._found.findings.append(local_finding(name, path, error))
+            return
+        named = {self._by_id[node_id].name: answer for node_id, answer in answers.items()}
+        named |= {urlsplit(url).hostname or url: "not checked (no node of the Ray cluster)" for url in unknown}
+        self._found.shared.append(SharedPath(name=name, path=str(path), seen=named))
+        for node_id, answer in answers.items():
+            if answer != "yes":
+                self._found.findings += self._judged(node_id, _unseen(self._by_id[node_id].name, name, path, answer))
+
+    def _same_files(self, model: Path, kinds: Mapping[str, str]) -> SharedPath:
+        model = model.absolute()
+        own = NodeProbe().files(str(model))
+        answers = self._ask("files", {node_id: (str(model),) for node_id in kinds})
+
+        def said(answer: Any) -> str:
+            return "yes" if answer == own else "no" if answer is None else "another one"
+
+        seen = {self._by_id[node_id].name: said(answers[node_id]) for node_id in kinds}
+        return SharedPath(name="model", path=str(model), seen=seen)
+
+    def _network(self) -> Iterator[Finding]:
+        """Whether the nodes of ranks reach each other; and those of servers rank 0's, if it sends them weights."""
+        weights, places = self._config.weights, self._places or [node for node in self._nodes if node.is_here]
+        if not places:
+            return
+        zero, ranks = places[0].node_id, list(dict.fromkeys(node.node_id for node in places))
+        hosts = list(dict.fromkeys(node.node_id for node in self._servers.values() if node))
+        links = pairs(ranks) if len(ranks) <= _MESH else star(zero, ranks)
+        if isinstance(weights, DistributedWeightsConfig):
+            links += star(zero, hosts) + (pairs(hosts) if weights.servers_per_group > 1 else [])
+        links = [link for link in links if set(link) <= self._facts.keys()]
+        addresses = {node.node_id: node.address for node in self._nodes}
+        if server := next((one for one, other in links if other == zero and one in hosts), None):
+            addresses[zero] = self._meeting_place(zero, addresses[server]) or addresses[zero]
+        yield from network_findings(unreached(self._ask, links, addresses), self._named_by_role(zero))
+
+    def _meeting_place(self, zero: str, server: str) -> str | None:
+        """Where a server meets rank 0."""
+        if (own := getattr(self._config.weights, "address", None)) is not None:
+            return own
+        found = self._ask("address_towards", {zero: (server,)})[zero]
+        return None if isinstance(found, Exception) else found
+
+    def _named_by_role(self, zero: str) -> dict[str, str]:
+        names = dict[str, str]()
+        for node in self._nodes:
+            roles = [url for url, of in self._servers.items() if of is node] + ["rank 0"] * (node.node_id == zero)
+            names[node.node_id] = " on ".join(filter(None, (" and ".join(roles), node.name)))
+        return names
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any], name: str) -> Iterator[tuple[str, bool]]:
+    """What a node has installed that differs from this machine; each with whether it is a mistake."""
+    if there["sources"] is None:
+        yield (
+            f"{name} has no arl: install this version, {here['versions']['arl']}, in the environment of Ray there",
+            True,
+        )
+        return
+    if here["python"] != there["python"]:
+        is_mistake = _release(here["python"]) != _release(there["python"])
+        yield f"{name} has Python {there['python']}, this machine {here['python']}: use the same", is_mistake
+    for package in _NEEDED:
+        own, other = here["versions"][package], there["versions"][package]
+        if own == other:
+            continue
+        is_mistake = package == "arl" or other is None or own is None or _release(own) != _release(other)
+        install = "install it there" if other is None else "install the same"
+        yield f"{name} has {package} {other or '(none)'}, this machine {own}: {install}", is_mistake
+    if here["versions"]["arl"] == there["versions"]["arl"] and here["sources"] != there["sources"]:
+        yield f"{name} has arl {there['versions']['arl']}, too, but with other source files: install the same", False
+
+
+def _release(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def clock_text(name: str, ahead_s: float) -> tuple[str, bool] | None:
+    """A sentence about a node's clock, and whether it is a mistake; None if it is right."""
+    if abs(ahead_s) <= CLOCK_WARNING_S:
+        return None
+    is_mistake, way = abs(ahead_s) >= CLOCK_MISTAKE_S, "ahead of" if ahead_s > 0 else "behind"
+    breaks = (
+        "certificates (TLS) and tokens may count as expired or not yet valid"
+        if is_mistake
+        else "times in logs will not fit together"
+    )
+    said = f"the clock of {name} is {abs(ahead_s):.0f} s {way} this machine's: set both by NTP (chrony, timesyncd)"
+    return f"{said}. Training compares no clocks of two machines, but {breaks}", is_mistake
+
+
+def _unseen(node: str, name: str, path: Path, answer: str) -> str:
+    if answer == "read only":
+        return f"{node} sees {path} ({name}), but may not write there: let the user of Ray write on that node"
+    what = "is not seen" if answer == "no" else f"could not be looked at ({answer})"
+    return f"{path} ({name}) {what} on {node}: set {name} to storage that all nodes share, at the same path"
+
+
+def _unlike(node: str, model: Path, answer: str) -> str:
+    what = "does not see" if answer == "no" else "has other files in"
+    return f"{node} {what} the model's directory {model}: copy the model there, or put it on storage that nodes share"

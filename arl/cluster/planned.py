@@ -1,0 +1,178 @@
+"""What the settings alone say of a placement: what runs on this machine, and which parts would share a GPU."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from urllib.parse import urlsplit
+
+from arl.api.config import Config
+from arl.api.engine_config import (
+    DeltaWeightsConfig,
+    LocalEngineConfig,
+    SGLangEngineConfig,
+    SGLangProcessesConfig,
+)
+from arl.api.placed import Finding, PlacedPart
+from arl.cluster.hosts import own_address
+
+
+def controller_part() -> PlacedPart:
+    return PlacedPart(part="controller", host=socket.gethostname(), address=own_address(), pid=os.getpid())
+
+
+def planned_parts(config: Config) -> list[PlacedPart]:
+    """What the settings place on this machine beside the controller: trainer, servers that arl starts, workers."""
+    return [*planned_trainer(config), *planned_servers(config), *beside_parts(config)]
+
+
+def planned_trainer(config: Config) -> list[PlacedPart]:
+    """The trainer on this machine, a row for each rank."""
+    train, host = config.train, socket.gethostname()
+    if train.num_ranks == 1:
+        roles = [""] if num_engines(config) == 1 else ["policy", "critic"]
+        device = gpus_text([_own_gpu(train.device)]) if is_cuda(config) else "cpu"
+        return [PlacedPart(part="trainer", name=role, host=host, device=device) for role in roles]
+    gpus = _gpus_of_ranks(config)
+    devices = [gpus_text([gpu]) for gpu in gpus] if gpus else ["cpu"] * (train.num_ranks * num_engines(config))
+    return [
+        PlacedPart(
+            part="trainer", name=name, host=host, device=device if isinstance(device, str) else gpus_text([device])
+        )
+        for name, device in zip(rank_names(config), devices, strict=True)
+    ]
+
+
+def planned_servers(config: Config) -> list[PlacedPart]:
+    """The servers that arl starts on this machine; none if they run already."""
+    engine, host = config.engine, socket.gethostname()
+    if isinstance(engine, SGLangEngineConfig):
+        return []
+    if isinstance(engine, LocalEngineConfig):
+        device = gpus_text([_own_gpu(engine.device)]) if engine.device.startswith("cuda") else engine.device
+        devices = [device] * engine.num_servers
+    else:
+        devices = [gpus_text(gpus) or "cpu" for gpus in _gpus_of_servers(engine)]
+    return [PlacedPart(part="server", host=host, address="a free port", device=device) for device in devices]
+
+
+def beside_parts(config: Config) -> list[PlacedPart]:
+    """Workers and mirrors."""
+    host, parts = socket.gethostname(), list[PlacedPart]()
+    if count := config.rollout.num_workers:
+        parts.append(PlacedPart(part="workers", host=host, note=f"{count} process{'es' * (count > 1)} for episodes"))
+    if isinstance(config.weights, DeltaWeightsConfig):
+        for address in dict.fromkeys(config.weights.mirrors.values()):
+            served = [server for server, mirror in config.weights.mirrors.items() if mirror == address]
+            note = f"of {', '.join(served)}"
+            parts.append(PlacedPart(part="mirror", host=urlsplit(address).hostname or "", address=address, note=note))
+    return parts
+
+
+def gpu_mistakes(config: Config, num_gpus: int | None = None) -> list[Finding]:
+    """Two parts on a GPU, and GPUs that this machine does not have.
+
+    num_gpus: that this process may use; None if that is not known. Ranks of a cluster get their GPUs from Ray.
+    """
+    train, engine, found = config.train, config.engine, list[str]()
+    on_cluster = train.ray_address is not None
+    ranks = [] if on_cluster or not is_cuda(config) else _gpus_of_ranks(config) or [_own_gpu(train.device)]
+    servers = _gpus_of_servers(engine) if isinstance(engine, SGLangProcessesConfig) else []
+    if train.num_ranks > 1 and is_cuda(config) and ":" in train.device:
+        found.append(
+            f"train.device is {train.device}, one GPU, and train.num_ranks is {train.num_ranks}: each rank needs a GPU "
+            "of its own; set train.device to cuda"
+        )
+    shared = sorted(set(ranks) & {gpu for gpus in servers for gpu in gpus})
+    if isinstance(engine, SGLangProcessesConfig) and shared and not _shares_memory(engine):
+        trainers = sorted(set(ranks))
+        found.append(
+            f"the trainer has {gpus_text(trainers)}, and arl starts servers on {gpus_text(shared)}, too: set "
+            f"engine.first_gpu to {trainers[-1] + 1}, or limit the servers' memory by --mem-fraction-static in "
+            "engine.arguments"
+        )
+    if num_gpus is not None:
+        found += _missing(config, num_gpus, ranks, servers)
+    return [Finding(text=text) for text in found]
+
+
+def _missing(config: Config, num_gpus: int, ranks: Sequence[int], servers: Sequence[Sequence[int]]) -> Iterator[str]:
+    there = f"this machine shows {num_gpus} GPU(s) to this process"
+    if ranks and max(ranks) >= num_gpus:
+        count = config.train.num_ranks
+        what = f"train.num_ranks is {count}" if count > 1 else f"train.device is {config.train.device}"
+        critic = ", and as many ranks for the critic" if count > 1 and num_engines(config) > 1 else ""
+        yield f"{what}{critic}, and {there}; set it lower, to cpu, or train.ray_address to a cluster with more GPUs"
+    if servers and any(servers) and max(map(max, servers)) >= num_gpus:
+        yield (
+            f"{len(servers)} servers with engine.gpus_per_server={len(servers[0])} from engine.first_gpu="
+            f"{servers[0][0]} on need {gpus_text([gpu for gpus in servers for gpu in gpus])}, and {there}; start fewer"
+        )
+    device = config.engine.device if isinstance(config.engine, LocalEngineConfig) else "cpu"
+    if device.startswith("cuda") and _own_gpu(device) >= num_gpus:
+        yield f"engine.device is {device}, and {there}; set it to cpu, or to a GPU that is there"
+
+
+def shared_gpus(ranks: Sequence[PlacedPart], gpus: Sequence[str]) -> list[Finding]:
+    """Ranks that have one GPU together. gpus: each rank's, by a name that is the same everywhere; empty if unknown."""
+    named = {gpu: [rank for rank, own in zip(ranks, gpus, strict=True) if own == gpu] for gpu in gpus if gpu}
+    return [
+        Finding(
+            text=f"{' and '.join(rank.name for rank in same)} are on one GPU of {same[0].host} ({gpu}): start one Ray "
+            "node on each machine, with as many GPUs as it has (ray start --num-gpus)"
+        )
+        for gpu, same in named.items()
+        if len(same) > 1
+    ]
+
+
+def is_cuda(config: Config) -> bool:
+    return config.train.device.startswith("cuda")
+
+
+def num_engines(config: Config) -> int:
+    """The policy's, and the critic's if there is one."""
+    return 1 if config.algorithm.critic is None else 2
+
+
+def rank_names(config: Config) -> list[str]:
+    roles = ("policy", "critic")[: num_engines(config)]
+    return [f"{role} rank {rank}" for role in roles for rank in range(config.train.num_ranks)]
+
+
+def _shares_memory(engine: SGLangProcessesConfig) -> bool:
+    return any(argument.startswith("--mem-fraction-static") for argument in engine.arguments)
+
+
+def _own_gpu(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _gpus_of_ranks(config: Config) -> list[int]:
+    """A GPU of this machine for each rank of all engines; empty for one rank, on a CPU or a cluster."""
+    if config.train.num_ranks == 1 or not is_cuda(config) or config.train.ray_address is not None:
+        return []
+    return list(range(config.train.num_ranks * num_engines(config)))
+
+
+def _gpus_of_servers(engine: SGLangProcessesConfig) -> list[range]:
+    size = engine.gpus_per_server
+    starts = (engine.first_gpu + index * size for index in range(engine.num_servers))
+    return [range(start, start + size) for start in starts]
+
+
+def gpus_text(numbers: Sequence[int]) -> str:
+    """GPU 0, or GPUs 0-3; empty for none."""
+    if not numbers:
+        return ""
+    return f"GPU{'s' * (len(numbers) > 1)} {ranges_text(numbers)}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """0-3, 6."""
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda one: one[1] - one[0])
+    ]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

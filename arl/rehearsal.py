@@ -1,0 +1,193 @@
+"""`--dry-run`: what would run where, and the mistakes in it, without starting anything. A real start checks the same.
+
+rehearse, check_start   settings, mirrors; a dry run alone: this machine's GPUs and directories, and the servers
+asked_cluster           the nodes of a Ray cluster, by a probe on each, in the process that is in the cluster
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from msgspec.structs import replace
+
+from arl.api.config import Config
+from arl.api.engine import InferenceEngine
+from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, SGLangEngineConfig
+from arl.api.errors import ArlError
+from arl.api.placed import Finding, Placed, PlacedPart, SharedPath
+from arl.cluster.hosts import hostname_of, visible_gpus
+from arl.cluster.node_checks import NodeReport, check_nodes
+from arl.cluster.placement import PlacementTable, check
+from arl.cluster.planned import (
+    beside_parts,
+    controller_part,
+    gpu_mistakes,
+    planned_servers,
+    planned_trainer,
+)
+from arl.cluster.ray_nodes import probes, ray_nodes
+from arl.cluster.sight import local_finding, written
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.offload import offload
+from arl.server_checks import ask_servers, check_mirrors, server_parts, with_named_servers
+from arl.serving import OpenedServers
+from arl.training.display import display_of
+from arl.training.run_dir import LOCK, holder_of, is_locked
+from arl.web.addresses import is_here
+
+
+def dry_run(config: Config) -> PlacementTable:
+    """What would run where, and the mistakes in it, without starting anything: a table, whose text says it all.
+
+    Connects to the cluster at train.ray_address, asks the servers of engine.addresses and the mirrors, and leaves no
+    file. For scripts and notebooks; `--dry-run` does the same for a script of `arl.run` or an Experiment.
+    """
+    tables: list[PlacementTable] = []
+    failures: list[BaseException] = []
+
+    def look() -> None:  # in a thread of its own, because a notebook's event loop runs in this one
+        try:
+            tables.append(asyncio.run(rehearse(config)))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = Thread(target=look, name="arl-dry-run")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return tables[0]
+
+
+async def print_dry_run(config: Config) -> None:
+    """Print the table. Raises SystemExit, with code 1, if there are mistakes."""
+    table = await rehearse(config)
+    end = f"{len(table.mistakes)} mistake(s)" if table.mistakes else "no mistakes found"
+    display_of(config.log.model_copy(update={"console": True})).tell(
+        "placement", f"{table}\n{end}; nothing was started", **table.rows()
+    )
+    if table.mistakes:
+        raise SystemExit(1)
+
+
+async def rehearse(config: Config) -> PlacementTable:
+    """As dry_run does."""
+    try:
+        config = await offload(with_named_servers, config)
+    except ArlError as error:
+        return PlacementTable(parts=[controller_part()], findings=[Finding(text=str(error))])
+    findings = gpu_mistakes(config, visible_gpus())
+    asking = asyncio.gather(ask_servers(config), check_mirrors(config))
+    report = await offload(_asked, config)
+    (greetings, of_servers), of_mirrors = await asking
+    devices = {greeting.address: greeting.device for greeting in greetings}
+    findings += [*of_servers, *of_mirrors, *report.findings, *await offload(_of_run_dir, config)]
+    trainer = report.ranks if config.train.ray_address else planned_trainer(config)
+    parts = [controller_part(), *cluster_parts(config, report.num_nodes), *trainer]
+    parts += [*planned_servers(config), *await offload(server_parts, devices, report, config), *beside_parts(config)]
+    shared = report.shared
+    if config.train.ray_address is None:
+        shared, own = await offload(_own_directories, config)
+        findings += own
+    return PlacementTable(parts=parts, shared=shared, findings=findings)
+
+
+def placed(
+    config: Config,
+    trainer: Placed,
+    engine: InferenceEngine,
+    opened: OpenedServers,
+    findings: Sequence[Finding],
+) -> PlacementTable:
+    """What runs where, once all of it has started."""
+    config, processes = with_named_servers(config), opened.processes
+    devices = engine.devices if isinstance(engine, RemoteSGLangEngine) else {}
+    servers = server_parts(devices, NodeReport(), config)
+    if processes is not None:
+        started, ids = zip(planned_servers(config), processes.addresses, strict=True), processes.process_ids
+        servers = [replace(part, address=address, pid=ids.get(address)) for part, address in started]
+    parts = [controller_part(), *cluster_parts(config, 0), *trainer.parts, *servers, *beside_parts(config)]
+    return PlacementTable(parts=parts, shared=trainer.shared, findings=[*findings, *trainer.findings])
+
+
+async def check_start(config: Config) -> list[Finding]:
+    """What settings and mirrors show before anything starts: the warnings. Raises ConfigError with the mistakes."""
+    config = await offload(with_named_servers, config)
+    findings = [*gpu_mistakes(config), *await check_mirrors(config)]
+    check(findings)
+    return findings
+
+
+def asked_cluster(config: Config) -> NodeReport:
+    """What the nodes of the cluster at train.ray_address say. Raises ConfigError if there is none."""
+    from arl.engine.fsdp.ray_cluster import RayLease
+
+    config = with_named_servers(config)
+    with ExitStack() as stack:
+        lease = RayLease(config.train.ray_address, num_cpus=0, num_gpus=0)
+        stack.callback(lease.release)
+        nodes = ray_nodes()
+        return check_nodes(config, nodes, stack.enter_context(probes(nodes)))
+
+
+def _asked(config: Config) -> NodeReport:
+    """The cluster's report; without a cluster, or if it cannot be reached, one that says so."""
+    weights, engine = config.weights, config.engine
+    given = engine.addresses if isinstance(engine, SGLangEngineConfig) else ()
+    if config.train.ray_address is not None:
+        try:
+            return asked_cluster(config)
+        except ArlError as error:
+            return NodeReport(findings=[Finding(text=str(error))])
+    why = "not checked whether it reaches the trainer: there is no Ray node on its machine to try from"
+    is_sent = isinstance(weights, DistributedWeightsConfig)
+    return NodeReport(notes={url: why for url in given if is_sent and not is_here(url)})
+
+
+def cluster_parts(config: Config, num_nodes: int) -> Iterator[PlacedPart]:
+    if config.train.ray_address is not None:
+        note = f"{num_nodes} node{'s' * (num_nodes != 1)}" if num_nodes else ""
+        yield PlacedPart(part="ray", address=config.train.ray_address, note=note)
+
+
+def _of_run_dir(config: Config) -> list[Finding]:
+    lock = config.run_dir / LOCK
+    if not is_locked(lock):
+        return []
+    return [Finding(text=f"another run trains in {config.run_dir}: {holder_of(lock)}; wait for its end")]
+
+
+def _own_directories(config: Config) -> tuple[list[SharedPath], list[Finding]]:
+    """The directories that this machine writes to."""
+    shared, findings = list[SharedPath](), list[Finding]()
+    weights: Any = getattr(config.weights, "directory", None)
+    for name, path in (("run_dir", config.run_dir), ("weights.directory", weights)):
+        if path is None:
+            continue
+        whole = Path(path).absolute()
+        try:
+            with written(whole):
+                answer = "yes"
+        except OSError as error:
+            findings.append(local_finding(name, whole, error))
+            answer = "no"
+        seen = {controller_part().host: answer}
+        if (name == "weights.directory") == (weights is not None):
+            seen |= dict.fromkeys(_far_readers(config), "not checked (no Ray node there to look from)")
+        shared.append(SharedPath(name=name, path=str(whole), seen=seen))
+    return shared, findings
+
+
+def _far_readers(config: Config) -> list[str]:
+    """Hosts of servers on other machines that load weights from the trainer's files."""
+    if isinstance(config.weights, DistributedWeightsConfig):
+        return []
+    given = config.engine.addresses if isinstance(config.engine, SGLangEngineConfig) else ()
+    mirrored = config.weights.mirrors if isinstance(config.weights, DeltaWeightsConfig) else {}
+    loading = {url.rstrip("/") for url in given} - {url.rstrip("/") for url in mirrored}
+    return sorted(hostname_of(url) for url in loading if not is_here(url))
