@@ -140,8 +140,9 @@ _GROUP: dict[str, _Column] = {
 
 _CALL_TYPES = {
     "life": "int64", "event": "string", "t": "float64", "episode": "string", "seconds": "float64",
-    "rid": "string", "session": "string", "server": "string", "queued_s": "float64", "prompt": "int64",
-    "output": "int64", "oldest": "int64", "newest": "int64", "sends": "int64", "stop": "string",
+    "rid": "string", "session": "string", "server": "string", "queued_s": "float64", "server_s": "float64",
+    "prompt": "int64", "output": "int64", "cached": "int64", "oldest": "int64", "newest": "int64",
+    "sends": "int64", "stop": "string",
     "tool": "string", "failure": "string",
     "reward": "string", "value": "float64", "parts": "string", "error": "string",
 }  # fmt: skip

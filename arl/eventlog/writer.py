@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
@@ -41,6 +42,9 @@ _Line = tuple[float, bytes]
 """A record's time, and the record as JSON."""
 
 _EVERY_S = 0.5
+_WATCH_S, _WATCH_SHARE = (0.45, 60.0), 0.01
+"""How often `watch` is asked, at most and at least, and after which share of the log's age: many hours need no more
+records than the first minutes."""
 _MOST_EVENTS = 500_000
 """More records than this do not wait to be written."""
 _MOST_TOKENS = 20_000_000
@@ -57,8 +61,11 @@ _LONGEST = 20_000
 class EventLog:
     """The Events of a run, within `open`. Each `open` is a new life of the log."""
 
-    def __init__(self, run_dir: Path, config: EventsConfig) -> None:
+    def __init__(self, run_dir: Path, config: EventsConfig, watch: Callable[[], Event | None] = lambda: None) -> None:
+        """watch: asked for a record now and then, and at the end, on the log's thread: twice a second at first."""
         self.directory = run_dir / "events"
+        self._watch = watch
+        self._began = self._watched_at = -math.inf
         self._config = config
         self._events: deque[_Line] = deque()
         self._calls: deque[_Line] = deque()
@@ -110,6 +117,7 @@ class EventLog:
         """Write within the block. Its end waits _CLOSING_S at most for what is not yet written."""
         handler = _Warnings(self)
         logging.getLogger("arl").addHandler(handler)
+        self._began = time.monotonic()
         self._thread = thread = threading.Thread(target=self._run, name="arl-events", daemon=True)
         thread.start()
         try:
@@ -136,6 +144,7 @@ class EventLog:
                 self._wake.wait(_EVERY_S)
                 self._wake.clear()
                 is_over = self._is_over.is_set()
+                self._look(is_over)
                 flushes = _all_of(self._flushes)  # before what they wait for
                 if (is_written := self._tried(files, to_disk=bool(flushes))) is None:
                     self._flushes.extendleft(flushes)
@@ -144,6 +153,18 @@ class EventLog:
         finally:
             files.close()
             _answer(self._flushes, False)
+
+    def _look(self, is_over: bool) -> None:
+        now = time.monotonic()
+        if is_over or now - self._watched_at >= min(max(_WATCH_SHARE * (now - self._began), _WATCH_S[0]), _WATCH_S[1]):
+            self._watched_at = now
+            try:
+                seen = self._watch()
+            except Exception:
+                log.debug("a watch of the event log failed", exc_info=True)
+            else:
+                if seen:
+                    self.emit(seen)
 
     def _tried(self, files: SegmentFiles, *, to_disk: bool) -> bool | None:
         """Whether all that waited is written; None if it still waits."""

@@ -41,12 +41,22 @@ def health(run: RunRecord, now: float | None = None) -> Row:
         "disk": _disk(run.run_dir),
         "warnings": _warnings(run),
         "lost": lost,
-        "restarts": [
-            {"t": record.t, "name": record.name, "how": record.how}
-            for _, record in run.system
-            if isinstance(record, events.ProcessRestarted)
-        ],
+        "restarts": _restarts(run),
     }
+
+
+def _restarts(run: RunRecord) -> list[Row]:
+    rows: list[Row] = []
+    for _, record in run.system:
+        match record:
+            case events.ProcessRestarted():
+                rows.append({"t": record.t, "name": record.name, "how": record.how})
+            case events.TrainerRecovered():
+                how = f"{record.reason}; after {record.seconds:.1f} s another one held version {record.version}"
+                rows.append({"t": record.t, "name": "trainer", "how": how})
+            case _:
+                pass
+    return rows
 
 
 def normalised(message: str) -> str:

@@ -96,6 +96,9 @@ class Lanes:
             case events.CheckpointWritten():
                 label = f"checkpoint {record.version}" + (f": {record.error}" if record.error else "")
                 self.span("trainer", t - record.seconds, t, "checkpoint", label)
+            case events.TrainerRecovered():
+                label = f"recovered version {record.version}: {record.reason}"
+                self.span("trainer", t - record.seconds, t, "recovering", label)
             case events.Published():
                 self.span("publishing", t - record.transfer_s, t, "publishing", f"version {record.version}")
             case events.EvaluationEnded():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from arl.eventlog.run_record import RunRecord
 from arl.view.details import MOST_TOKENS, WINDOW, episode_details, group_details
 from arl.view.episode_table import EpisodeTable, Row, whole
 from arl.view.health import health
+from arl.view.run_clock import RunClock
 from arl.view.text_search import TextSearch
 from arl.view.texts import Texts, find_texts
 
@@ -53,6 +55,8 @@ class ViewedRun:
         self.run = RunRecord(run_dir)
         self.table = EpisodeTable(self.run)
         self._ending_of = ending_of
+        self._clock = RunClock()
+        self._is_loaded = False
         self._texts: Texts | None = None
         self._searches: dict[str, TextSearch] = {}
         self._unreadable = self._problem = ""
@@ -149,7 +153,16 @@ class ViewedRun:
         return {**self.table.staleness(), "bound": bound}
 
     def health(self) -> Row:
-        return health(self.run, time.time() if self.tick()["is_live"] else None)
+        return health(self.run, self.now() if self.tick()["is_live"] else None)
+
+    def now(self) -> float:
+        """The time, by the clock of the run's machine."""
+        return time.time() if self.run.last is None else self._clock.now(self._host, self.run.last)
+
+    @property
+    def _host(self) -> str:
+        lives = self.run.lives
+        return lives[max(lives)].host if lives else socket.gethostname()
 
     def group(self, life: int, number: int) -> Row:
         return group_details(self.run, self.table, self.texts, life, number)
@@ -163,7 +176,8 @@ class ViewedRun:
     def _work(self) -> bool:
         """Read or search a little; returns whether there is more to do."""
         try:
-            self.run.update(_SLICE)
+            if self.run.update(_SLICE) and self._is_loaded and self.run.last is not None:
+                self._clock.note(self._host, self.run.last)
             self.table.refresh()
             self._unreadable = ""
         except OSError as error:
@@ -174,6 +188,7 @@ class ViewedRun:
             self._problem = f"A record in {self.run_dir} cannot be read, and is left out: {error!r}"
         if self.run.files.num_bytes_waiting:
             return True
+        self._is_loaded = True
         newest = next(reversed(self._searches.values()), None)
         return newest is not None and newest.scan(_SCAN_S)
 

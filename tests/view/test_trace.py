@@ -22,10 +22,12 @@ from arl.api.events import (
     GroupAdmitted,
     RewardEnded,
     ServerJoined,
+    TrainerRecovered,
     TurnEnded,
 )
 from arl.eventlog.run_record import read_run
 from arl.view.episode_table import EpisodeTable
+from arl.view.health import health
 from arl.view.trace import nested, write_trace
 
 EVER = (0.0, math.inf)
@@ -192,6 +194,19 @@ def test_a_checkpoint_that_is_written_beside_training_has_its_own_thread(tmp_pat
     found = trace_of(tmp_path)
     (checkpoint,), (training,) = spans_of(found, "checkpoint"), spans_of(found, "training")
     assert checkpoint["tid"] != training["tid"]
+
+
+def test_a_lost_trainers_process_shows_in_the_lane_of_the_trainer_and_among_the_restarts(tmp_path: Path) -> None:
+    reason = "the trainer's process was ended by SIGKILL"
+    recovered = TrainerRecovered(version=1, from_version=0, num_batches=1, seconds=7.0, reason=reason, t=T0 + 20)
+    life(tmp_path, [began(), *step(1, [], T0 + 10), recovered])
+    (span,) = spans_of(trace_of(tmp_path), "recovering")
+    assert span["dur"] == 7_000_000
+    (restart,) = health(read_run(tmp_path))["restarts"]
+    assert (restart["name"], restart["how"]) == (
+        "trainer",
+        f"{reason}; after 7.0 s another one held version 1",
+    )
 
 
 def test_a_window_has_what_overlaps_it(tmp_path: Path) -> None:
