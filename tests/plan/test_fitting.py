@@ -1,0 +1,166 @@
+"""Costs that wrote a log are found in it again."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from made_log import MadeRun, known_costs
+
+from arl.api.errors import RunFileError
+from arl.plan.costs import Costs, DecodeCosts, PrefillCosts, TrainerCosts, read_costs, write_costs
+from arl.plan.fitting import fitted
+from arl.plan.least_squares import robust
+
+CONTROLLER_S = pytest.approx(2 * 2e-4 + 3e-4, rel=0.1)
+"""For an episode of two requests: always two, so that what is theirs and what is the episode's cannot be told apart."""
+
+
+def half_as_fast(t: float) -> float:
+    """In every other two seconds, the machine does other things as well, and work takes twice as long."""
+    whole, rest = divmod(t, 4.0)
+    return 6.0 * whole + (rest if rest < 2.0 else 2.0 + 2 * (rest - 2.0))
+
+
+def found_in(run_dir: Path, costs: Costs, wall: Any = None, has_cpu_times: bool = True, **run: Any) -> Costs:
+    made = MadeRun(costs, **run)
+    made.write(run_dir, wall=wall or (lambda t: t), has_cpu_times=has_cpu_times)
+    return fitted(run_dir)
+
+
+def iteration_ratios(found: Costs, wanted: Costs) -> list[float]:
+    return [found.decode.iteration_s(n, 60 * n) / wanted.decode.iteration_s(n, 60 * n) for n in (4, 16, 32, 60)]
+
+
+def read_s(costs: Costs) -> float:
+    """What it costs to read the prompt of a request that has 17 tokens more than are cached."""
+    return costs.prefill.base_s + costs.prefill.per_request_s + 17 * costs.prefill.per_token_s
+
+
+@pytest.mark.parametrize("run", [{}, {"num_servers": 2}, {"ahead": 1, "steps": 8}, {"steps": 60}])
+def test_servers_cost_what_they_cost(tmp_path: Path, run: dict[str, Any]):
+    costs = known_costs()
+    found = found_in(tmp_path, costs, **run)
+    assert iteration_ratios(found, costs) == pytest.approx([1.0] * 4, abs=0.1)
+    assert read_s(found) == pytest.approx(read_s(costs), rel=0.25)
+    assert not found.prefill.stops_decoding
+    assert found.decode.max_running_requests == 64
+
+
+@pytest.mark.parametrize(("per_iteration_s", "per_request_s"), [(1e-4, 2e-4), (6e-3, 0.0), (6e-3, 2e-4)])
+def test_what_an_iteration_costs_is_told_from_what_its_requests_cost(
+    tmp_path: Path, per_iteration_s: float, per_request_s: float
+):
+    points = ((1, per_iteration_s + per_request_s), (64, per_iteration_s + 64 * per_request_s))
+    costs = known_costs(decode=DecodeCosts(points=points, max_running_requests=64))
+    found = found_in(tmp_path, costs, steps=12)
+    assert iteration_ratios(found, costs)[1:] == pytest.approx([1.0] * 3, abs=0.15)
+
+
+def test_a_context_that_costs_is_seen(tmp_path: Path):
+    decode = DecodeCosts(points=((1, 0.001), (64, 0.004)), per_context_token_s=2e-6, max_running_requests=64)
+    costs = known_costs(decode=decode)
+    found = found_in(tmp_path, costs, tokens=(10, 200))
+    assert found.decode.per_context_token_s == pytest.approx(2e-6, rel=0.2)
+    assert found.decode.iteration_s(24, 24 * 250) == pytest.approx(costs.decode.iteration_s(24, 24 * 250), rel=0.1)
+
+
+def test_other_programs_on_the_machine_change_no_costs_as_long_as_the_log_has_cpu_times(tmp_path: Path):
+    costs = known_costs()
+    found = found_in(tmp_path, costs, wall=half_as_fast, steps=10)
+    assert iteration_ratios(found, costs) == pytest.approx([1.0] * 4, abs=0.12)
+    assert found.trainer.step_s(3300, 32, 1) == pytest.approx(costs.trainer.step_s(3300, 32, 1), rel=0.02)
+    assert 2 * found.controller.per_request_s + found.controller.per_episode_s == CONTROLLER_S
+
+
+def test_without_cpu_times_the_clock_on_the_wall_tells_and_a_requests_latency_is_told_apart(tmp_path: Path):
+    costs = known_costs()
+    found = found_in(tmp_path, costs, has_cpu_times=False, latency_s=0.02)
+    assert iteration_ratios(found, costs) == pytest.approx([1.0] * 4, abs=0.2)
+    assert 0.01 < found.controller.latency_s < 0.03
+    assert any("the controller is taken for free" in note for note in found.measured.notes)
+
+
+def test_the_trainer_the_publishing_and_the_controller_cost_what_they_cost(tmp_path: Path):
+    costs = known_costs()
+    found = found_in(tmp_path, costs, steps=10)
+    assert found.trainer.step_s(3300, 32, 1) == pytest.approx(costs.trainer.step_s(3300, 32, 1), rel=0.02)
+    assert found.trainer.snapshot_s == pytest.approx(costs.trainer.snapshot_s, rel=1e-3)
+    assert found.publish.load_s == pytest.approx(costs.publish.load_s, rel=1e-3)
+    assert 0.08 <= found.publish.transfer_s < 0.1  # a server pauses when its iteration has ended
+    assert 2 * found.controller.per_request_s + found.controller.per_episode_s == CONTROLLER_S
+    assert (found.shared and found.shared.cores, found.deployment.batch_size, found.deployment.group_size) == (2, 4, 8)
+
+
+def test_steps_of_different_sizes_tell_what_a_step_costs_whatever_its_batch(tmp_path: Path):
+    costs = known_costs(trainer=TrainerCosts(base_s=0.2, per_token_s=5e-5))
+    found = found_in(tmp_path, costs, steps=12, batch_size=1, ahead=12, group_size=2, tokens=(5, 120))
+    assert found.trainer.base_s == pytest.approx(0.2, rel=0.02)
+    assert found.trainer.per_token_s == pytest.approx(5e-5, rel=0.02)
+
+
+def test_costs_say_what_could_not_be_told_apart(tmp_path: Path):
+    found = found_in(tmp_path, known_costs())
+    assert any("whatever its batch could not be told" in note for note in found.measured.notes)
+    assert found.trainer.base_s == 0.0
+    low, high = found.measured.running_requests or (0.0, 0.0)
+    assert 0 < low < 20
+    assert 30 < high <= 64
+
+
+def test_the_workload_is_that_of_the_groups_that_ended(tmp_path: Path):
+    made = MadeRun(known_costs())
+    made.write(tmp_path)
+    found = fitted(tmp_path)
+    groups = {episode.group for episode in found.workload.episodes}
+    assert groups == set(range(len(groups)))
+    assert len(groups) >= 10
+    assert len(found.workload.episodes) == 8 * len(groups)
+    tools_s: list[float] = []
+    for episode in found.workload.episodes:
+        first, second = episode.turns
+        assert (first.prompt_tokens, first.cached_tokens, first.tool_s > 0.01) == (20, 0, True)
+        assert (second.prompt_tokens, second.tool_s) == (35 + first.new_tokens, 0.0)
+        # Also where an update had emptied the cache between the turns.
+        assert second.cached_tokens == pytest.approx(19 + first.new_tokens, abs=1)
+        assert episode.tokens == 35 + first.new_tokens + second.new_tokens
+        tools_s.append(first.tool_s)
+    assert np.mean(tools_s) == pytest.approx(0.01 + np.exp(-2.0 + 0.8**2 / 2), rel=0.2)
+
+
+def test_fitted_costs_come_back_from_their_file(tmp_path: Path):
+    found = found_in(tmp_path, known_costs())
+    write_costs(tmp_path / "costs.json", found)
+    assert read_costs(tmp_path / "costs.json") == found
+
+
+def test_a_run_that_trained_nothing_has_no_costs(tmp_path: Path):
+    MadeRun(known_costs(), steps=0).write(tmp_path)
+    with pytest.raises(RunFileError, match="no trained step"):
+        fitted(tmp_path)
+
+
+def test_a_resumed_run_is_fitted_by_the_life_that_trained_most(tmp_path: Path):
+    MadeRun(known_costs(), steps=1).write(tmp_path)
+    slow = known_costs(prefill=PrefillCosts(per_token_s=5e-5, per_request_s=4e-3, chunk_tokens=512))
+    found = found_in(tmp_path, slow, steps=6)
+    assert read_s(found) == pytest.approx(read_s(slow), rel=0.25)
+    assert msgspec.structs.asdict(found.deployment)["num_servers"] == 1
+
+
+def test_least_squares_leave_out_what_explains_nothing_and_forgive_some_wrong_measurements():
+    draw = random.Random(0)
+    columns = np.array([[draw.uniform(1, 9) for _ in range(4)] for _ in range(400)])
+    wanted = 2.0 * columns[:, 0] + 0.5 * columns[:, 2]
+    wanted[::20] *= 3
+    found, error = robust(columns, wanted)
+    assert found == pytest.approx([2.0, 0.0, 0.5, 0.0], abs=0.02)
+    assert error < 0.03  # a twentieth is far off, and counts as 0.5
+
+
+def test_least_squares_prefer_the_first_of_columns_that_explain_alike():
+    column = np.linspace(1.0, 2.0, 50)
+    found, _ = robust(np.array([column, column]).T, 3 * column, preferred=(1, 0))
+    assert found == pytest.approx([0.0, 3.0])
