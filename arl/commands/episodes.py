@@ -174,7 +174,8 @@ class Stage:
 @asynccontextmanager
 async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice) -> AsyncGenerator[Stage]:
     """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of a part that cannot start."""
-    from arl.assembly import decoder, serve
+    from arl.assembly import decoder
+    from arl.serving import serve
 
     weights = _trained(config, choice) if choice.trained is not None else None
     sys.stderr.write(f"preparing {choice.file}\n")

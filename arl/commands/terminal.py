@@ -111,7 +111,7 @@ class _WatchedRun:
         if time.monotonic() - self._looked_at >= _HEALTH_EVERY_S:
             self._health = self.viewed.health()
             self._looked_at = time.monotonic()
-        return overview(self.viewed, ending_of(self.viewed.run_dir), self._health, time.time())
+        return overview(self.viewed, ending_of(self.viewed.run_dir), self._health, self.viewed.now())
 
 
 @contextmanager
