@@ -13,7 +13,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-browser test-sglang test-gpu chaos chaos-short soak bubblewrap browser health lint format clean
+.PHONY: quickstart test test-slow test-browser test-cluster test-sglang test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -31,7 +31,7 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not browser' -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -m 'not slow and not browser and not cluster' -n $(TEST_WORKERS)
 
 # Random faults against real runs. Each broken promise prints the command that repeats it.
 CHAOS_S ?= 1200
@@ -57,9 +57,20 @@ browser:
 		apt-get install --yes --no-install-recommends chromium || \
 		{ echo 'Install Chromium as root: apt-get install chromium, or dnf install chromium' >&2; exit 1; }
 
+# Slurm, ssh servers and the schemas of Kubernetes, in which what `arl launch` makes is tested; skipped without them.
+cluster-packages: $(STAMP)
+	@{ command -v slurmctld && command -v sshd; } >/dev/null || apt-get install --yes --no-install-recommends \
+		slurmctld slurmd slurm-client munge openssh-server openssh-client || \
+		{ echo 'Install Slurm, munge and OpenSSH with their servers, as root' >&2; exit 1; }
+	@$(BIN)/pip install $(PIP_SHOWS) kubernetes-validate
+
 # The page of `arl view` and traces of `arl trace`, in a real browser.
 test-browser: $(STAMP)
 	ARL_NEEDS_BROWSER=1 $(BIN)/python -m pytest -m browser
+
+# Three nodes in namespaces of this machine, which root may make: networks that are cut, nodes that are lost.
+test-cluster: $(STAMP)
+	$(BIN)/python -m pytest -m cluster
 
 # The runs of docs/healthy.md, and the pictures of docs/healthy.md and docs/viewing.md. Runs that are there stay.
 health: $(STAMP)
