@@ -59,7 +59,7 @@ class RecoveringLearner:
         self._checkpoints = checkpoints
         self._max_recoveries, self._num_ranks = config.max_recoveries, config.num_ranks
         self._looked_at = 0
-        """The checkpoint after which it last looked for room for the ranks that are missing."""
+        """It looks for room for the ranks that are missing after a newer checkpoint than this."""
         self._events = events
         self._learner = start()
         self.engine = RecoveringWeights(self)
@@ -153,19 +153,24 @@ class RecoveringLearner:
         if newest > self._looked_at and self._max_recoveries:
             self._looked_at = newest
             if self.call(lambda learner: learner.has_room()):
-                self._recover(ProcessLostError(f"the cluster has room for {self._num_ranks} ranks again"))
+                self._begin_anew(ProcessLostError(f"the cluster has room for {self._num_ranks} ranks again"))
 
     def _recover(self, lost: ProcessLostError) -> None:
+        self._losses.append(str(lost))
+        self._begin_anew(lost)
+
+    def _begin_anew(self, lost: ProcessLostError) -> None:
         """Have another learner at `version`. Raises TrainingError if that fails too often."""
         began, reason = time.monotonic(), str(lost)
-        self._losses.append(reason)
+        why = reason
         while len(self._losses) <= self._max_recoveries:
-            logger.warning("training goes on in another process, as %s", self._losses[-1])
-            time.sleep(_PAUSE_S * (len(self._losses) - 1))
+            logger.warning("training goes on in another process, as %s", why)
+            time.sleep(_PAUSE_S * max(len(self._losses) - 1, 0))
             try:
                 first = self._replace(reason)
             except Exception as error:  # noqa: BLE001 (whatever it was, this learner is not at `version`)
-                self._losses.append(str(error) or type(error).__name__)
+                why = str(error) or type(error).__name__
+                self._losses.append(why)
                 if isinstance(error, ArlError) and not isinstance(error, TrainingError):
                     break  # another one would fail alike
             else:
@@ -183,7 +188,7 @@ class RecoveringLearner:
         self._at("starting another trainer's process")
         self._learner = learner = self._start()
         self._at("loading the newest checkpoint")
-        first = self._load_newest(learner)
+        first = self._looked_at = self._load_newest(learner)
         for version in range(first, self.version):
             self._at(f"training batch {version - first + 1} of {self.version - first} again")
             if version not in self._kept:

@@ -297,6 +297,34 @@ def test_fewer_ranks_train_until_there_is_room_again_after_a_checkpoint(tmp_path
     assert world.places.count("look") == 2
 
 
+def test_ranks_that_are_given_up_for_more_are_no_loss(tmp_path: Path) -> None:
+    world = World(tmp_path, start=[1])
+    world.num_ranks = 2
+    learner = world.learner(max_recoveries=1)
+    train(learner, 0, 2)
+    world.save(learner)
+    world.num_ranks = 4
+    train(learner, 2, 3)
+    assert [process.num_ranks for process in world.processes] == [2, 4]
+    assert world.processes[-1].weights == IDS[:3]
+
+
+def test_a_run_that_just_lost_ranks_keeps_the_fewer_until_the_next_checkpoint(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    learner = world.learner(max_recoveries=1)
+    train(learner, 0, 1)
+    world.save(learner)
+    train(learner, 1, 2)
+    world.num_ranks, world.ends["prepare"] = 2, [2]
+    prepared = learner.prepare(GROUPS[2])
+    world.num_ranks = 4
+    learner.train(prepared)
+    assert "look" not in world.places
+    world.save(learner)
+    train(learner, 3, 4)
+    assert [process.num_ranks for process in world.processes] == [4, 2, 4]
+
+
 def test_a_batch_that_could_not_be_prepared_does_not_stand_in_the_way_of_a_recovery(tmp_path: Path) -> None:
     world = World(tmp_path, prepare=[2])
     learner, killed = world.learner(), world.error
