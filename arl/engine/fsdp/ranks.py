@@ -123,8 +123,17 @@ class Ranks:
         self._check()
         refs = {self._submit(rank, group, method, arguments): rank for rank in ranks}
         outcomes = self._collect(method, refs, _Watch(self._timeout_s, is_training=False))
+        late = [rank for rank in refs.values() if rank not in outcomes]
+        if late and not any(outcome.is_dead for outcome in outcomes.values()):
+            self._check_answers(method, late)
         dead_first = sorted(outcomes.items(), key=lambda item: not item[1].is_dead)
         return {rank: self._value(rank, outcome) for rank, outcome in dead_first}
+
+    def _check_answers(self, method: str, late: Sequence[int]) -> None:
+        """`method` failed on other ranks. If late ones do not answer, that is why: end all, raise ProcessLostError."""
+        if silent := sorted({*late} - self._whereabouts(late).keys()):
+            self.end(reason := f"{method} failed, and ranks {silent} of {len(self)} do not answer")
+            raise ProcessLostError(f"{reason}. The train engine is closed")
 
     def ask(self, key: str, name: str, *args: Any, is_leaving: bool = False) -> Any:
         """The attribute `name` of what rank 0 keeps under `key`; see arl.remote_calls.Holder."""
