@@ -235,16 +235,17 @@ class RankRoom:
         config, began = self._config, time.monotonic()
         if self.has(counts[0], config.replace_timeout_s):
             return counts[0]
-        while time.monotonic() < began + config.startup_timeout_s:
+        while True:  # at least once: replace_timeout_s may be the longer one
             for count in counts:
                 if self.has(count):
                     rest = f"of {counts[0]}, until the cluster has room for all (train.min_ranks)"
                     logger.warning("training goes on with %d rank(s) %s", count, rest)
                     return count
-        raise TrainingError(
-            f"the Ray cluster had no room for {counts[-1]} rank(s), the fewest of train.min_ranks, within "
-            "train.startup_timeout_s; make room, or set train.min_ranks lower"
-        )
+            if time.monotonic() >= began + config.startup_timeout_s:
+                raise TrainingError(
+                    f"the Ray cluster had no room for {counts[-1]} rank(s), the fewest of train.min_ranks, within "
+                    "train.startup_timeout_s; make room, or set train.min_ranks lower"
+                )
 
     def has(self, count: int, timeout_s: float = _ROOM_TIMEOUT_S) -> bool:
         """Whether there is room for so many more ranks of each engine, or will be in time."""

@@ -15,6 +15,7 @@ import pytest
 
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
+from arl.engine.fsdp import ray_engine
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, _as_ray_starts
 from arl.engine.fsdp.ray_engine import RankRoom, RayTrainEngine
 
@@ -125,6 +126,15 @@ def test_a_running_ray_is_used_and_left_as_it_was(
         lease.release()
     assert not ray.is_initialized()
     assert processes_of(temporary) == []
+
+
+def test_fewer_ranks_start_also_after_a_wait_for_all_that_is_longer_than_a_start_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine, "_lease", lambda config: None)
+    monkeypatch.setattr(ray_engine, "has_room", lambda bundles, timeout_s: len(bundles) < 4)
+    room = RankRoom(TrainConfig(num_ranks=4, min_ranks=1, startup_timeout_s=1e-9), num_engines=1)
+    assert room.wait([4, 2, 1]) == 2
 
 
 def test_starting_ray_never_unsets_variables_that_were_set_before(monkeypatch: pytest.MonkeyPatch):
