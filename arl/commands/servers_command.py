@@ -201,9 +201,10 @@ def _edit(options: argparse.Namespace, change: Callable[[EditedServers], None]) 
             f"the servers of the run in {run_dir} are those that engine.servers_file names: edit {state.file}"
         )
     with edited(run_dir, _note()) as edit:
+        before = _num_named(edit)
         change(edit)
-        left = sum(one.drain_s is None for one in edit.named.values())
-        if left < state.min_servers:
+        left = _num_named(edit)
+        if left < min(before, state.min_servers):
             raise ServerError(f"engine.min_servers is {state.min_servers}, and {counted(left, 'server')} would be left")
     if trains and not options.no_wait:
         return edit.written_ns
@@ -215,6 +216,11 @@ def _edit(options: argparse.Namespace, change: Callable[[EditedServers], None]) 
     )
     sys.stdout.write(f"{names}; {how}\n")
     return None
+
+
+def _num_named(edit: EditedServers) -> int:
+    """But for those that are to leave."""
+    return sum(one.drain_s is None for one in edit.named.values())
 
 
 def _note() -> str:
