@@ -43,6 +43,10 @@ class Membership:
 
         least: so many are enough. Those that cannot join yet are left out, with a warning. None: all have to join.
         """
+        if least is not None and len(clients) < least:
+            raise ServerError(
+                f"the run needs {least} servers (engine.min_servers), and its servers file has {len(clients)}"
+            )
         answers = await (_all_greeted(clients) if least is None else _greeted(clients, least))
         missing = {client: error for client, error in answers.items() if isinstance(error, ServerError)}
         if missing and least is None:
@@ -74,13 +78,15 @@ class Membership:
 
     async def add(self, client: ServerClient) -> None:
         """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out."""
-        server = self._pool.join(client)
+        server, limit = self._pool.join(client), asyncio.timeout(self._config.update_timeout_s)
         try:
-            async with asyncio.timeout(self._config.update_timeout_s):
+            async with limit:
                 self._upkeep.welcome(server, await greet(client))
                 while not await self._upkeep.restore(server):
                     pass  # newer weights came meanwhile
         except TimeoutError:
+            if not limit.expired():
+                raise ServerError(f"{server.address} does not answer") from None
             raise ServerError(
                 f"{server.address} was not ready within {self._config.update_timeout_s:g} s (engine.update_timeout_s)"
             ) from None
