@@ -57,9 +57,9 @@ def base_url(address: str, where: str = "engine.addresses") -> str:
     """Without a slash at its end. Raises ConfigError, which says `where` the address was found."""
     try:
         url = URL(address)
-    except ValueError:
+    except (ValueError, IndexError):  # yarl raises the latter for some nonsense
         url = URL()
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or not address.isprintable():
         raise ConfigError(f"{where} holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
     if "@" in url.raw_authority:
         without = url.with_user(None)
@@ -94,11 +94,11 @@ def _seconds(text: str, where: str) -> float:
 
 
 def _read(path: Path) -> tuple[int, str]:
-    """When it was written (ns), and its text. Raises OSError; ValueError if it is too long, or no text."""
+    """When it was written (ns), and its text. Raises OSError, also if it is too long; ValueError if it is no text."""
     with path.open("rb") as file:
         written_ns, content = os.fstat(file.fileno()).st_mtime_ns, file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
-        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        raise OSError(f"it has more than {_MAX_BYTES} bytes")
     return written_ns, content.decode()
 
 
@@ -235,9 +235,11 @@ class EditedServers:
     named: dict[str, NamedServer] = field(default_factory=dict[str, NamedServer])
 
     def put(self, one: NamedServer) -> None:
-        """Name a server, in the place of its earlier line if it has one."""
-        index = next((i for i, line in enumerate(self.lines) if one.address in parse(line)), len(self.lines))
-        self.lines[index : index + 1] = [one.line]
+        """Name a server, in the place of its earlier lines if it has some."""
+        before = [i for i, line in enumerate(self.lines) if one.address in parse(line)] or [len(self.lines)]
+        self.lines[before[0] : before[0] + 1] = [one.line]
+        for again in reversed(before[1:]):
+            del self.lines[again]
         self.named[one.address] = one
 
     def forget(self, address: str) -> None:
@@ -249,7 +251,8 @@ class EditedServers:
 def edited(run_dir: Path, note: str) -> Iterator[EditedServers]:
     """Edit run_dir/servers.txt under a lock; other edits wait. The file is replaced if the block ends without an error.
 
-    note: of this edit, for the first line. Without a file, the text begins with the servers of run_dir/servers.json.
+    note: of this edit, for the first line. If the file is missing or names no server, the run has kept its servers, and
+    the text begins with those of run_dir/servers.json.
     Raises RunFileError, and ConfigError if the file makes no sense.
     """
     path = run_dir / SERVERS
@@ -265,9 +268,11 @@ def edited(run_dir: Path, note: str) -> Iterator[EditedServers]:
 
 
 def _begin_edit(path: Path, state: ServersState | None) -> EditedServers:
-    rows = [row for row in (state.servers if state else ()) if row.state != "draining"]
-    text = _read(path)[1] if path.exists() else "\n".join(_line(row) for row in rows)
+    text = _read(path)[1] if path.exists() else ""
     try:
+        if not parse(text):
+            rows = [row for row in (state.servers if state else ()) if row.state != "draining"]
+            text = "\n".join([*text.splitlines(), *map(_line, rows)])
         edit = EditedServers([line for line in text.splitlines() if not line.startswith(_NOTE)], named=parse(text))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

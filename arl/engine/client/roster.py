@@ -125,8 +125,8 @@ class Roster:
             return
         wanted = {address: one for address, one in watched.named.items() if one.drain_s is None}
         for address, change in [*self._changes.items()]:
-            if change.joins != (address in wanted):
-                change.task.cancel()
+            if change.joins != (address in wanted) and not change.task.cancelling():
+                change.task.cancel()  # once: a second time would interrupt what it still has to set right
         there = {server.address for server in self._pool.servers}
         joining = [address for address in wanted if address not in there and self._is_due(address)]
         leaving = [address for address in there - wanted.keys() if self._is_due(address)]

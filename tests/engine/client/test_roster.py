@@ -13,7 +13,7 @@ from protocol_server import Server, ask, assert_seamless
 from scripted_weights import weights
 
 from arl.api.engine_config import ClientConfig
-from arl.api.errors import ConfigError, ServerError
+from arl.api.errors import ConfigError, RunFileError, ServerError
 from arl.cluster.servers_file import (
     NamedServer,
     ServerRow,
@@ -29,6 +29,7 @@ from arl.engine.client.sglang import RemoteSGLangEngine
 
 NONE = ServerRow(address="", state="")
 A, B, C = "http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://10.0.0.3:30000"
+M = "http://10.0.0.2:30900"
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,8 @@ def test_a_line_names_a_server_its_mirror_and_when_it_is_to_leave():
     [
         ("10.0.0.1:30000", "line 2 holds '10.0.0.1:30000'; it must hold base URLs"),
         ("http://", "line 2 holds 'http://'"),
+        ("http://a\0b:30000", "line 2 holds"),
+        ("http://][@", "line 2 holds"),
         ("http://me:word@a:1", "line 2 names a user for http://a:1"),
         (f"{A} {B} {C}", "it must be ADDRESS"),
         ("drain=3", "it must be ADDRESS"),
@@ -172,6 +175,29 @@ def test_edits_keep_comments_and_wait_for_one_another(tmp_path: Path):
     assert path.read_text() == f"# Edited at last\n# mine\n{A} drain=1\n{C} {A}\n"
 
 
+def test_an_edit_of_a_server_that_is_named_twice_changes_both_lines(tmp_path: Path):
+    (tmp_path / "servers.txt").write_text(f"{A}\n{B}\n{A}  # again\n")
+    with edited(tmp_path, "now") as edit:
+        edit.put(NamedServer(address=A, drain_s=1.0))
+    assert (tmp_path / "servers.txt").read_text() == f"# Edited now\n{A} drain=1\n{B}\n"
+
+
+@pytest.mark.parametrize("text", ["", "# none\n"])
+def test_an_edit_of_a_file_that_names_no_server_keeps_those_of_the_run(text: str, tmp_path: Path):
+    rows = (ServerRow(address=A, state="serving"), ServerRow(address=B, state="fenced", mirror=M))
+    ServersState(at=0.0, file=None, is_users=False, min_servers=1, servers=rows).write(tmp_path)
+    (tmp_path / "servers.txt").write_text(text)
+    with edited(tmp_path, "now") as edit:
+        edit.put(NamedServer(address=C))
+    assert (tmp_path / "servers.txt").read_text() == f"# Edited now\n{text}{A}\n{B} {M}\n{C}\n"
+
+
+def test_a_file_that_is_too_long_cannot_be_edited(tmp_path: Path):
+    (tmp_path / "servers.txt").write_text("#" * (1 << 20) + "\n")
+    with pytest.raises(RunFileError, match="cannot be edited: it has more than"), edited(tmp_path, "now"):
+        pass
+
+
 # A running engine -------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +305,25 @@ async def test_a_server_that_is_named_no_more_gives_up_joining(server: Server, o
         await told(tmp_path, lambda state: len(state.servers) == 1)
 
 
+async def test_a_server_that_gives_up_joining_is_resumed_even_if_that_takes_several_looks(
+    server: Server, other: Server, tmp_path: Path
+):
+    async with following(tmp_path, [server.address]) as engine:
+        await engine.update_weights(weights(1))
+        other.load_gate.clear()
+        name(tmp_path, server, other)
+        await until(lambda: "update_weights_from_disk" in other.names())
+        other.resume_gate.clear()
+        name(tmp_path, server)
+        await until(lambda: "continue_generation" in other.names()[-1])
+        change = engine._roster._changes[other.address] if engine._roster else None
+        await asyncio.sleep(0.1)  # several looks
+        assert change is not None
+        assert not change.task.done()
+        other.resume_gate.set()
+        await until(lambda: other.pause_mode is None)
+
+
 async def test_a_server_that_is_named_again_while_it_drains_stays(server: Server, other: Server, tmp_path: Path):
     other.is_automatic = False
     async with following(tmp_path, [server.address, other.address]) as engine, asyncio.TaskGroup() as group:
@@ -336,6 +381,12 @@ async def test_a_run_starts_with_those_of_its_file_that_answer(
     await other.stop()
     with pytest.raises(ServerError, match=r"1 of 2 servers cannot join: .* needs 2 of them \(engine\.min_servers\)"):
         async with following(tmp_path, [server.address, other.address], min_servers=2):
+            pass
+
+
+async def test_a_run_whose_file_names_too_few_servers_does_not_start(server: Server, tmp_path: Path):
+    with pytest.raises(ServerError, match=r"needs 2 servers \(engine\.min_servers\), and its servers file has 1"):
+        async with following(tmp_path, [server.address], min_servers=2):
             pass
 
 
