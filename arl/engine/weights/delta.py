@@ -67,7 +67,7 @@ class DeltaTransport(DiskTransport):
             return await super().deliver(update, engine)
         finally:
             if isinstance(update, DeltaWeights):
-                update.stop_unless_awaited()
+                update.end()
 
     def close(self) -> None:
         """Remove what is on this machine; mirrors keep what they hold. Idempotent."""
@@ -131,10 +131,10 @@ class DeltaWeights(WrittenWeights):
         """Their mirrors get the update together when the first of them is prepared."""
         self._expected = [server.address for turn in turns for server in turn]
 
-    def stop_unless_awaited(self) -> None:
+    def end(self) -> None:
         """End what is sent to mirrors for which nobody waits."""
         if self._waves is not None:
-            self._waves.stop_unless_awaited()
+            self._waves.end()
 
     async def prepare(self, server: WeightServer) -> None:
         """Bring the server's mirror to this version. Raises TransportError; ServerError if the mirror is at fault."""

@@ -109,6 +109,7 @@ class Waves:
         """Those of the wave that is about to begin."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_waiting = 0
+        self._is_over = False
 
     async def bring(self, mirror: MirrorClient, others: Iterable[MirrorClient] = ()) -> Path:
         """Returns the directory on the mirror's machine. Raises ServerError.
@@ -125,29 +126,30 @@ class Waves:
             task.add_done_callback(self._tasks.discard)
         self._next += new
         self._num_waiting += 1
+        coming = self._coming[mirror]
         try:
-            return await asyncio.shield(self._coming[mirror])
-        except asyncio.CancelledError:
-            if self._num_waiting == 1:
-                self.stop()
-            raise
+            return await asyncio.shield(coming)
         finally:
             self._num_waiting -= 1
+            if self._is_over or not coming.done():
+                self._stop_unless_awaited()
 
-    def stop(self) -> None:
-        """End what nobody waits for any more; those that ask again begin another wave."""
-        for task in self._tasks:
-            task.cancel()
+    def end(self) -> None:
+        """The update is over: end what nobody waits for, now or later. Those that ask again begin another wave."""
+        self._is_over = True
+        self._stop_unless_awaited()
 
-    def stop_unless_awaited(self) -> None:
+    def _stop_unless_awaited(self) -> None:
         if not self._num_waiting:
-            self.stop()
+            for task in self._tasks:
+                task.cancel()
 
     async def _wave(self) -> None:
-        mirrors = list[MirrorClient]()
+        mine = dict[MirrorClient, asyncio.Future[Path]]()
         try:
             await asyncio.sleep(_GATHER_S)
-            mirrors, self._next = self._next, []
+            mine = self._taken()
+            mirrors = [*mine]
             async with asyncio.TaskGroup() as group:
                 asking = {mirror: group.create_task(self._ask(mirror)) for mirror in mirrors}
                 await asyncio.wait(asking.values(), timeout=_ASK_S)
@@ -158,10 +160,14 @@ class Waves:
         except BaseExceptionGroup as errors:
             logger.error("mirrors could not be brought to version %s", self._version, exc_info=errors)
         finally:
-            for mirror in mirrors or self._next:
-                self._settle(mirror, ServerFailedError(f"{mirror.url} was not brought to version {self._version}"))
-            if not mirrors:
-                self._next = []
+            for mirror, coming in (mine or self._taken()).items():
+                if self._coming.get(mirror) is coming:  # else it was settled, and another wave may have it
+                    self._settle(mirror, ServerFailedError(f"{mirror.url} was not brought to version {self._version}"))
+
+    def _taken(self) -> dict[MirrorClient, asyncio.Future[Path]]:
+        """Those of the wave that begins, or ends before it has begun."""
+        mirrors, self._next = self._next, []
+        return {mirror: self._coming[mirror] for mirror in mirrors}
 
     async def _ask(self, mirror: MirrorClient) -> Held | ServerError:
         await mirror.busy.acquire()
@@ -252,6 +258,7 @@ class Waves:
         finally:
             sending.cancel()
             sending.add_done_callback(look_at)
+            await asyncio.wait({sending})  # it closes the mirror's connections, perhaps those of a send that follows
 
     def _settle(self, mirror: MirrorClient, outcome: Held | Exception) -> None:
         if mirror in self._locked:

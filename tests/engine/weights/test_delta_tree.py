@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from arl.api.errors import ServerError, ServerFailedError
 from arl.engine.weights import mirror_client, relay, waves
 from arl.engine.weights.mirror import MirrorStore
-from arl.engine.weights.mirror_client import MirrorClient
+from arl.engine.weights.mirror_client import Held, MirrorClient
 from arl.engine.weights.mirror_tree import Branch, branches, route_of, route_to_bytes
 from arl.engine.weights.package import (
     PREAMBLE,
@@ -334,3 +334,66 @@ async def test_when_all_give_up_nothing_goes_on_and_mirrors_can_be_asked_again(f
                 await wave.bring(fleet.clients[0])
     async with asyncio.timeout(5):
         await fleet.clients[0].busy.acquire()
+
+
+async def test_a_slow_mirror_that_is_given_up_gets_its_update_directly(fleet: Mirrors, monkeypatch: pytest.MonkeyPatch):
+    slow, pass_on = fleet.clients[0], waves.pass_on
+
+    async def stalling(client: MirrorClient, branch: Branch, num_bytes: int, pieces: Any, **options: Any) -> Any:
+        async def first() -> AsyncIterator[bytes]:
+            yield await anext(pieces)
+            await asyncio.Event().wait()
+
+        stalls = client is slow and branch.below
+        return await pass_on(client, branch, num_bytes, first() if stalls else pieces, **options)
+
+    monkeypatch.setattr(waves, "pass_on", stalling)
+    monkeypatch.setattr(waves, "patience_s", lambda branch: 0.2)
+    monkeypatch.setattr(waves, "_SLOW_TIMES", 0.0)
+    _, outcomes = await fleet.bring(0)
+    fleet.assert_hold(0, outcomes, *range(7))
+
+
+async def test_a_mirror_that_is_asked_again_is_not_failed_by_the_wave_that_failed_it_before(
+    fleet: Mirrors, monkeypatch: pytest.MonkeyPatch
+):
+    again, other = fleet.clients[:2]
+    may_go = {again.address: asyncio.Event(), other.address: asyncio.Event()}
+    began, pass_on = asyncio.Event(), waves.pass_on
+
+    async def gated(client: MirrorClient, *arguments: Any, **options: Any) -> Any:
+        if client is again:
+            began.set()
+        await may_go[client.address].wait()
+        return await pass_on(client, *arguments, **options)
+
+    async def refused() -> Held:
+        raise ServerFailedError("not yet")
+
+    monkeypatch.setattr(waves, "pass_on", gated)
+    wave = Waves(MirrorTrees(fanout=2, has_key=False), fleet.models[0], 0, None, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again, "held", refused)
+        slow = asyncio.create_task(wave.bring(other, [again]))
+        with pytest.raises(ServerFailedError, match="not yet"):
+            await wave.bring(again)
+    (first_wave,) = wave._tasks
+    second = asyncio.create_task(wave.bring(again))
+    await began.wait()
+    may_go[other.address].set()
+    await slow
+    await first_wave
+    may_go[again.address].set()
+    assert contents(await second) == contents(fleet.models[0].directory)
+
+
+async def test_when_an_update_is_over_the_last_that_waits_ends_what_goes_on_for_others(fleet: Mirrors):
+    async with broken(1, answers_health=True) as address:
+        stuck, well = MirrorClient(address, KEY), fleet.clients[0]
+        wave = Waves(fleet.trees, fleet.models[0], 0, None, None)
+        waiting = asyncio.create_task(wave.bring(well, [stuck]))
+        await asyncio.sleep(0)
+        wave.end()
+        await waiting
+        async with asyncio.timeout(5):
+            await stuck.busy.acquire()
