@@ -52,6 +52,11 @@ def flags_in_bash(description: Description) -> str:
     return "FLAGS=(\n" + "".join(f"  {line}\n" for line in flags) + ")\n"
 
 
+def quoted_path(path: str) -> str:
+    """The path for bash, which puts the home directory in the place of a ~ at its start."""
+    return "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
+
+
 def _value(value: str | int | Sequence[str]) -> str:
     return shlex.quote(str(value)) if isinstance(value, str | int) else f"({shlex.join(value)})"
 
@@ -60,7 +65,7 @@ def _values(description: OnHosts, start: str) -> str:
     trainer, servers = description.trainer, description.servers
     exports = "".join(f"  export {name}={shlex.quote(text)}\n" for name, text in description.environment.items())
     secrets = "".join(
-        f"  export {name}; {name}=$(<{shlex.quote(file)})\n" for name, file in description.key_files.items()
+        f"  export {name}; {name}=$(<{quoted_path(file)})\n" for name, file in description.key_files.items()
     )
     with_ray = trainer.nodes > 1
     of_ray = {"TRAINER_GPUS": trainer.gpus_per_node, "TRAINER_CPUS": trainer.cpus_per_node or ""} if with_ray else {}
@@ -156,6 +161,11 @@ new_keys() {{  # what servers, mirrors and Ray ask for; never on a command line
     "$PYTHON" -c 'import secrets; print(secrets.token_hex(32))' >"$KEYS/$what"
   done
   echo "api-key: $(<"$KEYS/server")" >"$KEYS/sglang.yaml"
+}}
+
+can_train() {{  # ends the start early where the training script could not begin
+  key_variables
+  type -P "${{COMMAND[0]}}" >/dev/null || die "$HOSTNAME has no program ${{COMMAND[0]}}, with which command begins"
 }}
 
 keep() {{  # keep NAME COMMAND...: starts a command again when it ends
@@ -307,6 +317,7 @@ done
 ((bad == 0)) || die "nothing was started"
 
 on "${MACHINES[0]}" new_keys
+on "${MACHINES[0]}" can_train
 """
 
 _START_SERVERS = """\

@@ -11,6 +11,8 @@ _MORE_NOTICE_S = 10
 def batch_script(description: SlurmDescription) -> str:
     """What `sbatch` takes."""
     trainer, servers = description.trainer, description.servers
+    cpus = max(trainer.cpus_per_node or 0, servers.per_node * (servers.cpus_per_server or 0))
+    memory_gb = max(trainer.memory_gb or 0, servers.per_node * (servers.memory_gb or 0))
     gpus = max(trainer.gpus_per_node, servers.gpus_per_node)
     options = [
         f"--job-name={description.name}",
@@ -18,6 +20,8 @@ def batch_script(description: SlurmDescription) -> str:
         "--open-mode=append",
         f"--nodes={trainer.nodes + servers.nodes}",
         "--ntasks-per-node=1",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *([f"--mem={memory_gb * 10**9 // 2**20}M"] if memory_gb else []),
         *([f"--gpus-per-node={gpus}"] if gpus else []),
         f"--time={description.time}",
         "--requeue",
@@ -46,6 +50,7 @@ set -euo pipefail
 
 _MACHINES = """\
 PLACE=/tmp/arl-$SLURM_JOB_ID
+rm -f "$KEYS/train.pid"  # of this job before it was requeued: the process may be another one now
 mapfile -t MACHINES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 on() {  # the step gets all of its node's cores and GPUs, beside other steps

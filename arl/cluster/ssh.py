@@ -54,6 +54,7 @@ guarded() {  # on a host: runs a function in a process group of its own, which e
   set +m
   since "$work" >"$PLACE/$work.pid"
   wait "$work" || code=$?
+  kill -TERM -- "-$work" 2>/dev/null || true  # what it started would outlive the connection, or keep it open
   rm -f "$PLACE/$work.pid"
   rmdir "$PLACE" 2>/dev/null || true
   kill -KILL -- "-$watch" 2>/dev/null || true
@@ -107,10 +108,14 @@ let_go() {  # ends everything on the hosts, and its connections
 
 _STOP = """\
 end_training() {  # on the first host: as Ctrl-C
-  local left
+  local left host pid
+  is_training || return 0
+  host=$(sed -n 's/.*"host": "\\([^"]*\\)".*/\\1/p' "$RUN_DIR/run.lock")
+  pid=$(sed -n 's/.*"pid": \\([0-9]*\\).*/\\1/p' "$RUN_DIR/run.lock")
+  if [ "$host" != "$HOSTNAME" ]; then say "leaves the run on $host, which holds $RUN_DIR"; return 0; fi
+  kill -TERM "$pid" || true  # it may just have ended
   for ((left = NOTICE_S + 15; left > 0; left--)); do
     is_training || return 0
-    if ((left == NOTICE_S + 15)); then kill -TERM "$(sed -n 's/.*"pid": \\([0-9]*\\).*/\\1/p' "$RUN_DIR/run.lock")"; fi
     sleep 1
   done
 }

@@ -78,6 +78,7 @@ guarded() {  # on a host: runs a function in a process group of its own, which e
   set +m
   since "$work" >"$PLACE/$work.pid"
   wait "$work" || code=$?
+  kill -TERM -- "-$work" 2>/dev/null || true  # what it started would outlive the connection, or keep it open
   rm -f "$PLACE/$work.pid"
   rmdir "$PLACE" 2>/dev/null || true
   kill -KILL -- "-$watch" 2>/dev/null || true
@@ -179,6 +180,11 @@ new_keys() {  # what servers, mirrors and Ray ask for; never on a command line
   echo "api-key: $(<"$KEYS/server")" >"$KEYS/sglang.yaml"
 }
 
+can_train() {  # ends the start early where the training script could not begin
+  key_variables
+  type -P "${COMMAND[0]}" >/dev/null || die "$HOSTNAME has no program ${COMMAND[0]}, with which command begins"
+}
+
 keep() {  # keep NAME COMMAND...: starts a command again when it ends
   local name=$1 times=0 began code
   shift
@@ -225,10 +231,14 @@ train() {  # train FLAGS...: the training script
 }
 
 end_training() {  # on the first host: as Ctrl-C
-  local left
+  local left host pid
+  is_training || return 0
+  host=$(sed -n 's/.*"host": "\([^"]*\)".*/\1/p' "$RUN_DIR/run.lock")
+  pid=$(sed -n 's/.*"pid": \([0-9]*\).*/\1/p' "$RUN_DIR/run.lock")
+  if [ "$host" != "$HOSTNAME" ]; then say "leaves the run on $host, which holds $RUN_DIR"; return 0; fi
+  kill -TERM "$pid" || true  # it may just have ended
   for ((left = NOTICE_S + 15; left > 0; left--)); do
     is_training || return 0
-    if ((left == NOTICE_S + 15)); then kill -TERM "$(sed -n 's/.*"pid": \([0-9]*\).*/\1/p' "$RUN_DIR/run.lock")"; fi
     sleep 1
   done
 }
@@ -294,6 +304,7 @@ done
 ((bad == 0)) || die "nothing was started"
 
 on "${MACHINES[0]}" new_keys
+on "${MACHINES[0]}" can_train
 
 URLS=() MIRRORS='' STEPS=()
 for i in "${!MACHINES[@]}"; do
