@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import yaml
 
 from arl.api.errors import ConfigError
 from arl.cluster.description import KubernetesDescription
-from arl.cluster.host_script import assigned, flags_in_bash
+from arl.cluster.host_script import assigned, flags_in_bash, quoted_path
 
 _PORT, _MIRROR_PORT = 30000, 30900
+_OWN_KEYS = ("server", "mirror")
 _SCRIPTS, _SHM = "/arl-scripts", "/dev/shm"
 _TO_END_S = 30
 """Beside notice_s: how long a pod may take to end."""
@@ -43,14 +44,15 @@ def manifests(description: KubernetesDescription) -> str:
         (_RAY_JOB_IS, run.ray_job()) if description.trainer.nodes > 1 else (_TRAINER_IS, run.job()),
         (_BUDGET_IS, run.budget("trainer", {"minAvailable": description.trainer.nodes})),
     ]
-    return _TOP.format(name=description.name, namespace=description.namespace) + "".join(
-        map(_document, *zip(*parts, strict=True))
-    )
+    return _top(description) + "".join(map(_document, *zip(*parts, strict=True)))
 
 
-def secret(description: KubernetesDescription) -> str:
-    """The Secret with new keys and those of key_files, as JSON. Raises ConfigError for a file that cannot be read."""
-    keys = {"server": secrets.token_hex(32), "mirror": secrets.token_hex(32)}
+def secret(description: KubernetesDescription, *, new: Sequence[str] = _OWN_KEYS) -> str:
+    """The Secret, as JSON, with new keys of these names and those of key_files.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    keys = {name: secrets.token_hex(32) for name in new}
     for name, file in description.key_files.items():
         try:
             keys[name] = Path(file).expanduser().read_text().strip()
@@ -184,6 +186,8 @@ class _Run:
     def _ray_pod(self, before_its_end: str) -> Manifest:
         stop = {"preStop": {"exec": {"command": ["bash", f"{_SCRIPTS}/{before_its_end}"]}}}
         trainer = {**self._trainer(), "lifecycle": stop}
+        # Before KubeRay deletes a RayJob, it lets Ray stop the script, which kills it 3 s later if not told otherwise.
+        trainer["env"] += [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(self._description.notice_s)}]
         pod = {**self._grace(), **self._pod([trainer], self._account)}
         return {"metadata": {"labels": self._labels("trainer")}, "spec": {"restartPolicy": "Never", **pod}}
 
@@ -283,7 +287,10 @@ class _Run:
         if description.trainer.nodes > 1:
             flags += "FLAGS+=(--train.ray_address auto)\n"
         train = _TRAIN.format(
-            port=_PORT, mirrors=_MIRRORS.format(port=_PORT, mirror=_MIRROR_PORT) * description.has_mirrors
+            # KubeRay starts every failed trainer again, also after a wrong setting; each would wait for the servers.
+            last="code == 0" if description.trainer.nodes > 1 else "code == 0 || code == 2",
+            port=_PORT,
+            mirrors=_MIRRORS.format(port=_PORT, mirror=_MIRROR_PORT) * description.has_mirrors,
         )
         return f"set -euo pipefail\n{self._values()}{values}{flags}\n{_IS_TRAINING}{train}"
 
@@ -317,11 +324,20 @@ def _document(about: str, manifest: Manifest) -> str:
     return f"---\n{lines}{yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120)}"
 
 
+def _top(description: KubernetesDescription) -> str:
+    copied = "".join(
+        f"#   tr -d '\\n' <{quoted_path(file)} >keys/{name}\n" for name, file in description.key_files.items()
+    )
+    return _TOP.format(name=description.name, namespace=description.namespace, copied=copied)
+
+
 _TOP = """\
 # A run of arl, made by `arl launch`, which applies it together with a Secret, {name}-keys. Without `arl launch`:
 #
-#   for key in server mirror; do python -c 'import secrets; print(secrets.token_hex(32), end="")' >$key.key; done
-#   kubectl -n {namespace} create secret generic {name}-keys --from-file=server=server.key --from-file=mirror=mirror.key
+#   mkdir -m 700 keys
+#   for key in server mirror; do python -c 'import secrets; print(secrets.token_hex(32), end="")' >keys/$key; done
+{copied}\
+#   kubectl -n {namespace} create secret generic {name}-keys --from-file=keys
 #   kubectl apply -f {name}.manifests.yaml
 #
 # A Job cannot be changed. To continue a run that has ended, delete the trainer and apply this file again.
@@ -369,7 +385,7 @@ while kill -0 "$training" 2>/dev/null; do  # a signal ended the wait
   code=0
   wait "$training" || code=$?
 done
-if ((code == 0 || code == 2)); then  # no other pod continues the run
+if (({last})); then  # no other pod continues the run
   python -m arl.cluster.on_node scale "$NAME-servers" 0 || echo "the servers stay: end them with kubectl"
 fi
 exit "$code"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
         path = write_launch(description, options.output or options.description.parent)
         sys.stdout.write(f"wrote {path}\n")
         if options.dry_run:
-            sys.stdout.write(f"nothing was started; this does it: {shlex.join(_command(description, path))}\n")
+            sys.stdout.write(f"nothing was started; {_how_to_start(description, path)}\n")
             return
         sys.stdout.flush()
         _submit(description, path)
@@ -73,31 +74,59 @@ def _command(description: AnyDescription, path: Path) -> list[str]:
             return ["bash", str(path)]
 
 
+def _how_to_start(description: AnyDescription, path: Path) -> str:
+    if isinstance(description, KubernetesDescription):  # which needs a Secret, too
+        return "arl launch without --dry-run does it, or the commands at the top of this file"
+    return f"this does it: {shlex.join(_command(description, path))}"
+
+
 def _submit(description: AnyDescription, path: Path) -> None:
     command, say = _command(description, path), sys.stdout.write
     match description:
         case SlurmDescription():
-            job = _run(command).rsplit(maxsplit=1)[-1]
+            job = _job_number(_run(command))
             say(f"its log: {description.name}-{job}.log in this directory\n")
             say(f"to end it, with a checkpoint: scancel --batch --signal=USR1 {job}, and then scancel {job}\n")
         case KubernetesDescription():
-            _create_secret(description)
+            _refuse_second(description)
+            _write_secret(description)
             _run(command)
             kubectl, run = f"kubectl -n {description.namespace}", f"-l arl/run={description.name}"
-            say(f"its log: {kubectl} logs -f {run},arl/part=trainer\n")
-            kinds = "all,configmap,secret,pdb" + ",rayjob" * (description.trainer.nodes > 1)
+            # The job that follows a RayJob's script has its name.
+            say(f"its log: {kubectl} logs -f job/{description.name}-trainer\n")
+            kinds = "all,configmap,secret,pdb,sa,role,rolebinding" + ",rayjob" * (description.trainer.nodes > 1)
             say(f"to end it, with a checkpoint: {kubectl} delete {kinds} {run}\n")
         case _:
             os.execvp(command[0], command)
     say(f"to look at it, on a machine that sees its directory: arl view {description.run_dir}\n")
 
 
-def _create_secret(description: KubernetesDescription) -> None:
-    """Keys that are there stay: pods may use them."""
+def _job_number(said: str) -> str:
+    """sbatch says "Submitted batch job 7", and may say more."""
+    found = re.search(r"job (\d+)", said)
+    return found[1] if found else "JOB"
+
+
+def _refuse_second(description: KubernetesDescription) -> None:
+    """Raises ArlError if the trainer is there: it would not start again, but its servers would."""
+    kubectl = ["kubectl", "-n", description.namespace]
+    trainer = f"{'rayjob' if description.trainer.nodes > 1 else 'job'}/{description.name}-trainer"
+    if _run([*kubectl, "get", trainer, "--ignore-not-found", "-o", "name"]):
+        raise ArlError(
+            f"a run of this name is there, and trains or has ended; delete its trainer, which writes a checkpoint "
+            f"first if it trains, and launch again: {shlex.join([*kubectl, 'delete', trainer])}"
+        )
+
+
+def _write_secret(description: KubernetesDescription) -> None:
+    """The keys of servers and mirrors stay if they are there, because pods may use them."""
     kubectl = ["kubectl", "-n", description.namespace]
     name = f"secret/{description.name}-keys"
     if not _run([*kubectl, "get", name, "--ignore-not-found", "-o", "name"]):
         _run([*kubectl, "create", "-f", "-"], stdin=secret(description))
+    elif description.key_files:
+        patch = ["patch", name, "--type=merge", "--patch-file=/dev/stdin"]
+        _run([*kubectl, *patch], stdin=secret(description, new=()))
 
 
 def _run(command: Sequence[str], stdin: str = "") -> str:

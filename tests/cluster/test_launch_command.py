@@ -15,7 +15,8 @@ FAKE = """#!/bin/sh
 echo "$(basename "$0")" "$@" >>{calls}
 case "$*" in
   *"get secret"*) {secret} ;;
-  *"create -f -"*) cat >{stdin} ;;
+  *"get rayjob"*) {trainer} ;;
+  *"create -f -"* | *patch*) cat >{stdin} ;;
 esac
 {says}
 """
@@ -32,9 +33,10 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def fake(programs: Path, name: str, says: str = "", secret: str = "") -> None:
+def fake(programs: Path, name: str, says: str = "", secret: str = "", trainer: str = "") -> None:
     home = programs.parent
-    (programs / name).write_text(FAKE.format(calls=home / "calls", stdin=home / "stdin", says=says, secret=secret))
+    answers = {"says": says, "secret": secret, "trainer": trainer}
+    (programs / name).write_text(FAKE.format(calls=home / "calls", stdin=home / "stdin", **answers))
     (programs / name).chmod(0o755)
 
 
@@ -55,7 +57,7 @@ def test_a_dry_run_writes_the_file_says_what_would_start_it_and_starts_nothing(
 
 
 def test_a_job_is_submitted_and_its_log_is_named(programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    fake(programs, "sbatch", says="echo Submitted batch job 4711")
+    fake(programs, "sbatch", says="echo Submitted batch job 4711 on cluster c")
     main(["launch", str(EXAMPLES / "slurm.yaml"), "--output", str(tmp_path)])
     assert calls(programs) == [f"sbatch {tmp_path}/gsm8k.sbatch"]
     said = capsys.readouterr().out
@@ -65,23 +67,50 @@ def test_a_job_is_submitted_and_its_log_is_named(programs: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("has_secret", [False, True])
-def test_pods_get_new_keys_once_and_by_no_command_line(has_secret: bool, programs: Path, tmp_path: Path):
+def test_pods_get_new_keys_once_and_by_no_command_line(
+    has_secret: bool, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     content = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
     (tmp_path / "wandb.key").write_text("the key of wandb\n")
     content["key_files"] = {"WANDB_API_KEY": str(tmp_path / "wandb.key")}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     fake(programs, "kubectl", secret="echo secret/gsm8k-keys" if has_secret else "")
     main(["launch", str(tmp_path / "run.yaml")])
-    create = ["kubectl -n training create -f -"] * (not has_secret)
-    get = "kubectl -n training get secret/gsm8k-keys --ignore-not-found -o name"
-    assert calls(programs) == [get, *create, f"kubectl apply -f {tmp_path}/gsm8k.manifests.yaml"]
-    assert (tmp_path / "stdin").exists() is not has_secret
-    if not has_secret:
-        secret = json.loads((tmp_path / "stdin").read_text())
-        assert (secret["kind"], secret["metadata"]["name"]) == ("Secret", "gsm8k-keys")
-        keys = {name: base64.b64decode(key).decode() for name, key in secret["data"].items()}
-        assert keys["WANDB_API_KEY"] == "the key of wandb"
+    of = "kubectl -n training"
+    get = [f"{of} get {one} --ignore-not-found -o name" for one in ("rayjob/gsm8k-trainer", "secret/gsm8k-keys")]
+    patch = f"{of} patch secret/gsm8k-keys --type=merge --patch-file=/dev/stdin"
+    write = patch if has_secret else f"{of} create -f -"
+    assert calls(programs) == [*get, write, f"kubectl apply -f {tmp_path}/gsm8k.manifests.yaml"]
+    secret = json.loads((tmp_path / "stdin").read_text())
+    assert (secret["kind"], secret["metadata"]["name"]) == ("Secret", "gsm8k-keys")
+    keys = {name: base64.b64decode(key).decode() for name, key in secret["data"].items()}
+    assert keys.pop("WANDB_API_KEY") == "the key of wandb"
+    if has_secret:
+        assert keys == {}  # pods may use those of servers
+    else:
         assert (len(keys["server"]), keys["server"] != keys["mirror"]) == (64, True)
+    said = capsys.readouterr().out
+    assert f"{of} logs -f job/gsm8k-trainer" in said  # KubeRay's job, which follows the script
+    made = {
+        document["kind"].lower() for document in yaml.safe_load_all((tmp_path / "gsm8k.manifests.yaml").read_text())
+    }
+    short = {"poddisruptionbudget": "pdb", "serviceaccount": "sa", "service": "all", "statefulset": "all"}
+    assert {short.get(kind, kind) for kind in made} <= set(said.partition(" delete ")[2].split()[0].split(","))
+
+
+def test_a_second_run_of_a_name_is_refused_before_it_changes_the_servers_of_the_first(
+    programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    fake(programs, "kubectl", trainer="echo rayjob.ray.io/gsm8k-trainer")
+    with pytest.raises(SystemExit, match="1"):
+        main(["launch", str(EXAMPLES / "kubernetes.yaml"), "--output", str(tmp_path)])
+    assert len(calls(programs)) == 1
+    assert "kubectl -n training delete rayjob/gsm8k-trainer" in capsys.readouterr().err
+
+
+def test_a_dry_run_for_kubernetes_says_how_the_keys_come_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main(["launch", str(EXAMPLES / "kubernetes.yaml"), "--dry-run", "--output", str(tmp_path)])
+    assert "arl launch without --dry-run does it, or the commands at the top of this file" in capsys.readouterr().out
 
 
 def test_by_ssh_the_script_becomes_this_process(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
