@@ -45,13 +45,21 @@ class TrainerNodes(Section):
     ranks_per_node: PositiveInt | None = None
     """Processes that train on each. Unset: one for each GPU, or one."""
     cpus_per_node: PositiveInt | None = None
-    """CPU cores of each. Unset: what the machine has; Kubernetes needs it."""
+    """CPU cores of each. Unset: what the machine has, on Slurm what options ask for. Kubernetes needs it."""
     memory_gb: PositiveInt | None = None
-    """Memory of each in GB (10^9 bytes); Kubernetes needs it."""
+    """Memory of each in GB (10^9 bytes), which Slurm is asked for; Kubernetes needs it."""
 
     @property
     def num_ranks(self) -> int:
         return self.nodes * (self.ranks_per_node or max(self.gpus_per_node, 1))
+
+    @model_validator(mode="after")
+    def _have_gpus_for_ranks(self) -> Self:
+        if 0 < self.gpus_per_node < (self.ranks_per_node or 0):
+            raise ValueError(
+                f"ranks_per_node is {self.ranks_per_node} and gpus_per_node {self.gpus_per_node}; a rank needs a GPU"
+            )
+        return self
 
 
 class ServerNodes(Section):
@@ -66,9 +74,9 @@ class ServerNodes(Section):
     gpus_per_server: NonNegativeInt = 0
     """GPUs of each server: SGLang's tensor-parallel size. 0: servers on the CPU."""
     cpus_per_server: PositiveInt | None = None
-    """CPU cores of each server; Kubernetes needs it."""
+    """CPU cores of each server, which Slurm is asked for; Kubernetes needs it."""
     memory_gb: PositiveInt | None = None
-    """Memory of each server in GB (10^9 bytes); Kubernetes needs it."""
+    """Memory of each server in GB (10^9 bytes), which Slurm is asked for; Kubernetes needs it."""
     python: str | None = None
     """The Python that has sglang, if it is not the trainer's."""
     image: str | None = None
@@ -169,6 +177,8 @@ class Description(Section):
             raise ValueError(f"command cannot be split into words: {error}") from None
         if not words:
             raise ValueError("command is empty; name the training script, such as python train.py")
+        if "=" in words[0]:
+            raise ValueError(f"command begins with {words[0]!r}, which is no program; environment sets variables")
         for word in words:
             if (name := word.partition("=")[0]) in SET_BY_LAUNCH:
                 raise ValueError(f"command has {name}, which follows from this description; leave it out")
@@ -203,6 +213,13 @@ class SlurmDescription(OnHosts):
     """More options of sbatch, a line each, such as --partition=gpu."""
     srun_options: tuple[str, ...] = ()
     """More options of each srun, such as --container-image=IMAGE."""
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _is_in_quotes(cls, time: object) -> object:
+        if isinstance(time, int):
+            raise ValueError(f'YAML reads it as the number {time}; put it in quotes, as in time: "24:00:00"')
+        return time
 
     @field_validator("options", "srun_options")
     @classmethod
@@ -255,7 +272,8 @@ class KubernetesDescription(Description):
 
     kind: Literal["kubernetes"]
     image: str
-    """The container image, with arl, and bash, flock and kill. For a trainer of several nodes also ray[default]."""
+    """The container image, with arl, and bash, flock and kill. For a trainer of several nodes also ray[default] and
+    wget."""
     volume: Volume
     """The shared file system."""
     namespace: str = "default"

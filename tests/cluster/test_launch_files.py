@@ -100,6 +100,41 @@ def test_slurm_gives_notice_long_enough_for_the_checkpoint(tmp_path: Path):
     assert {"#SBATCH --requeue", "#SBATCH --nodes=6", "#SBATCH --gpus-per-node=8"} <= set(lines)
 
 
+def test_slurm_is_asked_for_the_cores_and_the_memory_of_the_description(tmp_path: Path):
+    servers = {"per_node": 4, "cpus_per_server": 8, "memory_gb": 64}
+    for changes, cpus, memory in (({"servers": servers}, 32, 244140), ({"trainer": {"cpus_per_node": 6}}, 6, None)):
+        text = write_launch(example("slurm", tmp_path, **changes), tmp_path).read_text()
+        assert f"#SBATCH --cpus-per-task={cpus}\n" in text
+        assert ("#SBATCH --mem=" in text) is (memory is not None)
+        assert memory is None or f"#SBATCH --mem={memory}M\n" in text
+
+
+def test_ray_lets_a_stopped_script_write_its_checkpoint(tmp_path: Path):
+    cluster = documents(example("kubernetes", tmp_path, notice_s=300))["RayJob"]["spec"]["rayClusterSpec"]
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "300"} in container["env"]
+
+
+def test_servers_stay_for_the_next_try_of_a_ray_job_with_a_wrong_setting(tmp_path: Path):
+    """KubeRay cannot be told that another try is of no use."""
+    several = documents(example("kubernetes", tmp_path))["ConfigMap"]["data"]["train.sh"]
+    one = documents(example("kubernetes", tmp_path, **ONE_TRAINER))["ConfigMap"]["data"]["train.sh"]
+    assert ("code == 2" in several, "code == 2" in one) == (False, True)
+
+
+def test_the_commands_in_the_manifests_make_all_keys_that_pods_need(tmp_path: Path):
+    (tmp_path / "wandb.key").write_text("the key\n")
+    text = manifests(example("kubernetes", tmp_path))
+    lines = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    assert lines[-2].endswith("create secret generic gsm8k-keys --from-file=keys")
+    script = f'set -e; python() {{ {sys.executable} "$@"; }}\n' + "\n".join(lines[:-2])
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, check=True)
+    made = {file.name: file.read_text() for file in (tmp_path / "keys").iterdir()}
+    needed = {found["key"] for found in named(list(yaml.safe_load_all(text)), "secretKeyRef")}
+    assert (made.keys(), made["WANDB_API_KEY"], len(made["server"])) == (needed, "the key", 64)
+
+
 def test_pods_have_time_for_the_checkpoint_before_they_are_killed(tmp_path: Path):
     several = documents(example("kubernetes", tmp_path, notice_s=300))["RayJob"]["spec"]["rayClusterSpec"]
     one = documents(example("kubernetes", tmp_path, notice_s=300, **ONE_TRAINER))["Job"]["spec"]
@@ -238,6 +273,9 @@ WRONG = [
     ("slurm", {"command": "python train.py --run_dir=x"}, "command has --run_dir, which follows"),
     ("slurm", {"command": "python 'train.py"}, "command cannot be split into words"),
     ("slurm", {"command": ""}, "command is empty"),
+    ("slurm", {"command": "A=1 python train.py"}, "command begins with 'A=1', which is no program"),
+    ("slurm", {"time": 86400}, "time: YAML reads it as the number 86400; put it in quotes"),
+    ("slurm", {"trainer": {"ranks_per_node": 9}}, "ranks_per_node is 9 and gpus_per_node 8; a rank needs a GPU"),
     ("slurm", {"environment": {"A B": "x"}}, "environment: 'A B' is no name of an environment variable"),
     ("slurm", {"notice_s": 0}, "notice_s is 0"),
     ("slurm", {"trainer": {"nodes": 0}}, "trainer.nodes is 0"),
