@@ -136,16 +136,20 @@ class WatchedServers:
         self._num_looks = 0
         """How many looks in a row have found this text."""
         self._settled_text: str | None = None
+        self._parsed: tuple[str, Named] = "", {}
+        """The last text that made sense, and what it says."""
 
     def look(self) -> bool:
         """Whether another text counts from now on."""
         try:
             written_ns, text = _read(self._path)
-            named = parse(text)
+            if text != self._parsed[0]:
+                self._parsed = text, parse(text)  # a look at a thousand servers' URLs each second is felt
         except FileNotFoundError:
             return self._is_unusable("there is no such file" if self._is_needed or self.named is not None else "")
         except (OSError, ValueError) as error:
             return self._is_unusable(str(error))
+        named = self._parsed[1]
         if not named:
             return self._is_unusable("it names no server")
         self.problem = ""
@@ -236,7 +240,7 @@ class EditedServers:
 
     def put(self, one: NamedServer) -> None:
         """Name a server, in the place of its earlier lines if it has some."""
-        before = [i for i, line in enumerate(self.lines) if one.address in parse(line)] or [len(self.lines)]
+        before = [i for i, line in enumerate(self.lines) if one.address == _address_in(line)] or [len(self.lines)]
         self.lines[before[0] : before[0] + 1] = [one.line]
         for again in reversed(before[1:]):
             del self.lines[again]
@@ -244,7 +248,13 @@ class EditedServers:
 
     def forget(self, address: str) -> None:
         self.named.pop(address, None)
-        self.lines = [line for line in self.lines if address not in parse(line)]
+        self.lines = [line for line in self.lines if address != _address_in(line)]
+
+
+def _address_in(line: str) -> str:
+    """Of the server that a line names, which makes sense; empty if it names none."""
+    words = line.partition("#")[0].split()
+    return next((word.rstrip("/") for word in words if not word.startswith("drain=")), "")
 
 
 @contextmanager
@@ -270,12 +280,13 @@ def edited(run_dir: Path, note: str) -> Iterator[EditedServers]:
 def _begin_edit(path: Path, state: ServersState | None) -> EditedServers:
     text = _read(path)[1] if path.exists() else ""
     try:
-        if not parse(text):
+        if not (named := parse(text)):
             rows = [row for row in (state.servers if state else ()) if row.state != "draining"]
             text = "\n".join([*text.splitlines(), *map(_line, rows)])
-        edit = EditedServers([line for line in text.splitlines() if not line.startswith(_NOTE)], named=parse(text))
+            named = parse(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    edit = EditedServers([line for line in text.splitlines() if not line.startswith(_NOTE)], named=named)
     there = {row.address for row in (state.servers if state else ())}
     for one in [one for one in edit.named.values() if one.drain_s is not None and one.address not in there]:
         edit.forget(one.address)  # it has left

@@ -192,6 +192,22 @@ def test_an_edit_of_a_file_that_names_no_server_keeps_those_of_the_run(text: str
     assert (tmp_path / "servers.txt").read_text() == f"# Edited now\n{text}{A}\n{B} {M}\n{C}\n"
 
 
+def test_each_url_is_read_once_though_there_are_many_looks_and_edits(
+    looks: Looks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a thousand servers, reading the URLs takes a tenth of a second."""
+    urls = list[str]()
+    monkeypatch.setattr("arl.cluster.servers_file.base_url", lambda url, where: (urls.append(url), url)[1])
+    assert looks.at(f"{A}\n{B}\n", 1) == []
+    assert [looks.watched.look() for _ in range(9)] == [True] + [False] * 8
+    assert urls == [A, B]
+    with edited(tmp_path, "now") as edit:
+        for address in (A, B, C):
+            edit.put(NamedServer(address=address, drain_s=1.0))
+    assert urls == [A, B] * 2
+    assert edit.lines == [f"{A} drain=1", f"{B} drain=1", f"{C} drain=1"]
+
+
 def test_a_file_that_is_too_long_cannot_be_edited(tmp_path: Path):
     (tmp_path / "servers.txt").write_text("#" * (1 << 20) + "\n")
     with pytest.raises(RunFileError, match="cannot be edited: it has more than"), edited(tmp_path, "now"):
