@@ -50,8 +50,8 @@ def search(costs: Costs, base: Deployment, choice: SplitChoice, predict: Callabl
     """Find the split with the highest throughput. Raises ConfigError if the budget holds none."""
     splits = _Splits(costs, base, choice, predict)
     splits.climb()
-    best = splits.cheapest()
-    splits.surround(best)
+    splits.surround(splits.cheapest())
+    best = splits.cheapest_known()
     tried = sorted(splits.tried.items())
     return Plan(best=best, tried=tuple(prediction for _, prediction in tried))
 
@@ -99,9 +99,8 @@ class _Splits:
             reach, best = (2 * reach, found) if found else (reach // 2, best)
 
     def cheapest(self) -> Prediction:
-        """Of all that are about as fast as the fastest of those that were tried."""
-        enough = (1 - _EQUAL) * max(one.episodes_per_s for one in self.tried.values())
-        best = min((one for one in self.tried.values() if one.episodes_per_s >= enough), key=_price)
+        """From `cheapest_known` on to fewer servers or ranks, as long as these are about as fast."""
+        best, enough = self.cheapest_known(), self._enough()
         reach = _power_below(best.deployment.num_servers // 4)
         while reach:
             fewer_ranks = max(reach * best.deployment.num_ranks // best.deployment.num_servers, 1)
@@ -109,6 +108,14 @@ class _Splits:
             found = next((one for one in cheaper if one.episodes_per_s >= enough), None)
             reach, best = (reach, found) if found else (reach // 2, best)
         return best
+
+    def cheapest_known(self) -> Prediction:
+        """Of those that were tried and are about as fast as the fastest."""
+        enough = self._enough()
+        return min((one for one in self.tried.values() if one.episodes_per_s >= enough), key=_price)
+
+    def _enough(self) -> float:
+        return (1 - _EQUAL) * max(one.episodes_per_s for one in self.tried.values())
 
     def _around(self, best: Prediction, moves: Iterable[Split], at_least: float) -> Iterator[Prediction]:
         """The predictions of splits so far away whose ceilings are not below `at_least` episodes a second."""
@@ -136,7 +143,7 @@ class _Splits:
 
     def _most_servers(self, ranks: int) -> int:
         most = self._choice.servers[1]
-        if self._choice.budget is None:
+        if self._choice.budget is None or not self._base.gpus_per_server:  # servers on CPUs use up no GPUs
             return most
         return min(most, (self._choice.budget - ranks * self._base.gpus_per_rank) // self._base.gpus_per_server)
 

@@ -61,6 +61,24 @@ def test_of_equals_the_cheapest_is_best() -> None:
     assert split_of(plan) == (8, 1)
 
 
+def test_a_cheaper_neighbour_that_is_about_as_fast_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arl.plan.search._MOST_TRIED", 1)  # so that it is only tried as a neighbour
+    costs, deployment = fast()
+    slow = msgspec.structs.replace(costs, trainer=msgspec.structs.replace(costs.trainer, per_token_s=1.0))
+    plan = search(slow, deployment, SplitChoice(servers=(8, 8), ranks=(1, 8)), Rule(1.0, 10.0))
+    assert [one.deployment.num_ranks for one in plan.tried] == [7, 8]
+    assert split_of(plan) == (8, 7)
+
+
+def test_servers_on_cpus_use_up_no_budget() -> None:
+    costs, deployment = fast()
+    plan = search(
+        costs, with_changes(deployment, gpus_per_server=0), SplitChoice(servers=(1, 4), ranks=(1, 1), budget=1),
+        Rule(1.0, 10.0),
+    )  # fmt: skip
+    assert split_of(plan) == (4, 1)
+
+
 def test_a_budget_that_holds_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 GPUs hold no 4 servers of 1 beside 2 ranks of 1; raise --budget"):
         search(*fast(), SplitChoice(servers=(4, 8), ranks=(2, 4), budget=4), Rule(1.0, 1.0))
