@@ -39,8 +39,6 @@ from arl.plan.server_load import Measurements
 
 _SHORT = 0.25
 """So many are shorter."""
-_FIRST_STEP = 1
-"""The version that the first step makes. That step warms up, and is left out where there are others."""
 
 
 def fitted(run_dir: str | Path) -> Costs:
@@ -77,10 +75,13 @@ def _trainer(seen: RunLife, notes: list[str]) -> TrainerCosts:
     batches = [batch for batch in seen.batches if forwarded.get(batch.version)]
     if not batches:
         raise RunFileError(f"no metrics.jsonl in {seen.run.run_dir} says how many tokens its steps forwarded")
-    batches = [batch for batch in batches if batch.version > _FIRST_STEP] or batches
+    warm = [batch for batch in batches if batch.version > seen.first]
+    if not warm:
+        notes.append("the only step is the first, which also warms up: the trainer's costs are too high; train five")
+    batches = warm or batches
     seconds = np.array([_step_s(seen, batch) for batch in batches])
     tokens = np.array([forwarded[batch.version] for batch in batches]) / num_ranks
-    snapshots = [record.seconds for record in seen.of_kind(events.SnapshotTaken) if record.version >= _FIRST_STEP]
+    snapshots = [record.seconds for record in seen.of_kind(events.SnapshotTaken) if record.version >= seen.first]
     snapshot_s = median(snapshots) if snapshots else 0.0
     if len(batches) >= 3 and tokens.std() / tokens.mean() >= NARROW:
         (base_s, per_token_s), error = robust(np.array([np.ones(len(tokens)), tokens]).T, seconds, (1, 0))
@@ -104,7 +105,7 @@ def _step_s(seen: RunLife, batch: events.BatchTrained) -> float:
 
 def _publish(seen: RunLife) -> PublishCosts:
     """transfer_s: from the snapshot to the first pause. load_s: a short pause, as other processes make some longer."""
-    snapshots = [record.t for record in seen.of_kind(events.SnapshotTaken) if record.version >= _FIRST_STEP]
+    snapshots = [record.t for record in seen.of_kind(events.SnapshotTaken) if record.version >= seen.first]
     pauses = sorted(span for server in seen.servers for span in seen.pauses(server))
     firsts = [next((begin for begin, _ in pauses if begin >= t), None) for t in snapshots]
     transfers = [begin - t for begin, t in zip(firsts, snapshots, strict=True) if begin is not None]
@@ -132,6 +133,8 @@ def _controller(seen: RunLife, latency_s: float, notes: list[str]) -> Controller
     spent = np.diff(np.interp(edges, *used))
     counts = np.array([np.diff(np.searchsorted(sorted(times), edges)) for times in ends]) / 2
     is_known = (counts.sum(0) > 0) & (spent > 0)
+    if not is_known.any():
+        notes.append("the run was too short to tell what the controller costs: it is taken for free")
     per_unit = robust(counts[:, is_known].T, spent[is_known], (0, 1))[0] if is_known.any() else np.zeros(2)
     said_s = float(counts.sum(1) @ per_unit)
     per_request_s, per_episode_s = map(float, per_unit * (float(spent.sum()) / said_s if said_s else 0.0))

@@ -27,6 +27,8 @@ class RunLife:
         self.batches = self.of_kind(events.BatchTrained)
         versions = {batch.version for batch in self.batches}
         self.steps = [step for step in run.steps if step["version"] in versions]
+        self.first = self.began.version + 1
+        """The version that its first step made."""
         self._used = self.of_kind(events.CpuUsed)
 
     @classmethod

@@ -240,8 +240,17 @@ class MadeRun:
         server.to_load = version
         self._compute(server, t)
 
-    def write(self, run_dir: Path, *, wall: Callable[[float], float] = lambda t: t, has_cpu_times: bool = True) -> None:
-        """wall: what a clock on the wall shows when the processes have worked so many seconds."""
+    def write(
+        self,
+        run_dir: Path,
+        *,
+        wall: Callable[[float], float] = lambda t: t,
+        has_cpu_times: bool = True,
+        resumed_from: int = 0,
+        warm_up_s: float = 0.0,
+    ) -> None:
+        """wall: what a clock on the wall shows when the processes have worked so many seconds. warm_up_s: seconds that
+        the first step is said to have taken longer."""
         most_running = self.costs.decode.max_running_requests
         settings: dict[str, Any] = {
             "rollout": {"batch_size": self.batch_size, "group_size": self.group_size, "max_staleness": 2},
@@ -253,7 +262,7 @@ class MadeRun:
             log.emit(
                 events.RunBegan(
                     t=T0,
-                    version=0,
+                    version=resumed_from,
                     arl="0",
                     host="h",
                     pid=1,
@@ -264,10 +273,10 @@ class MadeRun:
                 )
             )
             for record in self.records:
-                log.emit(_moved(record, wall))
+                log.emit(_moved(record, wall, resumed_from, warm_up_s))
             for i in range(int(2 * last) + 2 if has_cpu_times else 0):
                 log.emit(self._used(wall, 0.5 * i))
-        lines = [orjson.dumps(row) for row in self.metrics]
+        lines = [orjson.dumps(row | {"version": row["version"] + resumed_from}) for row in self.metrics]
         (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
 
     def _used(self, wall: Callable[[float], float], worked: float) -> events.CpuUsed:
@@ -279,13 +288,17 @@ class MadeRun:
         )
 
 
-def _moved(record: events.Event, wall: Callable[[float], float]) -> events.Event:
-    """The record with the times of the clock on the wall."""
+def _moved(record: events.Event, wall: Callable[[float], float], resumed_from: int, warm_up_s: float) -> events.Event:
+    """The record with the times of the clock on the wall, and the versions of a run that was resumed."""
     from msgspec import structs
 
     values: dict[str, Any] = {"t": T0 + wall(record.t)}
     if (seconds := getattr(record, "seconds", None)) is not None:
         values["seconds"] = wall(record.t) - wall(max(record.t - seconds, 0.0))
+    if isinstance(record, events.BatchTrained | events.SnapshotTaken):
+        values["version"] = record.version + resumed_from
+    if isinstance(record, events.BatchTrained) and record.version == 1:
+        values |= {"seconds": values["seconds"] + warm_up_s, "cpu_s": 0.0}
     if isinstance(record, events.EpisodeEnded):
         values["began"] = T0 + wall(record.began - T0)
     return structs.replace(record, **values)

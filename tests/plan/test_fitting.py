@@ -150,6 +150,19 @@ def test_a_resumed_run_is_fitted_by_the_life_that_trained_most(tmp_path: Path):
     assert msgspec.structs.asdict(found.deployment)["num_servers"] == 1
 
 
+def test_the_first_step_of_a_resumed_life_warms_up_too(tmp_path: Path):
+    costs = known_costs()
+    made = MadeRun(costs, steps=2)
+    made.write(tmp_path, has_cpu_times=False, resumed_from=20, warm_up_s=9.0)
+    assert fitted(tmp_path).trainer.step_s(3300, 32, 1) == pytest.approx(costs.trainer.step_s(3300, 32, 1), rel=0.02)
+
+
+def test_a_run_of_one_step_says_that_its_costs_are_those_of_warming_up(tmp_path: Path):
+    notes = found_in(tmp_path, known_costs(), steps=1).measured.notes
+    assert any("train five" in note for note in notes)
+    assert any("taken for free" in note for note in notes)
+
+
 def test_least_squares_leave_out_what_explains_nothing_and_forgive_some_wrong_measurements():
     draw = random.Random(0)
     columns = np.array([[draw.uniform(1, 9) for _ in range(4)] for _ in range(400)])
