@@ -102,6 +102,11 @@ class TrainerCosts(Record, frozen=True, kw_only=True):
     snapshot_s: float = 0.0
     """Seconds that training waits while the new weights are copied for the servers."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.base_s + self.per_episode_s + self.per_token_s + self.forward_per_token_s <= 0:
+            raise ValueError("a step of the trainer takes no time: give base_s, per_episode_s or per_token_s above 0")
+
     def step_s(self, tokens: float, num_episodes: int, num_ranks: int) -> float:
         """Seconds of a step. tokens: those forwarded. num_ranks: data-parallel ones."""
         work_s = (self.per_token_s + self.forward_per_token_s) * tokens / num_ranks
@@ -141,6 +146,11 @@ class SharedCores(Record, frozen=True, kw_only=True):
     """Each of the trainer's ranks."""
     server: int = 1
     """Each server. 0: they compute on GPUs, or on other machines."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cores < 1:
+            raise ValueError("shared.cores is 0; give at least 1, or no shared at all")
 
 
 class Prices(Record, frozen=True, kw_only=True):

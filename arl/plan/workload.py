@@ -86,3 +86,5 @@ class Workload(Record, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.episodes or not self.num_examples:
             raise ValueError("a workload needs at least one measured episode, and one example")
+        if not any(episode.turns for episode in self.episodes):
+            raise ValueError("no episode of the workload has a turn")

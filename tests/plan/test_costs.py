@@ -7,6 +7,7 @@ from made_costs import made_costs
 
 from arl.api.errors import ConfigError
 from arl.plan.costs import DecodeCosts, TrainerCosts, read_costs, with_changes, write_costs
+from arl.plan.workload import MeasuredEpisode, Workload
 
 
 def test_a_file_of_costs_holds_all_of_them(tmp_path: Path) -> None:
@@ -20,6 +21,7 @@ def test_a_file_of_costs_holds_all_of_them(tmp_path: Path) -> None:
     [
         ('"per_token_s"', '"per_token"', "per_token"),
         ('"cores": 2', '"cores": -2', "cores is -2"),
+        ('"cores": 2', '"cores": 0', r"shared\.cores is 0"),
         ('"turns": [', '"turns": "three", "were": [', r"Expected `array`, got `str`.*turns"),
         ("{", "", "not a file of costs"),
     ],
@@ -62,3 +64,13 @@ def test_a_deployment_out_of_range_is_refused() -> None:
     assert with_changes(deployment, num_servers=7).num_servers == 7
     with pytest.raises(ConfigError, match="num_servers is 0"):
         with_changes(deployment, num_servers=0)
+
+
+def test_a_trainer_that_takes_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes no time"):
+        TrainerCosts(per_token_s=0.0, communication_s=1.0)
+
+
+def test_a_workload_without_turns_is_refused() -> None:
+    with pytest.raises(ValueError, match="no episode of the workload has a turn"):
+        Workload(episodes=(MeasuredEpisode(group=0, turns=(), tokens=1),))
