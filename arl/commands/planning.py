@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--costs", type=Path, metavar="FILE", help="a JSON file of costs, such as --write-costs writes")
     source.add_argument("--gpu", metavar="NAME", help=f"guess for this GPU: {', '.join(GPUS)}")
     guess = parser.add_argument_group("with --gpu")
-    guess.add_argument("--model-size", type=billions, metavar="8B", help="parameters of the model")
+    guess.add_argument("--model-size", type=_size, metavar="8B", help="parameters of the model")
     for name, default in (("prompt_tokens", 500), ("new_tokens", 500), ("turns", 1)):
         flag, about = f"--{name.replace('_', '-')}", f"{name.replace('_', ' ')}, the mean (default: {default})"
         guess.add_argument(flag, type=positive, default=default, metavar="N", help=about)
@@ -189,6 +189,13 @@ def _bounds(text: str) -> Bounds:
     if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(f"{text!r} goes from {first} down to {last}")
     return bounds
+
+
+def _size(text: str) -> float:
+    try:
+        return billions(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a model; give billions, such as 8B") from None
 
 
 def _amount(text: str) -> float:

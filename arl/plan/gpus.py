@@ -126,7 +126,7 @@ def guessed(gpu_name: str, size: float, guess: Guess, deployment: Deployment) ->
         ),
         deployment=deployment,
         measured=Measured(notes=("nothing was measured: every number is a guess from public facts",)),
-        source=f"guessed for a {size:g}B model on {gpu_name}",
+        source=f"guessed for {size:g}B parameters on {gpu_name}",
     )
 
 

@@ -19,7 +19,7 @@ _LIMITS = {
     "controller": "the controller's one event loop: fewer, longer turns, or rollout.num_workers",
     "trainer": "the trainer: more ranks",
     "servers": "the servers: more of them",
-    "staleness": "max_staleness: servers and trainer have time to spare; raise it, or batch_size",
+    "staleness": "max_staleness, which bounds how many episodes run at once: raise it, or batch_size",
     "episodes": "how many episodes run at once: raise max_concurrent_episodes",
 }
 
@@ -48,7 +48,7 @@ def _headline(best: Prediction, costs: Costs) -> str:
 def _table(plan: Plan, currency: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     names = ["", "servers", "ranks", "GPUs", "episodes\na second", "step s", "trainer\nidle", "servers\nidle"]
-    names += ["control-\nler", "stale-\nness", f"{currency} for\n1,000", "limit"]
+    names += ["control-\nler", "stale-\nness", f"{currency} for\n1,000", "extra-\npolated", "limit"]
     for name in names:
         table.add_column(name, justify="left" if name in ("", "limit") else "right", no_wrap=True)
     for one in plan.neighbours:
@@ -65,6 +65,7 @@ def _table(plan: Plan, currency: str) -> Table:
             _percent(waits.controller),
             f"{one.mean_staleness:.2f}",
             f"{one.episodes_cost:.3g}" if one.hour_cost else "",
+            "yes" if one.extrapolated else "",
             one.limit,
         )
     return table
@@ -83,8 +84,8 @@ def _who_waits(best: Prediction, costs: Costs) -> Table:
     table.add_row("requests", f"{best.requests_per_s:.4g}/s, {best.request_s:.3g} s each, {best.in_flight:.4g} at once")
     table.add_row("controller", f"busy {_percent(waits.controller)} of the time")
     table.add_row("buffer", f"full {_percent(waits.rollout_waits_for_room)} of the time")
-    if best.rejected >= 0.005:
-        table.add_row("episodes", f"{_percent(best.rejected)} end without being trained")
+    untrained = f"; {_percent(best.rejected)} end without being trained" if best.rejected >= 0.005 else ""
+    table.add_row("episodes", f"{best.running_episodes:,.4g} run at once{untrained}")
     return table
 
 

@@ -64,6 +64,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     most_running: int
     in_flight: float
     """Mean number of requests that were asked and not answered."""
+    running_episodes: float
+    """Mean number of episodes that run, in their tools included."""
     waits: Waits
     staleness: dict[int, float]
     """Versions behind -> share of the trained tokens."""
@@ -114,6 +116,7 @@ def told_by(run: SimulatedRun, costs: Costs, filling: int) -> Prediction:
         running_requests=(last.servers_decoded - before.servers_decoded) / max(iterations, 1),
         most_running=run.most_running,
         in_flight=(last.in_flight_s - before.in_flight_s) / seconds,
+        running_episodes=(last.episodes_s - before.episodes_s) / seconds,
         waits=waits,
         staleness=_staleness(steps),
         rejected=ended / (ended + run.counters["episodes_trained"]),

@@ -72,6 +72,8 @@ class SimulatedStep:
     servers_decoded: int
     in_flight_s: float
     """Integral of the number of requests."""
+    episodes_s: float
+    """Integral of the number of episodes that run."""
     num_answered: int
     request_s: float
     queued_s: float
@@ -156,7 +158,7 @@ class _Simulation:
             drop_stragglers_after_s=deployment.drop_stragglers_after_s,
             extra_episodes=deployment.extra_episodes,
         )
-        workflow = _Episodes(self._costs, deployment.tool_factor, self._controller)
+        workflow = self._workflow = _Episodes(self._costs, deployment.tool_factor, self._controller)
         runner = EpisodeRunner(
             workflow=workflow,
             timeout_s=_NEVER_S,
@@ -222,6 +224,7 @@ class _Simulation:
                 servers_iterations=sum(server.num_iterations for server in servers),
                 servers_decoded=sum(server.tokens_decoded for server in servers),
                 in_flight_s=engine.in_flight_s(),
+                episodes_s=self._workflow.running_s(),
                 num_answered=engine.num_answered,
                 request_s=engine.request_s,
                 queued_s=engine.queued_s,
@@ -280,9 +283,27 @@ class _Episodes(RolloutWorkflow):
         self._controller = controller
         self._sampling: dict[int, SamplingParams] = {}
         self._numbers = 0
+        self._clock = asyncio.get_running_loop().time
+        self._num_running, self._running_s, self._changed_at = 0, 0.0, self._clock()
+
+    def running_s(self) -> float:
+        """The integral of the number of episodes that run."""
+        self._note_running(0)
+        return self._running_s
+
+    def _note_running(self, change: int) -> None:
+        now = self._clock()
+        self._running_s += self._num_running * (now - self._changed_at)
+        self._num_running, self._changed_at = self._num_running + change, now
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
-        episode: MeasuredEpisode = next(data["episodes"])
+        self._note_running(1)
+        try:
+            return await self._play(engine, next(data["episodes"]))
+        finally:
+            self._note_running(-1)
+
+    async def _play(self, engine: Sampler, episode: MeasuredEpisode) -> Trajectory | None:
         self._numbers += 1
         session = str(self._numbers)
         await self._controller.work(self._per_episode_s)
