@@ -123,7 +123,7 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T], tick_s: float = 0.0) -> T:
     Python collects garbage itself here: by the loop's clock it would be collected 20 times a second of the schedule.
     """
     before = gc.get_threshold()
-    gc.set_threshold(50_000, 5, 5)
+    gc.set_threshold(500_000, 10, 10)
     try:
         with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(tick_s)) as runner:
             return runner.run(main)
