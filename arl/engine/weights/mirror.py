@@ -249,14 +249,16 @@ def build_app(store: MirrorStore, api_key: str | None) -> web.Application:
     async def put_version(request: web.Request) -> web.Response:
         body = PackageBody(request.content, request.content_length or 0)
         try:
-            if not (below := await body.route()):
-                return json_response(await receive(body.read_exactly))
-            if api_key is None:
-                raise RequestError("this mirror has no key, so it passes nothing on", 403)
-            return json_response(await pass_on_and_receive(body, below, receive, api_key))
+            with body.coming_beside(coming):
+                if not (below := await body.route()):
+                    return json_response(await receive(body.read_exactly))
+                if api_key is None:
+                    raise RequestError("this mirror has no key, so it passes nothing on", 403)
+                return json_response(await pass_on_and_receive(body, below, receive, api_key))
         except (DeltaError, asyncio.IncompleteReadError) as error:
             raise RequestError(f"not a package that can be applied: {error}") from error
 
+    coming = set[PackageBody]()
     key = [require_key(api_key)] if api_key else []
     app = web.Application(middlewares=[boundary(lambda error: {"error": {"message": error.message}}), *key])
     app.router.add_get("/health", health)

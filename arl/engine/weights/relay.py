@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 NOTHING_HELD = {"version": None, "checksum": None, "directory": None}
 _SENDER_STALL_S = 60.0
 """The longest silence of a sender; then its update is given up, so that another can begin."""
+_GIVING_WAY_S = 5.0
+"""The same once another sender has come: whoever sent it has given up the way of the first."""
 _PIPE_BYTES = 4 << 20
 _SLOW_SHARE = 0.75
 """A mirror below is given up if it alone held up the others for this share of the time."""
@@ -36,7 +38,7 @@ Read = Callable[[int], Awaitable[bytes]]
 """Exactly so many bytes of a package."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PackageBody:
     """What a sender sends: perhaps a route, then a package. Raises DeltaError if it stalls, or ends too early."""
 
@@ -44,6 +46,26 @@ class PackageBody:
     num_bytes: int
     """Of what has not been read yet."""
     _begin: bytes = b""
+    _stall_s: float = field(default_factory=lambda: _SENDER_STALL_S)
+    _silence: asyncio.Timeout | None = None
+    """Of a read that waits for the sender."""
+    _silent_since: float = 0.0
+
+    @contextlib.contextmanager
+    def coming_beside(self, coming: set[PackageBody]) -> Iterator[None]:
+        """Be one of those that come. The others may be silent for a moment only from now on."""
+        for other in coming:
+            other._give_way()
+        coming.add(self)
+        try:
+            yield
+        finally:
+            coming.remove(self)
+
+    def _give_way(self) -> None:
+        self._stall_s = _GIVING_WAY_S
+        if self._silence is not None and not self._silence.expired():
+            self._silence.reschedule(self._silent_since + self._stall_s)
 
     async def route(self) -> tuple[Branch, ...]:
         """Those below this mirror."""
@@ -59,7 +81,7 @@ class PackageBody:
 
     async def read_exactly(self, num_bytes: int) -> bytes:
         begin, self._begin = self._begin[:num_bytes], self._begin[num_bytes:]
-        async with _patience():
+        async with self._patience():
             rest = await self.stream.readexactly(num_bytes - len(begin))
         self.num_bytes -= num_bytes
         return begin + rest
@@ -69,21 +91,23 @@ class PackageBody:
         while self.num_bytes > 0:
             piece, self._begin = self._begin, b""
             if not piece:
-                async with _patience():
+                async with self._patience():
                     piece = await self.stream.readany()
             if not piece:
                 raise DeltaError(f"{self.num_bytes} bytes are missing")
             self.num_bytes -= len(piece)
             yield piece
 
-
-@contextlib.asynccontextmanager
-async def _patience() -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(_SENDER_STALL_S):
-            yield
-    except TimeoutError:
-        raise DeltaError(f"nothing came for {_SENDER_STALL_S:g} s") from None
+    @contextlib.asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        self._silent_since = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._stall_s) as self._silence:
+                yield
+        except TimeoutError:
+            raise DeltaError(f"nothing came for {self._stall_s:g} s") from None
+        finally:
+            self._silence = None
 
 
 async def pass_on_and_receive(

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from loaders import contents
-from mirrors import Mirror, MirrorProcess, mirror_here, sent
+from mirrors import Mirror, MirrorProcess, mirror_here, put, sent
 from safetensors.torch import save_file
 
 from arl.api.errors import ServerError, ServerFailedError
@@ -397,3 +397,22 @@ async def test_when_an_update_is_over_the_last_that_waits_ends_what_goes_on_for_
         await waiting
         async with asyncio.timeout(5):
             await stuck.busy.acquire()
+
+
+async def test_a_sender_that_froze_gives_way_to_the_one_that_comes_after_it(
+    fleet: Mirrors, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(relay, "_GIVING_WAY_S", 0.0)
+    num_bytes, pieces = whole_package(fleet.models[0], 0)
+    body = b"".join(pieces)
+    url = urlsplit(fleet.clients[0].address)
+    _, frozen = await asyncio.open_connection(url.hostname, url.port)
+    head = f"PUT /version HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {num_bytes}\r\n\r\n"
+    frozen.write(head.encode() + body[:-10])
+    async with asyncio.timeout(20):
+        while not fleet.mirrors[0].unfinished:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.01)
+        held = await put(fleet.clients[0], num_bytes, [body])
+    assert held.directory is not None
+    assert contents(held.directory) == contents(fleet.models[0].directory)
+    frozen.close()
