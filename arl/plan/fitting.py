@@ -26,6 +26,7 @@ from arl.plan.costs import (
     Costs,
     Deployment,
     Measured,
+    MemoryCosts,
     PublishCosts,
     Range,
     SharedCores,
@@ -33,6 +34,7 @@ from arl.plan.costs import (
 )
 from arl.plan.least_squares import robust
 from arl.plan.measured_episodes import forwarded_share, measured_workload
+from arl.plan.model_memory import model_memory
 from arl.plan.run_life import RunLife
 from arl.plan.server_fit import NARROW, ServerFit
 from arl.plan.server_load import Measurements
@@ -62,6 +64,7 @@ def fitted(run_dir: str | Path) -> Costs:
         controller=controller,
         shared=_shared(seen),
         workload=workload,
+        memory=_memory(seen, notes),
         deployment=_deployment(seen),
         measured=_measured(seen, servers.loads, [*servers.notes, *notes]),
         source=str(run_dir),
@@ -139,6 +142,20 @@ def _controller(seen: RunLife, latency_s: float, notes: list[str]) -> Controller
     said_s = float(counts.sum(1) @ per_unit)
     per_request_s, per_episode_s = map(float, per_unit * (float(spent.sum()) / said_s if said_s else 0.0))
     return ControllerCosts(per_request_s=per_request_s, per_episode_s=per_episode_s, latency_s=latency_s)
+
+
+def _memory(seen: RunLife, notes: list[str]) -> MemoryCosts:
+    try:
+        memory = model_memory(
+            Path(seen.setting("model", default="")),
+            served_as=seen.setting("engine", "dtype"),
+            trains_adapter=seen.setting("train", "lora") is not None,
+        )
+    except (OSError, ValueError) as error:
+        notes.append(f"memory is not told, as the model's files are not here: {error}")
+        return MemoryCosts()
+    notes.append("memory is that of weights, optimizer, keys and values; activations come on top")
+    return memory
 
 
 def _shared(seen: RunLife) -> SharedCores | None:

@@ -1,0 +1,47 @@
+"""What a model takes of servers' and trainer's memory is counted from its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from made_log import MadeRun, known_costs
+from transformers import AutoModelForCausalLM
+
+from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.plan.fitting import fitted
+from arl.plan.model_memory import model_memory
+
+SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), ["Question 1"], SHAPE, 0)
+
+
+@pytest.mark.parametrize(("served_as", "value_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_servers_hold_weights_keys_and_values_in_their_dtype(model: Path, served_as: str, value_bytes: int):
+    parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    memory = model_memory(model, served_as=served_as, trains_adapter=False)
+    assert memory.server_weights == value_bytes * parameters
+    assert memory.kv_per_token == value_bytes * 2 * 3 * 2 * 8  # keys and values of 3 layers, 2 heads of 8
+    assert memory.trainer_state == 16 * parameters
+
+
+def test_an_adapter_needs_neither_gradients_nor_moments_of_the_model(model: Path):
+    whole, adapter = (model_memory(model, served_as="float32", trains_adapter=lora) for lora in (False, True))
+    assert adapter.trainer_state == whole.trainer_state / 4
+
+
+def test_without_a_dtype_servers_take_that_of_the_models_config(model: Path, tmp_path: Path):
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").symlink_to(next(model.glob("*.safetensors")))
+    assert model_memory(tmp_path, served_as=None, trains_adapter=False).kv_per_token == 2 * 2 * 3 * 2 * 8
+
+
+def test_a_run_whose_model_has_gone_says_that_memory_is_not_told(tmp_path: Path):
+    MadeRun(known_costs()).write(tmp_path)
+    costs = fitted(tmp_path)
+    assert costs.memory.server_weights == 0
+    assert any(note.startswith("memory is not told") for note in costs.measured.notes)
