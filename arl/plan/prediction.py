@@ -155,11 +155,13 @@ def _waits(before: SimulatedStep, steps: Sequence[SimulatedStep], num_servers: i
 def _limit(
     costs: Costs, deployment: Deployment, waits: Waits
 ) -> Literal["controller", "trainer", "servers", "staleness", "episodes"]:
-    """The part that hardly rests; else the part with the lowest ceiling."""
+    """The part that hardly rests; the bound on staleness, where none does; else the part with the lowest ceiling."""
     if waits.controller > 0.9:
         return "controller"
     if waits.trainer_idle < 0.05:
         return "trainer"
+    if waits.rollout_waits_for_room > 0.5 and waits.servers_idle > 0.1:
+        return "staleness"  # nothing is used up, and a full buffer waits for its slowest episodes
     buffers = buffers_ceiling(costs, deployment)
     if servers_ceiling(costs, deployment) < min(buffers, trainers_ceiling(costs, deployment)):
         return "servers"

@@ -110,12 +110,16 @@ class _Splits:
         return best
 
     def cheapest_known(self) -> Prediction:
-        """Of those that were tried and are about as fast as the fastest."""
+        """Of those that were tried, fit into memory and are about as fast as the fastest."""
         enough = self._enough()
-        return min((one for one in self.tried.values() if one.episodes_per_s >= enough), key=_price)
+        return min((one for one in self._fitting() if one.episodes_per_s >= enough), key=_price)
 
     def _enough(self) -> float:
-        return (1 - _EQUAL) * max(one.episodes_per_s for one in self.tried.values())
+        return (1 - _EQUAL) * max(one.episodes_per_s for one in self._fitting())
+
+    def _fitting(self) -> list[Prediction]:
+        """Those whose trainer fits into its memory; if none does, all."""
+        return [one for split, one in self.tried.items() if self._ceiling(split)] or list(self.tried.values())
 
     def _around(self, best: Prediction, moves: Iterable[Split], at_least: float) -> Iterator[Prediction]:
         """The predictions of splits so far away whose ceilings are not below `at_least` episodes a second."""

@@ -113,8 +113,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             timer = heappop(timers)[2]
             if timer.cancelled():
                 self._num_cancelled -= 1
+            elif is_idle:  # nothing is to be done before it, and what it wakes is done in this turn
+                self._go_off(timer)
             else:
                 self.call_soon(timer.run, context=timer.context)
+
+    def _go_off(self, timer: _Timer) -> None:
+        assert timer.context is not None
+        try:
+            timer.context.run(timer.run)
+        except Exception as error:  # noqa: BLE001 - as a handle's
+            self.call_exception_handler({"message": "a timer's callback raised", "exception": error})
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T], tick_s: float = 0.0) -> T:
