@@ -357,6 +357,11 @@ class TrainConfig(Section):
             raise ValueError("replace_timeout_s is set, but min_ranks is not, so the trainer waits for all ranks")
         if self.min_ranks is not None and self.min_ranks > self.num_ranks:
             raise ValueError(f"min_ranks is {self.min_ranks}, but num_ranks is {self.num_ranks}; lower it")
+        if self.min_ranks is not None and self.max_recoveries == 0:
+            raise ValueError(
+                f"min_ranks is {self.min_ranks}, but max_recoveries is 0, with which a run that trains with fewer ranks "
+                "never takes more again; raise max_recoveries"
+            )
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
             raise ValueError(
                 "ray_address is a Ray client's address, but the trainer runs on a node of the cluster: use auto, or "

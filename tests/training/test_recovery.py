@@ -106,7 +106,7 @@ class World:
 
     def learner(self, max_recoveries: int = 3) -> RecoveringLearner:
         self.emit = self.events.append
-        config = TrainConfig(num_ranks=4, min_ranks=1, max_recoveries=max_recoveries)
+        config = TrainConfig(num_ranks=4, min_ranks=1 if max_recoveries else None, max_recoveries=max_recoveries)
         return RecoveringLearner(self.start, self.checkpoints, config, self)  # type: ignore[arg-type]
 
     def save(self, learner: RecoveringLearner) -> None:
