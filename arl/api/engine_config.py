@@ -359,7 +359,7 @@ class TrainConfig(Section):
             raise ValueError(f"min_ranks is {self.min_ranks}, but num_ranks is {self.num_ranks}; lower it")
         if self.min_ranks is not None and self.max_recoveries == 0:
             raise ValueError(
-                f"min_ranks is {self.min_ranks}, but max_recoveries is 0, with which a run that trains with fewer ranks "
+                f"min_ranks is {self.min_ranks}, but max_recoveries is 0, so a run that trains with fewer ranks "
                 "never takes more again; raise max_recoveries"
             )
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
