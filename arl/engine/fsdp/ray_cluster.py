@@ -66,16 +66,17 @@ class RayLease(Lease):
             raise TrainingError(f"Ray has no place for its files in {base}: {error}; set TMPDIR") from error
         type(self)._directory, type(self)._store_bytes = directory, _store_bytes()
         try:
-            self._ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=self._store_bytes,
-                _temp_dir=str(directory.path),
-            )
+            with _at_loopback():
+                self._ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=self._store_bytes,
+                    _temp_dir=str(directory.path),
+                )
         except BaseException as error:  # also if interrupted: daemons that have started must not stay
             self._end()
             if isinstance(error, Exception):
@@ -144,7 +145,8 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
     if private:
         # Ranks have an environment of their own, so workers started before them would idle.
         os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (this is its name)
-        # Ray's setting for machines with a firewall, read at import: everything listens at loopback.
+        # Ray's setting for machines with a firewall: everything listens at loopback. _at_loopback for a Ray that was
+        # imported before, since it is read at import.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = _token()  # else Ray makes one and leaves it in the home directory
@@ -158,6 +160,18 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         logging.getLogger("ray").setLevel(level)
+
+
+@contextmanager
+def _at_loopback() -> Iterator[None]:
+    """Ray's setting for machines with a firewall, for a Ray that was imported before arl could set its variable."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -94,9 +94,9 @@ def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path, n
 def test_a_running_ray_is_used_and_left_as_it_was(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    lease = RayLease(None, num_cpus=1, num_gpus=0)
-    import ray
+    import ray  # before arl's own import of it, as in a notebook that uses Ray itself
 
+    lease = RayLease(None, num_cpus=1, num_gpus=0)
     try:
         addresses = {address for process in processes_of(temporary) for address in listening_at(process)}
         loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
