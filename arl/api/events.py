@@ -303,6 +303,33 @@ class ServerResumed(Event, frozen=True, kw_only=True):
     server: str
 
 
+class IterationSums(msgspec.Struct, frozen=True, array_like=True):
+    """Sums over iterations of a server that decoded about as many requests: 0, 1, 2 to 3, 4 to 7, and so on."""
+
+    reads: bool
+    """Whether they also read prompts."""
+    number: float
+    """Of iterations; the others are sums over them."""
+    decoded: float
+    """Requests that were running, each of which got a token."""
+    context: float
+    """Tokens that these held."""
+    prompt: float
+    """Prompt tokens computed."""
+    begun: float
+    """Requests that got their first token."""
+    seconds: float
+
+
+class ServerWorked(Event, frozen=True, kw_only=True):
+    """What an embedded server has done since its process began; told whenever it is paused."""
+
+    server: str
+    is_cpu_time: bool = False
+    """Whether seconds are CPU seconds of the thread that computes. Otherwise they are those of the clock."""
+    iterations: list[IterationSums] = []
+
+
 class Published(Event, frozen=True, kw_only=True):
     """Every serving server holds the version."""
 

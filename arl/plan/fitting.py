@@ -37,7 +37,6 @@ from arl.plan.measured_episodes import forwarded_share, measured_workload
 from arl.plan.model_memory import model_memory
 from arl.plan.run_life import RunLife
 from arl.plan.server_fit import NARROW, ServerFit
-from arl.plan.server_load import Measurements
 
 _SHORT = 0.25
 """So many are shorter."""
@@ -66,7 +65,7 @@ def fitted(run_dir: str | Path) -> Costs:
         workload=workload,
         memory=_memory(seen, notes),
         deployment=_deployment(seen),
-        measured=_measured(seen, servers.loads, [*servers.notes, *notes]),
+        measured=_measured(seen, servers, [*servers.notes, *notes]),
         source=str(run_dir),
     )
 
@@ -178,14 +177,14 @@ def _deployment(seen: RunLife) -> Deployment:
     return msgspec.convert(values, Deployment)
 
 
-def _measured(seen: RunLife, loads: Sequence[Measurements], notes: Sequence[str]) -> Measured:
-    running = np.concatenate([load.running for load in loads])
+def _measured(seen: RunLife, servers: ServerFit, notes: Sequence[str]) -> Measured:
+    running = servers.running
     num_servers, num_ranks = float(len(seen.servers)), float(seen.setting("train", "num_ranks", default=1))
     return Measured(
         num_servers=(num_servers, num_servers),
         num_ranks=(num_ranks, num_ranks),
         running_requests=_range(running[running > 0]),
-        context_tokens=(0.0, max(load.most_context for load in loads)),
+        context_tokens=(0.0, servers.most_context),
         step_tokens=_range([float(step["forwarded_tokens"]) for step in seen.steps if "forwarded_tokens" in step]),
         notes=tuple(notes),
     )

@@ -1,4 +1,8 @@
-"""What the servers of a run cost: from their turns, and the time in which they could compute."""
+"""What the servers of a run cost: from the times of their iterations, or from turns and the time to compute them in.
+
+Embedded servers tell the times (iteration_fit.py). Of others, turns say how long some iterations took together, and the
+log how many requests ran meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import numpy as np
 from arl.api.errors import RunFileError
 from arl.api.events import TurnEnded
 from arl.plan.costs import DecodeCosts, PrefillCosts
+from arl.plan.iteration_fit import IterationFit
 from arl.plan.least_squares import robust
 from arl.plan.run_life import RunLife
 from arl.plan.server_load import AnsweredRequests, CpuTimes, Measurements, ServerLoad
@@ -36,14 +41,30 @@ class ServerFit:
     def __init__(self, seen: RunLife) -> None:
         self.seen = seen
         self.notes: list[str] = []
-        self.loads: list[Measurements] = []
+        self.running = np.array([])
+        """Requests that one server ran at once, in parts of the run."""
+        self.most_context = 0.0
+        """Tokens that all of these held at once."""
+        self._loads: list[Measurements] = []
         """By the costs that were found."""
         self._narrow = ""
 
     def costs(self) -> tuple[DecodeCosts, PrefillCosts, float]:
         """And the seconds of a request in which no server computes. Raises RunFileError without a whole answer."""
+        told = IterationFit(self.seen)
+        return self._told(told) if told.tells else self._guessed()
+
+    def _told(self, told: IterationFit) -> tuple[DecodeCosts, PrefillCosts, float]:
+        """From the times of iterations, which embedded servers tell."""
+        decode = told.decode(self._most_running(), is_cpu=self.seen.serves_on_cpu)
+        self.running, self.most_context = told.running, told.most_context
+        ways_s = self._ways_s()
+        return decode, told.prefill(decode, self._chunk()), float(np.quantile(ways_s, _SHORT_WAY)) if ways_s else 0.0
+
+    def _guessed(self) -> tuple[DecodeCosts, PrefillCosts, float]:
+        """From the times of turns, and how many requests ran meanwhile."""
         is_cpu_time = self.seen.serves_on_cpu and self._used(self.seen.servers[0]) is not None
-        ways_s = [_way_s(turn) for turn in self.seen.calls if isinstance(turn, TurnEnded) and turn.server_s]
+        ways_s = self._ways_s()
         is_told = is_cpu_time or bool(ways_s)
         found, error = self._settled(0.0, is_told)
         latency_s = float(np.quantile(ways_s, _SHORT_WAY)) if ways_s else float(found[6])
@@ -51,7 +72,10 @@ class ServerFit:
             found, error = self._settled(latency_s, is_told)
             latency_s += float(found[6])
         self.notes += [self._narrow] * bool(self._narrow)
-        seconds, done = (np.concatenate([load.slices[i] for load in self.loads]) for i in (0, 1))
+        loads = self._loads
+        self.running = np.concatenate([load.running for load in loads])
+        self.most_context = max(load.most_context for load in loads)
+        seconds, done = (np.concatenate([load.slices[i] for load in loads]) for i in (0, 1))
         self.notes.append(
             f"turns, and all that servers did in parts of the run, took {100 * error:.0f} % more or less than the "
             f"servers' costs say (mean); these explain {100 * (done @ found[:6]).sum() / seconds.sum():.0f} % of "
@@ -76,6 +100,9 @@ class ServerFit:
             ),
             latency_s,
         )
+
+    def _ways_s(self) -> list[float]:
+        return [_way_s(turn) for turn in self.seen.calls if isinstance(turn, TurnEnded) and turn.server_s]
 
     def _load(self, server: str, latency_s: float) -> ServerLoad:
         """latency_s: of a request, before it comes to the server or after it has left it."""
@@ -111,11 +138,11 @@ class ServerFit:
     def _settled(self, latency_s: float, is_told: bool) -> tuple[np.ndarray, float]:
         """What `_found` gives where the costs that place the iterations of a request are those that follow from it."""
         loads = [self._load(server, latency_s) for server in self.seen.servers]
-        self.loads = [load.measured() for load in loads]
+        self._loads = [load.measured() for load in loads]
         found, error = self._found(is_told)
         guess = found[:6]
         for _ in range(_ROUNDS):
-            self.loads = [load.measured(guess) for load in loads]
+            self._loads = [load.measured(guess) for load in loads]
             found, error = self._found(is_told)
             if np.allclose(guess, found[:6], rtol=_EXACT):
                 break
@@ -124,7 +151,7 @@ class ServerFit:
 
     def _found(self, is_told: bool) -> tuple[np.ndarray, float]:
         """Seconds for each of server_load.COLUMNS, and for a turn whatever it does; the mean relative residual."""
-        loads = self.loads
+        loads = self._loads
         stride = max(sum(len(load.turns[0]) for load in loads) // _MOST_ROWS, 1)
         seconds, columns = (np.concatenate([load.turns[i] for load in loads])[::stride] for i in (0, 1))
         sliced_s, sliced = (np.concatenate([load.slices[i] for load in loads]) for i in (0, 1))

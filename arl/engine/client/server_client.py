@@ -9,6 +9,7 @@ Timeouts are the caller's, by asyncio.timeout.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,11 +19,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
+from arl.api.events import ServerWorked
 from arl.engine.client.frame_client import FrameClient
 from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
 from arl.web.client import JsonClient, Reply, encoded
@@ -49,6 +52,9 @@ Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """The errors of reading an answer that does not have the expected form."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class UnfitServerError(ServerFailedError):
@@ -175,8 +181,14 @@ class ServerClient(JsonClient):
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self._post("pause_generation", {"mode": mode})
+    async def pause(self, mode: PauseMode) -> ServerWorked | None:
+        """Returns what it has done so far, if it says: an embedded server does."""
+        told = (await self._post("pause_generation", {"mode": mode})).get("work")
+        try:
+            return msgspec.convert({"server": self.address, **told}, ServerWorked) if told else None
+        except (msgspec.ValidationError, TypeError) as error:  # another version of arl; it is for statistics alone
+            logger.debug("%s says what it has done in a way that makes no sense: %s", self.address, error)
+            return None
 
     async def resume(self) -> None:
         await self._post("continue_generation", {})

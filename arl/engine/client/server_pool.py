@@ -43,6 +43,7 @@ from arl.api.events import (
     ServerPaused,
     ServerResumed,
     ServerReturned,
+    ServerWorked,
 )
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
@@ -320,6 +321,9 @@ class ServerPool:
         server.pauses += 1
         if server in self.expectation.servers:
             self.expectation.began = min(self.expectation.began, asyncio.get_running_loop().time())
+
+    def note_work(self, worked: ServerWorked) -> None:
+        self._events.emit(worked)
 
     def expect(self, servers: Iterable[Server]) -> None:
         """Note that these servers are about to be paused and resumed together. Forgets those of the last time."""

@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
@@ -31,6 +31,8 @@ _PATIENCE = 4.0
 """A server is fenced as hung if an update pauses it this many times as long as the longest recent update did."""
 _LEAST_PAUSE_S = 5.0
 """No server is fenced for a shorter pause."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,8 @@ class ServerUpdates:
 
     async def pause(self, server: Server) -> None:
         self._pool.pause(server)
-        await _twice(lambda: server.client.pause(self._config.pause_mode))
+        if worked := await _twice(lambda: server.client.pause(self._config.pause_mode)):
+            self._pool.note_work(worked)
 
     async def resume(self, server: Server) -> None:
         await _twice(server.client.resume)
@@ -109,9 +112,9 @@ async def leave_running(server: Server) -> None:
             await server.client.resume()
 
 
-async def _twice(call: Callable[[], Awaitable[None]]) -> None:
+async def _twice(call: Callable[[], Awaitable[T]]) -> T:
     """Make an idempotent call again if it fails: a fence in the middle of an update loses all running requests."""
     try:
-        await call()
+        return await call()
     except ServerFailedError:
-        await call()
+        return await call()

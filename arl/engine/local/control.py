@@ -47,8 +47,8 @@ class Control:
         return web.Response()
 
     async def pause_generation(self, body: PauseBody) -> Any:
-        await _done(self._scheduler.pause(body.mode))
-        return {"message": "Generation paused successfully.", "status": "ok"}
+        work = await _done(self._scheduler.pause(body.mode))
+        return {"message": "Generation paused successfully.", "status": "ok", "work": work}
 
     async def continue_generation(self, body: EmptyBody) -> Any:
         await _done(self._scheduler.resume())
@@ -59,9 +59,9 @@ class Control:
         return web.Response(text="Cache flushed.\n")
 
 
-async def _done(future: Future[Any]) -> None:
+async def _done(future: Future[Any]) -> Any:
     """Wait for the model thread. It finishes the work even if the client has gone away."""
-    await asyncio.shield(asyncio.wrap_future(future))
+    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 class UpdateBody(RequestBody, takes_empty=True, ignored=("flush_cache",)):

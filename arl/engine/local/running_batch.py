@@ -16,6 +16,7 @@ from itertools import islice
 
 import torch
 
+from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream
 from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
@@ -38,12 +39,21 @@ class RunningBatch:
 
     prefill_tokens: most prompt tokens in a step, so that a long prompt does not delay the other requests for long.
     prefix_cache_bytes: memory for the keys and values of finished sequences.
+    times: where steps note how long they took.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, max_rows: int, prefill_tokens: int, prefix_cache_bytes: int, weight_version: str
+        self,
+        runner: ModelRunner,
+        *,
+        max_rows: int,
+        prefill_tokens: int,
+        prefix_cache_bytes: int,
+        weight_version: str,
+        times: IterationTimes,
     ) -> None:
         self._runner = runner
+        self._times = times
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._stop_strings = StopStrings(runner.tokenizer)
@@ -96,9 +106,18 @@ class RunningBatch:
 
     def step(self) -> list[Job]:
         """Compute one step; returns the jobs that finished. If it raises, `fail` makes the batch sound again."""
+        began = self._times.clock()
         plan = self._plan()
-        computed = self._run(plan)
-        return self._take(plan, computed)
+        ended = self._take(plan, self._run(plan))
+        n, chunks = plan.num_decoding, plan.input.chunks
+        self._times.add(
+            decoded=n,
+            context=sum(plan.input.positions[:n]),
+            prompt=sum(chunk.length for chunk in chunks),
+            begun=plan.num_sampled - n + len(plan.followers),
+            seconds=self._times.clock() - began,
+        )
+        return ended
 
     def _plan(self) -> StepPlan:
         alike = self._admit()

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from arl.api.engine_config import PauseMode
 from arl.api.errors import EngineClosedError
 from arl.engine.local.adapters import Adapter
+from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sequences import Job
@@ -78,12 +79,15 @@ class Scheduler:
             context_length=settings.context_length,
             num_threads=settings.num_threads,
         )
+        is_cpu = self.runner.device.type == "cpu"
+        self._times = IterationTimes(is_alone=is_cpu and settings.num_threads == 1)
         self._batch = RunningBatch(
             self.runner,
             max_rows=settings.max_running_requests,
             prefill_tokens=settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048),
             prefix_cache_bytes=settings.prefix_cache_bytes,
             weight_version=settings.weight_version,
+            times=self._times,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._on_death: Callable[[], object] = lambda: None
@@ -134,8 +138,11 @@ class Scheduler:
         """Finish the job `rid`, or for None all that run or wait, with their tokens so far."""
         self._put(lambda: self._send(self._batch.abort(rid)))
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop generating. in_place: requests keep their cache. retract: they recompute it. abort: they return."""
+    def pause(self, mode: PauseMode) -> Future[dict[str, Any]]:
+        """Stop generating. in_place: requests keep their cache. retract: they recompute it. abort: they return.
+
+        Gives IterationTimes.report.
+        """
         return self._ask(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
@@ -235,12 +242,13 @@ class Scheduler:
     def _close(self) -> None:
         self._is_closing = True
 
-    def _pause(self, mode: PauseMode) -> None:
+    def _pause(self, mode: PauseMode) -> dict[str, Any]:
         if mode == "abort":
             self._send(self._batch.abort(None))
         elif mode == "retract":
             self._batch.retract()
         self._is_paused = True
+        return self._times.report()
 
     def _resume(self) -> None:
         self._is_paused = False

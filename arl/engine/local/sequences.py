@@ -268,18 +268,21 @@ class StepPlan:
         )
 
     @property
+    def num_decoding(self) -> int:
+        return len(self.rows) - len(self.input.chunks)
+
+    @property
     def sampled(self) -> Sequence[Row]:
         return [*self.rows[: self.num_sampled], *self.followers]
 
     @property
     def prefilling(self) -> Sequence[Row]:
-        return self.rows[len(self.rows) - len(self.input.chunks) :]
+        return self.rows[self.num_decoding :]
 
     @property
     def lengths(self) -> Sequence[int]:
         """How many tokens of each row the step computes."""
-        num_decoding = len(self.rows) - len(self.input.chunks)
-        return [1] * num_decoding + [chunk.length for chunk in self.input.chunks]
+        return [1] * self.num_decoding + [chunk.length for chunk in self.input.chunks]
 
 
 def _chunks(rows: Sequence[Row], prefill_tokens: int) -> list[Chunk]:

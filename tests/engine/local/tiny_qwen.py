@@ -13,6 +13,7 @@ from reference import close
 from transformers import AutoModelForCausalLM
 
 from arl.api.types import SamplingParams
+from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sequences import Job
@@ -82,6 +83,7 @@ def make_batch_of(
         prefill_tokens=prefill_tokens,
         prefix_cache_bytes=prefix_cache_bytes,
         weight_version="0",
+        times=IterationTimes(is_alone=True),
     )
 
 
