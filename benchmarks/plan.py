@@ -8,10 +8,13 @@ on this machine. The learning rate is next to nothing, so that the work stays wh
 the step that ends its filling (max_staleness + 2) on, for --seconds and at least MOST_SHORT steps. Then the fitted
 setting is predicted, and every other one, from the five steps alone.
 
-The speed of a shared machine drifts. So the fitted setting is measured again at the beginning, in the middle and at the
-end, and every measurement is divided by the speed at its time: the straight line between these, relative to the first.
-The table shows the errors with and without. Settings come in an order that is shuffled once, so that no kind of them
-has all its runs in one hour.
+Tools take the quantiles of their distribution in a random order, so that a few hundred episodes have the same mean and
+the same slowest tools: what is left is the error of the prediction, not of the sample.
+
+The speed of a shared machine drifts. So a fixed piece of work is timed before and after each run, in as many processes
+as there are cores. A prediction takes every cost to be as many times as high as this work was slower than beside the
+fitted run; tools stay as they are. The table shows the errors with and without. Settings come in an order that is
+shuffled once, so that no kind of them has all its runs in one hour.
 
 Results go to a JSON file after each run. The same command goes on where it was ended, and prints the table again when
 all is measured; --report prints what there is.
@@ -26,14 +29,17 @@ import math
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -57,6 +63,17 @@ ROOT = Path(__file__).parents[1]
 QUESTIONS = [f"Question {i}" for i in range(10)]
 MAX_NEW_TOKENS, TOOL_S, SIGMA = 48, 0.2, 0.8
 FITTED_STEPS, MOST_SHORT, PREDICTED_STEPS = 5, 8, 30
+QUANTILES = [NormalDist().inv_cdf((i + 0.5) / 128) for i in range(128)]
+PROBE = """
+import time, numpy
+a, b = numpy.ones((64, 128), numpy.float32), numpy.ones((128, 384), numpy.float32)
+began = time.perf_counter()
+for _ in range(12_000):
+    numpy.maximum(a @ b, 0).sum()
+    sum(range(1000))
+print(time.perf_counter() - began)
+"""
+"""What the speed of the machine is measured by, on one core: some seconds of small products and of Python."""
 CLOSE = 0.10
 CPU_COLUMN = "CPU ms a sample: controller,\ntrainer, servers"
 BASE: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_staleness": 2}
@@ -105,9 +122,12 @@ class SlowTool(MultiTurnWorkflow):
     """Two turns, and a tool between them."""
 
     tool_s: float = TOOL_S
+    left: list[float] = field(default_factory=list[float])
 
     async def afeedback(self, answer: str, data: Example, attempt: int) -> str | None:
-        await asyncio.sleep(random.lognormvariate(math.log(self.tool_s) - SIGMA**2 / 2, SIGMA))
+        if not self.left:
+            self.left = random.sample(QUANTILES, len(QUANTILES))
+        await asyncio.sleep(self.tool_s * math.exp(SIGMA * self.left.pop() - SIGMA**2 / 2))
         return str(data["question"])
 
 
@@ -131,6 +151,8 @@ class Measurement:
     staleness: float = 0.0
     cpu_ms: dict[str, float] = field(default_factory=dict[str, float])
     """Of the controller, the trainer and the servers, for each trained sample: other programs change these least."""
+    probe_s: float = 0.0
+    """Of PROBE, before and after the run (mean)."""
     error: str = ""
 
 
@@ -233,15 +255,41 @@ def cpu_s(run_dir: Path, began: float, ended: float) -> dict[str, float]:
     }
 
 
-def costs_of(args: argparse.Namespace) -> Costs:
-    """Fitted on five steps of BASE, once: they stay beside the results."""
+def probe_s() -> float:
+    """Seconds of PROBE on all cores at once."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    probes = [
+        subprocess.Popen([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, env=environment)
+        for _ in range(len(os.sched_getaffinity(0)))
+    ]
+    return fmean(float(probe.communicate()[0]) for probe in probes)
+
+
+def fit(args: argparse.Namespace, results: Results) -> None:
+    """On five steps of BASE, once: the costs stay beside the results."""
     path = args.results.with_suffix(".costs.json")
-    if not path.exists():
-        run_dir = args.runs / "fitted"
-        asyncio.run(run("fitted", {}, run_dir, args, FITTED_STEPS))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_costs(path, fitted(run_dir / "run"))
-    return read_costs(path)
+    if path.exists() and results.of("fitted"):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measure("fitted", {}, results, args, FITTED_STEPS)
+    write_costs(path, fitted(args.runs / "fitted" / "run"))
+
+
+def costs_at(costs: Costs, slowness: float) -> Costs:
+    """The same on a machine where everything but tools takes so many times as long."""
+
+    def slower(record: Any, *names: str) -> Any:
+        return replace(record, **{name: slowness * getattr(record, name) for name in names})
+
+    decode = replace(costs.decode, points=tuple((n, slowness * s) for n, s in costs.decode.points))
+    return replace(
+        costs,
+        decode=slower(decode, "per_context_token_s"),
+        prefill=slower(costs.prefill, "base_s", "per_token_s", "per_request_s"),
+        trainer=slower(costs.trainer, "base_s", "per_episode_s", "per_token_s", "snapshot_s"),
+        publish=slower(costs.publish, "transfer_s", "load_s"),
+        controller=slower(costs.controller, "per_request_s", "per_episode_s", "latency_s"),
+    )
 
 
 def measure_all(args: argparse.Namespace) -> None:
@@ -262,45 +310,48 @@ def order(args: argparse.Namespace) -> list[str]:
     return [name for name in names if name in (args.settings or SETTINGS)][: args.only]
 
 
-def measure(name: str, changes: dict[str, Any], results: Results, args: argparse.Namespace) -> None:
-    run_dir = args.runs / "measured"
+def measure(name: str, changes: dict[str, Any], results: Results, args: argparse.Namespace, steps: int = 10**6) -> None:
+    run_dir = args.runs / ("fitted" if name == "fitted" else "measured")
+    before_s = probe_s()
     try:
-        found = asyncio.run(run(name, changes, run_dir, args, steps=10**6))
+        found = asyncio.run(run(name, changes, run_dir, args, steps))
     except Exception as error:  # noqa: BLE001 (the series goes on)
         traceback.print_exc()
         found = Measurement(name=name, changes=changes, at=time.time(), error=f"{type(error).__name__}: {error}")
-    shutil.rmtree(run_dir, ignore_errors=True)
+    if name != "fitted":
+        shutil.rmtree(run_dir, ignore_errors=True)
+    found.probe_s = (before_s + probe_s()) / 2
     results.measured = [one for one in results.measured if one.name != name or not one.error] + [found]
     results.write(args.results)
     print(
         f"{time.strftime('%H:%M:%S')} {name}: {found.error or f'{found.samples_per_s:.1f} samples/s'} "
-        f"({found.num_steps} steps, {found.seconds:.0f} s; load {os.getloadavg()[0]:.1f})",
+        f"({found.num_steps} steps, {found.seconds:.0f} s; probe {found.probe_s:.2f} s, load {os.getloadavg()[0]:.1f})",
         flush=True,
     )
 
 
 def report(args: argparse.Namespace) -> None:
-    costs, results = costs_of(args), Results.read(args.results)
-    bases = sorted(results.of("fitted setting"), key=lambda one: one.at)
-    if not bases:
-        raise SystemExit("the fitted setting was not measured yet")
+    results = Results.read(args.results)
+    if not results.of("fitted"):
+        raise SystemExit("nothing was measured yet")
+    costs, fitted_at = read_costs(args.results.with_suffix(".costs.json")), results.of("fitted")[-1].probe_s
     print("fitted on five steps:", *costs.measured.notes, sep="\n  ")
-    speeds = [base.samples_per_s / bases[0].samples_per_s for base in bases]
-    print("speed of the machine by the fitted setting, relative to the first:", *(f"{speed:.3f}" for speed in speeds))
-    table = Table(box=None, header_style="bold", title="predicted / measured, corrected for the machine's speed")
-    names = ("setting", "samples/s", "error %", "uncorrected %", "trainer waits", "staleness", CPU_COLUMN)
+    print(costs.decode, costs.prefill, costs.trainer, costs.controller, costs.publish, sep="\n  ")
+    table = Table(box=None, header_style="bold", title="predicted / measured, with costs for the machine's speed")
+    names = ("setting", "slower", "samples/s", "error %", "uncorrected %", "trainer waits", "staleness", CPU_COLUMN)
     for column in names:
         table.add_column(column, justify="left" if column == "setting" else "right")
     errors: dict[str, tuple[float, float]] = {}
-    for one in [bases[0], *(one for name in SETTINGS for one in results.of(name)[-1:])]:
+    for one in [*results.of("fitted setting"), *(one for name in SETTINGS for one in results.of(name)[-1:])]:
         known = {name: value for name, value in one.changes.items() if name not in _NOT_SIMULATED}
-        said = predict(costs, with_changes(costs.deployment, **known), num_steps=PREDICTED_STEPS)
-        speed = float(np.interp(one.at, [base.at for base in bases], speeds))
-        corrected = one.samples_per_s / speed
-        errors[one.name] = said.episodes_per_s / corrected - 1, said.episodes_per_s / one.samples_per_s - 1
+        deployment, slowness = with_changes(costs.deployment, **known), one.probe_s / fitted_at
+        plain = predict(costs, deployment, num_steps=PREDICTED_STEPS)
+        said = predict(costs_at(costs, slowness), deployment, num_steps=PREDICTED_STEPS)
+        errors[one.name] = said.episodes_per_s / one.samples_per_s - 1, plain.episodes_per_s / one.samples_per_s - 1
         table.add_row(
             one.name,
-            f"{said.episodes_per_s:.1f} / {corrected:.1f}",
+            f"{slowness:.2f}",
+            f"{said.episodes_per_s:.1f} / {one.samples_per_s:.1f}",
             *(f"{100 * error:+.1f}" for error in errors[one.name]),
             f"{said.waits.trainer_waits_for_batch:.0%} / {one.wait_share:.0%}",
             f"{said.mean_staleness:.2f} / {one.staleness:.2f}",
@@ -335,7 +386,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0, help="that each setting is measured for")
     parser.add_argument("--only", type=int, default=len(SETTINGS), help="settings to measure, in the shuffled order")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="NAME", help="measure these alone")
-    parser.add_argument("--bases", type=int, default=4, help="times that the fitted setting is measured, at least 2")
+    parser.add_argument("--bases", type=int, default=3, help="times that the fitted setting is measured, at least 2")
     parser.add_argument("--sglang", type=Path, help="a Python that has SGLang, in place of embedded servers")
     parser.add_argument("--runs", type=Path, default=Path("runs/plan"), help="where the runs are made")
     parser.add_argument("--results", type=Path, help="default: results.json, or results-sglang.json, in --runs")
@@ -344,7 +395,7 @@ def main() -> None:
     if args.results is None:
         args.results = args.runs / ("results-sglang.json" if args.sglang else "results.json")
     if not args.report:
-        costs_of(args)
+        fit(args, Results.read(args.results))
         measure_all(args)
     report(args)
 
