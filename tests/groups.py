@@ -7,7 +7,9 @@ DIRECTORIES = ("conformance/", "engine/local/serving/", "engine/weights/")
 """Their files share a server, which takes seconds to start."""
 RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_start.py")
 """They start Ray, and `ray_address=auto` finds whatever cluster is being started or ended on the machine."""
-LONGEST = ("ray", "test_launch.py", "engine/weights/", "engine/fsdp/test_ranks.py", "recovery/test_kills.py")
+PAIR = ("test_invariance.py", "test_ranks.py")
+"""They share two ranks, which take seconds to import torch and to warm up."""
+LONGEST = ("ray", "test_launch.py", "engine/weights/", "pair", "recovery/test_kills.py")
 """These groups begin first, in this order: a long one that begins last leaves the other workers idle."""
 
 
@@ -29,4 +31,6 @@ def group_of(file: str) -> str:
     path = file.removeprefix("tests/")
     if path.rpartition("/")[2] in RAY:
         return "ray"
+    if path.rpartition("/")[2] in PAIR:
+        return "pair"
     return next((directory for directory in DIRECTORIES if path.startswith(directory)), path)

@@ -94,7 +94,7 @@ def is_split(parameter: torch.Tensor) -> bool:
         ("value", "qwen3", 1, 2),
         ("token mean", "tied qwen2", 1, 2),
         ("token mean", "llama with biases", 1, 2),
-        ("token mean", "tied qwen3", 2, 2),
+        pytest.param("token mean", "tied qwen3", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_train_publish_and_continue_like_one(

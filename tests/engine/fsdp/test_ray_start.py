@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light_rank import LightRank
 
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
@@ -79,8 +80,14 @@ def notices() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path, notices: list[int]):
+def test_without_a_model_nothing_stays_behind(
+    tmp_path: Path, temporary: Path, notices: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the rank finds its module
     before = dict(os.environ)
+    with _as_ray_starts(private=True):
+        from arl.engine.fsdp import ranks
+    monkeypatch.setattr(ranks, "RankActor", LightRank)
     with pytest.raises(ModelError, match="nowhere") as error:
         RayTrainEngine(tmp_path / "nowhere", TrainConfig())
     assert "on rank 0" in str(error.value.__cause__)
@@ -109,12 +116,15 @@ def test_a_running_ray_is_used_and_left_as_it_was(
             TrainingError, match=r"2 ranks need 1 CPU\(s\) each, and the Ray cluster has 1 of 1 CPUs free"
         ):
             RayTrainEngine(tmp_path, short)
-        fewer = TrainConfig(num_ranks=2, min_ranks=1, replace_timeout_s=0.5, startup_timeout_s=3)
-        policy, both = (RankRoom(fewer, num_engines=count) for count in (1, 2))
+        monkeypatch.setattr(ray_engine, "_ROOM_TIMEOUT_S", 1.0)
+        fewer = {"num_ranks": 2, "min_ranks": 1, "replace_timeout_s": 0.1}
+        policy = RankRoom(TrainConfig(**fewer), num_engines=1)
+        both = RankRoom(TrainConfig(**fewer, startup_timeout_s=0.5), num_engines=2)
         assert policy.wait([2, 1]) == 1
         assert "training goes on with 1 rank(s) of 2, until the cluster has room" in caplog.text
         assert not policy.has(2, 0.1)
         assert policy.has(1, 60.0)  # once Ray has noticed that the places before are free
+        monkeypatch.setattr(ray_engine, "_ROOM_TIMEOUT_S", 0.1)
         with pytest.raises(TrainingError, match=r"no room for 1 rank\(s\), the fewest of train.min_ranks"):
             both.wait([2, 1])
         for room in (policy, both):

@@ -1,0 +1,41 @@
+"""A rank without torch, which starts in a second, for what does not depend on what ranks compute."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from arl.api.errors import ModelError
+from arl.remote_calls import Messages, reported
+
+
+class LightRank:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self.messages = Messages()
+
+    @reported
+    def open_store(self, address: str) -> int:
+        return 1
+
+    @reported
+    def build(self, store: tuple[str, int], model: str, *_: object) -> None:
+        if not Path(model).is_dir():
+            raise ModelError(f"no model in {model}")
+
+    @reported
+    def whereabouts(self) -> tuple[int, str]:
+        return 0, "light_rank.py"
+
+    @reported
+    def close(self) -> None:
+        pass
+
+    @reported
+    def fail(self, rank: int, sends: signal.Signals | None = None) -> None:
+        """Raise on one rank, or send it a signal; the others wait, as in a collective."""
+        if self._rank != rank:
+            threading.Event().wait()
+        if sends is not None:
+            os.kill(os.getpid(), sends)
+        raise ValueError("the work is lost")
