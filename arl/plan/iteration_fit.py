@@ -20,8 +20,12 @@ from arl.plan.run_life import RunLife
 _NUMBER, _DECODED, _CONTEXT, _PROMPT, _BEGUN, _SECONDS = range(6)
 _FEW = 10
 """Fewer iterations say nothing of how long one takes."""
-_UPPER = 8
-"""Beyond the most requests that were measured, an iteration grows as it did from an eighth of these on."""
+_SURE = 10.0
+"""The square of a coefficient by that of its standard error, from which on it is taken for real."""
+_MUCH = 0.5
+"""The share of the squared error that it has to take away, too: where it rises with the requests, both say the same."""
+_UPPER = 4
+"""Beyond the most requests that were measured, an iteration grows as it did from a quarter of these on."""
 
 
 class IterationFit:
@@ -52,21 +56,23 @@ class IterationFit:
         """Tokens that all running requests held at once."""
         return float((self._decoding[:, _CONTEXT] / self._decoding[:, _NUMBER]).max())
 
-    def decode(self, most: int, *, is_cpu: bool) -> DecodeCosts:
-        """Up to `most` requests. is_cpu: which computes for each request; a GPU mostly reads the weights for all."""
-        rows = self._decoding
-        found, _ = robust(rows[:, :3], rows[:, _SECONDS], (1, 0, 2) if is_cpu else (0, 1, 2), _weights(rows), 2)
-        per_iteration, per_request, per_context = map(float, found)
-        kinds = np.log2(self.running).astype(int)
-        totals = [rows[kinds == kind].sum(0) for kind in np.unique(kinds)]
-        totals = [total for total in totals if total[_NUMBER] >= _FEW] or [rows.sum(0)]
-        weights, numbers = np.array([(total[_NUMBER], total[_DECODED] / total[_NUMBER]) for total in totals]).T
-        seconds = [(total[_SECONDS] - per_context * total[_CONTEXT]) / total[_NUMBER] for total in totals]
-        risen = _rising(np.array(seconds), weights)
-        points = {1: float(np.clip(per_iteration + per_request, risen[0] / numbers[0], risen[0]))}
-        points |= {max(round(n), 1): float(s) for n, s in zip(numbers.tolist(), risen, strict=True)}
+    def decode(self, most: int) -> DecodeCosts:
+        """Up to `most` requests."""
+        rows, running = self._decoding, self.running
+        kinds = np.log2(running).astype(int)
+        totals = np.array([rows[kinds == kind].sum(0) for kind in np.unique(kinds)])
+        often = totals[totals[:, _NUMBER] >= min(_FEW, totals[:, _NUMBER].max())]
+        places = often[:, _DECODED] / often[:, _NUMBER]
+        # The curve between the places is straight: a row is a mean of two of them, and of its tokens of context.
+        hats = np.array([np.interp(running, places, one) for one in np.eye(len(places))])
+        columns = np.column_stack([hats.T, rows[:, _CONTEXT] / rows[:, _NUMBER]])
+        seconds, per_context = _with_context(columns, rows[:, _SECONDS] / rows[:, _NUMBER], rows[:, _NUMBER])
+        risen = _rising(np.maximum(seconds, 0.0), often[:, _NUMBER])
+        slope = _slope(places, risen)
+        first = max(risen[0] - slope * (places[0] - 1), risen[0] / places[0])
+        points = {1: float(first)} | {max(round(n), 1): float(s) for n, s in zip(places.tolist(), risen, strict=True)}
         if most > max(points):
-            points[most] = float(risen[-1] + _slope(numbers, risen) * (most - numbers[-1]))
+            points[most] = float(risen[-1] + slope * (most - places[-1]))
         return DecodeCosts(
             points=tuple(sorted(points.items())), per_context_token_s=per_context, max_running_requests=most
         )
@@ -134,6 +140,21 @@ def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
             (a, wa, na), (b, wb, nb) = pools[-2:]
             pools[-2:] = [((a * wa + b * wb) / (wa + wb), wa + wb, na + nb)]
     return np.array([value for value, _, count in pools for _ in range(count)])
+
+
+def _with_context(columns: np.ndarray, seconds: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, float]:
+    """Coefficients of all columns but the last, and of the last, the context; 0 unless it explains much that the others
+    do not. Relative errors are minimised."""
+    scale = np.sqrt(number) / seconds
+    scaled, wanted = columns * scale[:, None], seconds * scale
+    plain, full = (np.linalg.lstsq(some, wanted, rcond=None)[0] for some in (scaled[:, :-1], scaled))
+    error, less = (
+        float(((some @ found - wanted) ** 2).sum()) for some, found in ((scaled[:, :-1], plain), (scaled, full))
+    )
+    spare = len(seconds) - columns.shape[1]
+    if spare > 0 and full[-1] > 0 and error - less > max(_SURE * less / spare, _MUCH * error):
+        return full[:-1], float(full[-1])
+    return plain, 0.0
 
 
 def _slope(numbers: np.ndarray, seconds: np.ndarray) -> float:

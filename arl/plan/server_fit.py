@@ -56,7 +56,7 @@ class ServerFit:
 
     def _told(self, told: IterationFit) -> tuple[DecodeCosts, PrefillCosts, float]:
         """From the times of iterations, which embedded servers tell."""
-        decode = told.decode(self._most_running(), is_cpu=self.seen.serves_on_cpu)
+        decode = told.decode(self._most_running())
         self.running, self.most_context = told.running, told.most_context
         ways_s = self._ways_s()
         return decode, told.prefill(decode, self._chunk()), float(np.quantile(ways_s, _SHORT_WAY)) if ways_s else 0.0

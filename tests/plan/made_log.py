@@ -11,10 +11,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from arl.api import events
 from arl.api.config import EventsConfig
+from arl.engine.local.iteration_times import IterationTimes
 from arl.eventlog.writer import EventLog
 from arl.plan.costs import Costs, DecodeCosts, PrefillCosts, PublishCosts, TrainerCosts
 from arl.plan.workload import MeasuredEpisode, MeasuredTurn, Workload
@@ -57,6 +59,7 @@ class Server:
     busy: list[tuple[float, float]] = field(default_factory=list)
     is_computing: bool = False
     to_load: int | None = None
+    times: IterationTimes = field(default_factory=lambda: IterationTimes(is_alone=True))
 
     def iteration(self) -> tuple[float, list[Request]]:
         """How long it takes, and whose prompts it reads."""
@@ -68,6 +71,8 @@ class Server:
         seconds = prefill.base_s * bool(read) + prefill.per_token_s * tokens + prefill.per_request_s * len(read)
         if self.running:
             seconds += decode.iteration_s(len(self.running), sum(r.prompt + r.got for r in self.running))
+        held = sum(r.prompt + r.got for r in self.running)
+        self.times.add(len(self.running), held, tokens, len(read), seconds)
         return seconds, read
 
 
@@ -88,6 +93,7 @@ class MadeRun:
         per_request_s: float = 2e-4,
         per_episode_s: float = 3e-4,
         tokens: tuple[int, int] = (10, 60),
+        tells_iterations: bool = False,
     ) -> None:
         """ahead: batches of groups that run, or wait for the trainer. tokens: of an answer."""
         self.costs, self.draw, self.steps, self.batch_size, self.group_size = (
@@ -99,6 +105,7 @@ class MadeRun:
         )
         self.latency_s, self.cpu, self.tokens = latency_s, (per_request_s, per_episode_s), tokens
         self.room = ahead * batch_size
+        self.tells_iterations = tells_iterations
         self.servers = [Server(costs, f"http://127.0.0.1:{7000 + i}") for i in range(num_servers)]
         self.records: list[events.Event] = []
         self.metrics: list[dict[str, float]] = []
@@ -192,6 +199,9 @@ class MadeRun:
     def _load(self, server: Server, version: int, t: float) -> None:
         server.to_load, server.is_computing = None, True
         self.records.append(events.ServerPaused(t=t, server=server.address))
+        if self.tells_iterations:
+            told = {"t": t, "server": server.address, **server.times.report()}
+            self.records.append(msgspec.convert(told, events.ServerWorked))
 
         def loaded(now: float) -> None:
             server.is_computing = False

@@ -59,10 +59,26 @@ def test_what_an_iteration_costs_is_told_from_what_its_requests_cost(
     assert iteration_ratios(found, costs)[1:] == pytest.approx([1.0] * 3, abs=0.15)
 
 
-def test_a_context_that_costs_is_seen(tmp_path: Path):
+@pytest.mark.parametrize("tokens", [(40, 40), (10, 60)])
+def test_times_that_servers_tell_give_a_curve_also_where_all_requests_are_alike(
+    tmp_path: Path, tokens: tuple[int, int]
+):
+    decode = DecodeCosts(points=((1, 0.0015), (8, 0.003), (64, 0.006)), max_running_requests=128)
+    costs = known_costs(decode=decode)
+    found = found_in(tmp_path, costs, steps=8, ahead=2, tokens=tokens, tells_iterations=True)
+    ratios = [
+        found.decode.iteration_s(n, 60 * n) / costs.decode.iteration_s(n, 60 * n) for n in (2, 4, 16, 32, 60, 128)
+    ]
+    assert ratios == pytest.approx([1.0] * 6, abs=0.08)
+    assert read_s(found) == pytest.approx(read_s(costs), rel=0.05)
+    assert not any("reading prompts" in note for note in found.measured.notes)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_context_that_costs_is_seen(tmp_path: Path, tells: bool):
     decode = DecodeCosts(points=((1, 0.001), (64, 0.004)), per_context_token_s=2e-6, max_running_requests=64)
     costs = known_costs(decode=decode)
-    found = found_in(tmp_path, costs, tokens=(10, 200))
+    found = found_in(tmp_path, costs, tokens=(10, 200), tells_iterations=tells)
     assert found.decode.per_context_token_s == pytest.approx(2e-6, rel=0.2)
     assert found.decode.iteration_s(24, 24 * 250) == pytest.approx(costs.decode.iteration_s(24, 24 * 250), rel=0.1)
 

@@ -112,7 +112,7 @@ class RunningBatch:
         n, chunks = plan.num_decoding, plan.input.chunks
         self._times.add(
             decoded=n,
-            context=sum(plan.input.positions[:n]),
+            context=sum(plan.input.positions[:n]) + n,
             prompt=sum(chunk.length for chunk in chunks),
             begun=plan.num_sampled - n + len(plan.followers),
             seconds=self._times.clock() - began,

@@ -59,6 +59,25 @@ def test_rows_of_very_different_lengths_share_a_cache_that_grows(make_batch: Mak
     reference.check_greedy(*jobs[::4])
 
 
+def test_the_times_of_iterations_come_with_what_these_did(make_batch: MakeBatch) -> None:
+    batch = make_batch(prefill_tokens=10)
+    first = make_job(prompt_of(25, 1), max_new_tokens=4)
+    run_all(batch, [first])
+    report = batch._times.report()
+    assert report["is_cpu_time"]
+    (reads, *reading), (alone, *decoding) = report["iterations"]
+    assert (reads, alone) == (True, False)
+    assert decoding[:-1] == [3, 3, 26 + 27 + 28, 0, 0]  # iterations, requests, context, prompt tokens, first tokens
+    assert reading[:-1] == [3, 0, 0, 25, 1]  # of 10, 10 and 5 tokens
+    assert 0 < decoding[-1] < 10
+    assert 0 < reading[-1] < 10
+    jobs = [make_job(prompt_of(9, 2 + i), max_new_tokens=5) for i in (0, 1, 2, 3, 0)]
+    run_all(batch, jobs)
+    sums = [sum(column) for column in zip(*(row[1:] for row in batch._times.report()["iterations"]), strict=True)]
+    assert sums[1] + sums[4] == 4 + 5 * 5  # each token is decoded, or comes with a prompt
+    assert sums[3] == 25 + 4 * 9 + 1  # of the fifth prompt, which is the first, the last token
+
+
 def test_decoding_goes_on_while_prompts_are_computed_in_chunks(make_batch: MakeBatch, reference: Reference) -> None:
     batch = make_batch(prefill_tokens=10)
     jobs = [make_job(prompt_of(35 + i, i), temperature=0, max_new_tokens=20) for i in range(4)]
