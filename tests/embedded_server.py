@@ -1,19 +1,28 @@
-"""Embedded servers for tests: on a thread of this process, which is fast, or as the process that users start."""
+"""Embedded servers for tests: on a thread of this process, or as a process that a nursery forks, which is fast, too."""
 
 import asyncio
 import json
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
+
+from nursery import Forked, Nursery
 
 from arl.engine.local.__main__ import application, load_scheduler, parse_arguments
 from arl.engine.local.generate import Inflight
 from arl.web.server import bind, serving
+
+IMPORTED_BY_SERVERS = ("arl.engine.local.app", "arl.engine.local.scheduler")
+SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @contextmanager
@@ -54,7 +63,8 @@ class ServerProcess:
     """A server of arl in a process of its own, which may be killed, and started again at the same address."""
 
     def __init__(self, module: str, *options: str) -> None:
-        self._command = [sys.executable, "-m", module, "--parent-pid", str(os.getpid()), *options]
+        self._module = module
+        self._options = ["--parent-pid", str(os.getpid()), *options]
         self._port = 0
         self.process = self.start()
 
@@ -64,7 +74,7 @@ class ServerProcess:
 
     def start(self) -> subprocess.Popen[str]:
         """Returns when it is ready."""
-        command = [*self._command, "--port", str(self._port)]
+        command = [sys.executable, "-m", self._module, *self._options, "--port", str(self._port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
         self._port = json.loads(self.process.stdout.readline())["port"]
@@ -78,21 +88,93 @@ class ServerProcess:
         self.process.stdout.close()
 
 
+class ForkedServer(ServerProcess):
+    """An embedded server whose process finds torch imported."""
+
+    def __init__(self, nursery: Nursery, directory: Path, *options: str) -> None:
+        self._nursery = nursery
+        self._directory = directory
+        super().__init__("arl.engine.local", *options)
+
+    def start(self) -> "ForkedProcess":
+        pipe, log = self._directory / "stdout", self._directory / "log"
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        arguments = [*self._options, "--port", str(self._port)]
+        forked = self._nursery.fork("embedded_server:serve", {"stdout": pipe, "arguments": arguments}, log)
+        self.process = ForkedProcess(forked)
+        with pipe.open() as reader:
+            ready = reader.readline()
+        assert ready, log.read_text()
+        self._port = json.loads(ready)["port"]
+        return self.process
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class ForkedProcess:
+    """As much of a Popen as tests need."""
+
+    def __init__(self, forked: Forked) -> None:
+        self._forked = forked
+
+    def send_signal(self, number: int) -> None:
+        if self._forked.is_running:
+            os.kill(self._forked.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._forked.code.result(timeout)
+
+
+def serve(stdout: str, arguments: list[str]) -> None:
+    """What the process does: all that `python -m arl.engine.local` would do."""
+    os.dup2(os.open(stdout, os.O_WRONLY), 1)
+    sys.argv = ["arl.engine.local", *arguments]
+    runpy.run_module("arl.engine.local", run_name="__main__", alter_sys=True)
+
+
+class SharedNursery:
+    """Begins with the first server of the tests, and ends with the last."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+
+    def __enter__(self) -> Nursery:
+        if not self._num_users:
+            self._nursery = Nursery(["embedded_server", *IMPORTED_BY_SERVERS], **SETTINGS)
+        self._num_users += 1
+        return self._nursery
+
+    def __exit__(self, *error: object) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            self._nursery.__exit__(*error)
+
+
+NURSERY = SharedNursery()
+
+
 def command(model: str, *options: str) -> list[str]:
     return [sys.executable, "-m", "arl.engine.local", "--model", model, *options]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **SETTINGS}
 
 
 @contextmanager
 def server_process(model: str, *options: str) -> Iterator[ServerProcess]:
-    process = ServerProcess("arl.engine.local", "--model", model, *options)
-    try:
-        yield process
-    finally:
-        process.kill()
+    with NURSERY as nursery, tempfile.TemporaryDirectory(prefix="arl-server-") as directory:
+        process = ForkedServer(nursery, Path(directory), "--model", model, *options)
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def free_port() -> int:
