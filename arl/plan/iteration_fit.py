@@ -18,7 +18,7 @@ from arl.plan.least_squares import robust
 from arl.plan.run_life import RunLife
 
 _NUMBER, _DECODED, _CONTEXT, _PROMPT, _BEGUN, _SECONDS = range(6)
-_FEW = 10
+_FEW = 4
 """Fewer iterations say nothing of how long one takes."""
 _SURE = 10.0
 """The square of a coefficient by that of its standard error, from which on it is taken for real."""

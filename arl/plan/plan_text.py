@@ -117,6 +117,8 @@ def _warnings(plan: Plan, costs: Costs) -> list[str]:
     lines = [f"costs: {costs.source}"] if costs.source else []
     if plan.best.extrapolated:
         lines.append(f"extrapolated: {'; '.join(plan.best.extrapolated)}")
+    if not plan.best.hour_cost:
+        lines.append("note: no prices are known; with --server-hour and --rank-hour, steps have a cost")
     return [*lines, *(f"note: {note}" for note in costs.measured.notes)]
 
 
