@@ -265,6 +265,7 @@ class EpisodeRunner:
             self._check(trajectories, oldest_allowed)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
+                del limit  # it has the task, which keeps the error, which keeps this frame: a circle for the collector
                 raise
             return _with_cause(RuntimeError("arun_episode raised CancelledError, but nobody cancelled it"), error)
         except GeneratorExit:

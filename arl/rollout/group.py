@@ -157,15 +157,18 @@ class GroupRun:
         return fmean(episode.reward for episode in self._finished.values()) if self._finished else None
 
     async def _run_episodes(self) -> None:
-        async with asyncio.TaskGroup() as episodes:
-            for index in [GREEDY] * self._rules.has_baseline + list(range(len(self.episodes))):
-                await self._places.acquire()
-                if self.is_full or self.is_cut:
-                    self._places.release()
-                    break
-                self._tasks[index] = episodes.create_task(self._run_episode(index))
-                self._tasks[index].add_done_callback(lambda _: self._places.release())
-            self.launched.set()
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                for index in [GREEDY] * self._rules.has_baseline + list(range(len(self.episodes))):
+                    await self._places.acquire()
+                    if self.is_full or self.is_cut:
+                        self._places.release()
+                        break
+                    self._tasks[index] = episodes.create_task(self._run_episode(index))
+                    self._tasks[index].add_done_callback(lambda _: self._places.release())
+                self.launched.set()
+        finally:
+            self._tasks.clear()  # what cancelled tasks refer to, this group too, would be left to the garbage collector
         self._decided.set()
 
     async def _run_episode(self, index: int) -> None:

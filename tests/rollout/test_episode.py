@@ -1,10 +1,12 @@
 """One episode: time limit, retries, malformed returns, who is to blame, and how its requests are sampled."""
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 from players import Scripted, TwoTurns, engine_with_latency, examples, trained
@@ -132,6 +134,25 @@ async def test_a_cancellation_from_outside_passes_and_runs_nothing_again(cleanup
     with pytest.raises(asyncio.CancelledError):
         await task
     assert runs == [1]
+
+
+async def test_what_a_cancelled_episode_held_is_freed_without_the_garbage_collector() -> None:
+    class Held(dict[str, int]):
+        """An example that can be watched."""
+
+    example = Held(number=0)
+    watched = ref(example)
+    runner = EpisodeRunner(workflow=Scripted(lambda _: asyncio.sleep(9)), timeout_s=99)
+    task = asyncio.ensure_future(runner.run(engine_with_latency(), example, name="the episode"))
+    await asyncio.sleep(0)
+    gc.disable()
+    try:
+        task.cancel()
+        await asyncio.wait([task])
+        del task, example
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
