@@ -34,16 +34,17 @@ class ServerRequest:
         "number",
         "owner",
         "prompt_tokens",
+        "size",
         "spans",
         "unread",
     )
 
     def __init__(self, prompt_tokens: int, cached_tokens: int, new_tokens: int, owner: Any = None) -> None:
         self.prompt_tokens = prompt_tokens
-        self.unread = max(prompt_tokens - cached_tokens, 1)
-        """Prompt tokens that are yet to be read; at least the last one has to be."""
         self.new_tokens = new_tokens
         """Tokens that it is to get after this prompt."""
+        self.size = prompt_tokens + new_tokens
+        """Tokens whose keys and values it will need at its end."""
         self.owner = owner
         self.spans: Spans = []
         """What it has got: complete once it has ended, or was sent back."""
@@ -52,11 +53,12 @@ class ServerRequest:
         """The iteration that samples its last token; None before its first token."""
         self.first_version = 0
         self.has_left = False
+        self.find(cached_tokens)
 
-    @property
-    def size(self) -> int:
-        """Tokens whose keys and values it will need at its end."""
-        return self.prompt_tokens + self.new_tokens
+    def find(self, cached_tokens: int) -> None:
+        """So many tokens of the prompt are computed where it is sent to."""
+        self.unread = max(self.prompt_tokens - cached_tokens, 1)
+        """Prompt tokens that are yet to be read; at least the last one has to be."""
 
     def num_got(self, iteration: int) -> int:
         """Tokens since its prompt, when the server has ended this iteration."""

@@ -13,6 +13,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
+from arl.plan.virtual_time import virtual_loop
+
 
 class Cancellable(Protocol):
     def cancel(self) -> object: ...
@@ -38,13 +40,13 @@ class OwnCores:
     """Processes here never wait for each other."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = virtual_loop()
 
     def now(self) -> float:
         return self._loop.time()
 
     def at(self, work_s: float, callback: Callable[[], object]) -> Cancellable:
-        return self._loop.call_at(work_s, callback)
+        return self._loop.do_at(work_s, callback)
 
     def use(self, cores: int) -> None:
         pass
@@ -116,28 +118,60 @@ class MachineWithCores:
 
 
 class Processor:
-    """A process that does one thing at a time, in the order of asking. cores: how many it uses meanwhile."""
+    """A process with cores of its own. It does one thing at a time, in the order of asking."""
 
-    def __init__(self, machine: Machine, cores: int = 1) -> None:
-        self._machine = machine
-        self._cores = cores
-        self._free_at = -inf
-        self._clock = asyncio.get_running_loop().time
-        self._busy_s, self._busy_since = 0.0, inf
+    def __init__(self) -> None:
+        self._loop = virtual_loop()
+        self._free_at = 0.0
+        self._given_s = 0.0
 
     def busy_s(self) -> float:
         """Seconds, by the loop's clock, in which it has computed."""
-        return self._busy_s + max(self._clock() - self._busy_since, 0.0)
+        return self._given_s - max(self._free_at - self._loop.time(), 0.0)
+
+    def do(self, seconds: float, callback: Callable[[], object], delay_s: float = 0.0) -> None:
+        """Do so much, after all that it was given before, and call back `delay_s` later. Nothing is done at once."""
+        if seconds <= 0:
+            return self._call_later(delay_s, callback)
+        self._given_s += seconds
+        self._free_at = max(self._free_at, self._loop.time()) + seconds
+        self._loop.do_at(self._free_at + delay_s, callback)
 
     async def work(self, seconds: float) -> None:
-        """Wait until it has done so much, after all that it was given before."""
+        """Wait until it has done so much."""
+        if seconds > 0:
+            done: asyncio.Future[None] = self._loop.create_future()
+            self.do(seconds, lambda: done.done() or done.set_result(None))
+            await done
+
+    def _call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        if delay_s:
+            self._loop.do_at(self._loop.time() + delay_s, callback)
+        else:
+            callback()
+
+
+class SharingProcessor(Processor):
+    """A process that shares the cores of a machine. cores: how many it uses while it computes."""
+
+    def __init__(self, machine: Machine, cores: int = 1) -> None:
+        super().__init__()
+        self._machine = machine
+        self._cores = cores
+        self._free_at = -inf
+        """By the machine's clock."""
+        self._busy_s, self._busy_since = 0.0, inf
+
+    def busy_s(self) -> float:
+        return self._busy_s + max(self._loop.time() - self._busy_since, 0.0)
+
+    def do(self, seconds: float, callback: Callable[[], object], delay_s: float = 0.0) -> None:
         if seconds <= 0:
-            return
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            return self._call_later(delay_s, callback)
         now = self._machine.now()
         if self._free_at <= now:
             self._machine.use(self._cores)
-            self._free_at, self._busy_since = now, self._clock()
+            self._free_at, self._busy_since = now, self._loop.time()
         self._free_at += seconds
         until = self._free_at
 
@@ -146,8 +180,6 @@ class Processor:
                 self._busy_s = self.busy_s()
                 self._free_at, self._busy_since = -inf, inf
                 self._machine.use(-self._cores)
-            if not done.done():
-                done.set_result(None)
+            self._call_later(delay_s, callback)
 
         self._machine.at(until, end)
-        await done

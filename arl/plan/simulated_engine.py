@@ -4,6 +4,9 @@
                                                        ^                        |
                                                        +---- aborted by an update, to be continued
 
+Only `agenerate` is a coroutine of the caller's task. All that happens in between are callbacks, so a task wakes up once
+for each request.
+
 **Tokens are counted, not made.** A prompt is a `SimulatedPrompt`, which has a length. A response has one entry for each
 span of tokens of one version: `output_ids` holds how many tokens it stands for. So work does not grow with tokens.
 
@@ -15,14 +18,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import overload
 
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.types import ModelRequest, ModelResponse
 from arl.plan.balance import Balance
-from arl.plan.batching import ServerRequest, SimulatedServer, Spans
+from arl.plan.batching import ServerRequest, SimulatedServer
 from arl.plan.costs import Costs, Deployment
 from arl.plan.machines import Cancellable, Machine, Processor
 
@@ -49,9 +53,16 @@ class SimulatedPrompt(Sequence[int]):
 
 
 class _TimedServer:
-    """A simulated server, and the timer of its next change."""
+    """A simulated server, and the timer of its next change. ended: gets the requests that have ended."""
 
-    def __init__(self, number: int, server: SimulatedServer, machine: Machine, cores: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        server: SimulatedServer,
+        machine: Machine,
+        cores: int,
+        ended: Callable[[ServerRequest], None],
+    ) -> None:
         self.number = number
         self.server = server
         self.paused: asyncio.Future[None] | None = None
@@ -60,6 +71,7 @@ class _TimedServer:
         self._busy_s, self._busy_since = 0.0, inf
         self._machine = machine
         self._cores = cores
+        self._ended = ended
         self._computes = False
         self._armed_at = inf
         self._timer: Cancellable | None = None
@@ -69,10 +81,9 @@ class _TimedServer:
         self._arm()
 
     def leave(self, request: ServerRequest) -> None:
-        """Its caller was cancelled. It may have ended at the same moment."""
-        if not request.has_left:
-            self.server.leave(request, self._machine.now())
-            self._arm()
+        """Its caller was cancelled."""
+        self.server.leave(request, self._machine.now())
+        self._arm()
 
     async def pause(self) -> None:
         """Wait until the iteration that runs has ended."""
@@ -110,14 +121,27 @@ class _TimedServer:
         due, self._armed_at, self._timer = self._armed_at, inf, None
         if self.server.next_change <= due:
             for request in self.server.advance():
-                _give_back(request)
+                self._ended(request)
         self._arm()
 
 
-def _give_back(request: ServerRequest) -> None:
-    request.has_left = True
-    if not request.owner.done():
-        request.owner.set_result(None)
+class _Call(ServerRequest):
+    """A request, from asking to answer."""
+
+    __slots__ = ("answered", "prompt", "queued_at", "server", "session")
+
+    def __init__(self, request: ModelRequest) -> None:
+        prompt = request.input_ids
+        assert isinstance(prompt, SimulatedPrompt)
+        super().__init__(prompt.length, 0, request.sampling.max_new_tokens)
+        self.prompt = prompt
+        self.session = request.session_id
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done, too, once the caller was cancelled."""
+        self.queued_at: float | None = None
+        """While it is in the line."""
+        self.server: _TimedServer | None = None
+        """That has it."""
 
 
 class SimulatedEngine:
@@ -130,11 +154,11 @@ class SimulatedEngine:
         self._controller = controller
         self._cores = costs.shared.server if costs.shared else 0
         self._servers = [
-            _TimedServer(number, SimulatedServer(costs.decode, costs.prefill), machine, self._cores)
+            _TimedServer(number, SimulatedServer(costs.decode, costs.prefill), machine, self._cores, self._end)
             for number in range(deployment.num_servers)
         ]
         self._balance = Balance(deployment.num_servers)
-        self._line: deque[tuple[str | None, asyncio.Future[tuple[int, bool]]]] = deque()
+        self._line: deque[_Call] = deque()
         self._version = 0
         self.newest_sent = 0
         """The newest version that any server may hold."""
@@ -171,18 +195,21 @@ class SimulatedEngine:
         return self._in_flight_s
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        began = self._clock()
+        began, costs = self._clock(), self._costs.controller
         self._note_in_flight(1)
+        call = _Call(request)
+        self._controller.do(costs.per_request_s, partial(self._place, call), costs.latency_s)
         try:
-            await self._controller.work(self._costs.controller.per_request_s)
-            if self._costs.controller.latency_s:
-                await asyncio.sleep(self._costs.controller.latency_s)
-            spans = await self._generate(request)
+            await call.answered
+        except asyncio.CancelledError:
+            self._withdraw(call)
+            raise
         finally:
             self._note_in_flight(-1)
         self.num_answered += 1
         self.request_s += self._clock() - began
         self.tokens_answered += request.sampling.max_new_tokens
+        spans = call.spans
         return ModelResponse(
             output_ids=tuple([n for _, n in spans]),
             output_logprobs=(0.0,) * len(spans),
@@ -190,66 +217,59 @@ class SimulatedEngine:
             stop_reason="stop",
         )
 
-    async def _generate(self, request: ModelRequest) -> Spans:
-        """Send it, and send it on from the tokens that it has after an update that aborts."""
-        prompt, session = request.input_ids, request.session_id
-        assert isinstance(prompt, SimulatedPrompt)
-        asked, wanted = prompt.length, request.sampling.max_new_tokens
-        spans: Spans = []
-        while wanted:
-            number, has_prefix = await self._find(session)
-            cached = prompt.cached if has_prefix else prompt.common
-            sent = ServerRequest(asked, cached, wanted, asyncio.get_running_loop().create_future())
-            await self._attempt(self._servers[number], sent)
-            for version, tokens in sent.spans:
-                before = spans.pop()[1] if spans and spans[-1][0] == version else 0
-                spans.append((version, before + tokens))
-                asked, wanted = asked + tokens, wanted - tokens
-        return spans
+    def _place(self, call: _Call) -> None:
+        """Send it to a server, or let it wait in line."""
+        if call.answered.done():
+            return
+        found = None if self._line else self._balance.choose(call.session)
+        if found is None:
+            call.queued_at = self._clock()
+            self._line.append(call)
+        else:
+            self._send(call, *found)
 
-    async def _find(self, session: str | None) -> tuple[int, bool]:
+    def _send(self, call: _Call, number: int, has_prefix: bool) -> None:
         """See Balance.choose. The balance counts the request there from now on."""
-        found = None if self._line else self._balance.choose(session)
-        if found is not None:
-            self._balance.begin(found[0])
-            return found
-        asked = self._clock()
-        place: asyncio.Future[tuple[int, bool]] = asyncio.get_running_loop().create_future()
-        self._line.append((session, place))
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if not place.cancelled():
-                self._leave(place.result()[0])
-            raise
-        finally:
-            self.queued_s += self._clock() - asked
+        self._balance.begin(number)
+        call.server = self._servers[number]
+        call.find(call.prompt.cached if has_prefix else call.prompt.common)
+        call.server.arrive(call)
 
-    async def _attempt(self, server: _TimedServer, request: ServerRequest) -> None:
-        server.arrive(request)
-        try:
-            await request.owner
-        except asyncio.CancelledError:
-            server.leave(request)
-            raise
-        finally:
-            self._leave(server.number)
+    def _end(self, request: ServerRequest) -> None:
+        assert isinstance(request, _Call)
+        self._leave(request)
+        if not request.answered.done():
+            request.answered.set_result(None)
 
-    def _leave(self, number: int) -> None:
-        self._balance.end(number)
+    def _withdraw(self, call: _Call) -> None:
+        """Its caller was cancelled. If it is in line, it is skipped there."""
+        if call.queued_at is not None:
+            self.queued_s += self._clock() - call.queued_at
+        if call.server is not None:
+            call.server.leave(call)
+            self._leave(call)
+
+    def _leave(self, call: _Call) -> None:
+        assert call.server is not None
+        self._balance.end(call.server.number)
+        call.server = None
         self._move()
 
     def _move(self) -> None:
         """Let requests leave the line, in the order of their arrival."""
         while self._line:
-            session, place = self._line[0]
-            if not place.cancelled():  # if so, its caller has given up
-                found = self._balance.choose(session, len(self._line))
-                if found is None:
-                    return
-                self._balance.begin(found[0])
-                place.set_result(found)
+            call = self._line[0]
+            if call.answered.done():
+                self._line.popleft()
+                continue
+            found = self._balance.choose(call.session, len(self._line))
+            if found is None:
+                return
             self._line.popleft()
+            assert call.queued_at is not None
+            self.queued_s += self._clock() - call.queued_at
+            call.queued_at = None
+            self._send(call, *found)
 
     # Updates
 
@@ -275,8 +295,10 @@ class SimulatedEngine:
         if self._deployment.pause_mode == "retract":
             server.server.retract()
         elif self._deployment.pause_mode == "abort":
-            for request in server.server.evict():
-                _give_back(request)
+            for request in server.server.evict():  # to go on elsewhere, or here, from the tokens that it has
+                assert isinstance(request, _Call)
+                self._leave(request)
+                self._place(request)
         await self._load()
         self._balance.resume(server.number, has_new_weights=True)
         server.resume(version)

@@ -20,7 +20,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
+
+import numpy as np
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import InferenceEngine, Sampler, UpdateStats, WeightServer, WeightSource, WeightUpdate
@@ -28,9 +31,9 @@ from arl.api.errors import first_error
 from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.plan.costs import Costs, Deployment
-from arl.plan.machines import Machine, MachineWithCores, OwnCores, Processor
+from arl.plan.machines import Machine, MachineWithCores, OwnCores, Processor, SharingProcessor
 from arl.plan.simulated_engine import SimulatedEngine, SimulatedPrompt
-from arl.plan.virtual_time import run_in_virtual_time
+from arl.plan.virtual_time import run_in_virtual_time, virtual_loop
 from arl.plan.workload import MeasuredEpisode, Workload
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 from arl.rollout.controller import RolloutController
@@ -126,8 +129,8 @@ class _Simulation:
         own: Machine = OwnCores()
         machine: Machine = MachineWithCores(shared.cores) if shared else own
         controller, ranks, server = (shared.controller, shared.rank, shared.server) if shared else (0, 0, 0)
-        self._controller = Processor(machine if controller else own, controller)
-        self._trainer = Processor(machine if ranks else own, ranks * deployment.num_ranks)
+        self._controller = SharingProcessor(machine, controller) if controller else Processor()
+        self._trainer = SharingProcessor(machine, ranks * deployment.num_ranks) if ranks else Processor()
         self._engine = SimulatedEngine(costs, deployment, machine if server else own, self._controller)
         self._buffer = _WatchedBuffer(deployment.batch_size, deployment.max_staleness)
         self._rollout = self._make_rollout()
@@ -283,8 +286,8 @@ class _Episodes(RolloutWorkflow):
         self._controller = controller
         self._sampling: dict[int, SamplingParams] = {}
         self._numbers = 0
-        self._clock = asyncio.get_running_loop().time
-        self._num_running, self._running_s, self._changed_at = 0, 0.0, self._clock()
+        self._loop = virtual_loop()
+        self._num_running, self._running_s, self._changed_at = 0, 0.0, self._loop.time()
 
     def running_s(self) -> float:
         """The integral of the number of episodes that run."""
@@ -292,7 +295,7 @@ class _Episodes(RolloutWorkflow):
         return self._running_s
 
     def _note_running(self, change: int) -> None:
-        now = self._clock()
+        now = self._loop.time()
         self._running_s += self._num_running * (now - self._changed_at)
         self._num_running, self._changed_at = self._num_running + change, now
 
@@ -327,7 +330,7 @@ class _Episodes(RolloutWorkflow):
 
     async def _pass(self, seconds: float) -> None:
         if seconds:
-            await asyncio.sleep(seconds * self._tool_factor)
+            await self._loop.until(self._loop.time() + seconds * self._tool_factor)
 
     def _sampling_of(self, new_tokens: int) -> SamplingParams:
         if new_tokens not in self._sampling:
@@ -336,15 +339,25 @@ class _Episodes(RolloutWorkflow):
 
 
 def _trajectory(episode: MeasuredEpisode, counts: dict[int, int]) -> Trajectory:
-    n = len(counts)
+    loss_mask, logprobs, versions = _columns(tuple(counts))
     return Trajectory(
         token_ids=[0, *counts.values()],
-        loss_mask=[False] + [True] * n,
-        behavior_logprobs=[0.0] * (n + 1),
-        versions=[-1, *counts],
+        loss_mask=loss_mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
         reward=episode.reward,
         metrics={"tokens": episode.tokens, "shared": episode.shared_tokens},
     )
+
+
+@lru_cache(maxsize=10_000)
+def _columns(versions: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """loss_mask, behavior_logprobs and versions of trajectories, which may share them, as nobody may change them."""
+    n = len(versions)
+    columns = np.arange(n + 1) > 0, np.zeros(n + 1, np.float32), np.array([-1, *versions], np.int32)
+    for column in columns:
+        column.flags.writeable = False
+    return columns
 
 
 class _NoLog(FailureLog):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from arl.plan.machines import MachineWithCores, OwnCores, Processor
+from arl.plan.machines import MachineWithCores, Processor, SharingProcessor
 from arl.plan.virtual_time import run_in_virtual_time
 
 
@@ -26,15 +26,30 @@ async def ends_of(*works: Coroutine[Any, Any, None]) -> list[float]:
 
 def test_a_process_does_one_thing_at_a_time() -> None:
     async def main() -> list[float]:
-        process = Processor(OwnCores())
+        process = Processor()
         return await ends_of(process.work(1.0), process.work(2.0), process.work(0.0))
 
     assert run_in_virtual_time(main()) == [1.0, 3.0, 0.0]
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_callback_may_come_later_than_the_work_ends_and_the_process_is_free_meanwhile(shares: bool) -> None:
+    async def main() -> tuple[list[float], float]:
+        loop = asyncio.get_running_loop()
+        process = SharingProcessor(MachineWithCores(1)) if shares else Processor()
+        ends = list[float]()
+        process.do(1.0, lambda: ends.append(loop.time()), 5.0)
+        await process.work(2.0)
+        busy_s = process.busy_s()
+        await asyncio.sleep(4.0)
+        return [*ends, loop.time()], busy_s
+
+    assert run_in_virtual_time(main()) == ([6.0, 7.0], 3.0)
+
+
 def test_processes_with_cores_of_their_own_do_not_wait_for_each_other() -> None:
     async def main() -> list[float]:
-        return await ends_of(*(Processor(OwnCores()).work(seconds) for seconds in (1.0, 2.0, 3.0)))
+        return await ends_of(*(Processor().work(seconds) for seconds in (1.0, 2.0, 3.0)))
 
     assert run_in_virtual_time(main()) == [1.0, 2.0, 3.0]
 
@@ -42,7 +57,7 @@ def test_processes_with_cores_of_their_own_do_not_wait_for_each_other() -> None:
 def test_three_processes_on_two_cores_take_half_as_long_again() -> None:
     async def main() -> list[float]:
         machine = MachineWithCores(2)
-        return await ends_of(*(Processor(machine).work(seconds) for seconds in (2.0, 2.0, 4.0)))
+        return await ends_of(*(SharingProcessor(machine).work(seconds) for seconds in (2.0, 2.0, 4.0)))
 
     assert run_in_virtual_time(main()) == pytest.approx([3.0, 3.0, 5.0])
 
@@ -54,14 +69,14 @@ def test_work_begun_later_slows_down_what_runs() -> None:
 
     async def main() -> list[float]:
         machine = MachineWithCores(1)
-        return await ends_of(Processor(machine).work(2.0), later(Processor(machine)))
+        return await ends_of(SharingProcessor(machine).work(2.0), later(SharingProcessor(machine)))
 
     assert run_in_virtual_time(main()) == pytest.approx([3.0, 3.0])
 
 
 def test_a_process_of_four_threads_on_two_cores_takes_twice_as_long() -> None:
     async def main() -> list[float]:
-        return await ends_of(Processor(MachineWithCores(2), cores=4).work(1.0))
+        return await ends_of(SharingProcessor(MachineWithCores(2), cores=4).work(1.0))
 
     assert run_in_virtual_time(main()) == pytest.approx([2.0])
 
@@ -71,7 +86,7 @@ def test_work_is_conserved() -> None:
 
     async def main() -> list[float]:
         machine = MachineWithCores(2)
-        processes = [Processor(machine) for _ in range(5)]
+        processes = [SharingProcessor(machine) for _ in range(5)]
         return await ends_of(*(process.work(1.0 + i / 7) for i, process in enumerate(processes) for _ in range(3)))
 
     ends = run_in_virtual_time(main())
