@@ -46,7 +46,7 @@ from rich.table import Table
 import arl
 from arl import load_tokenizer
 from arl.api.config import Config
-from arl.api.events import CpuUsed
+from arl.api.events import CpuUsed, ServerWorked
 from arl.api.types import Example, SamplingParams, StepStats
 from arl.assembly import launch
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -151,6 +151,8 @@ class Measurement:
     staleness: float = 0.0
     cpu_ms: dict[str, float] = field(default_factory=dict[str, float])
     """Of the controller, the trainer and the servers, for each trained sample: other programs change these least."""
+    iterations_ms: dict[str, float] = field(default_factory=dict[str, float])
+    """Of one of embedded servers that decoded about so many requests, and read nothing."""
     probe_s: float = 0.0
     """Of PROBE, before and after the run (mean)."""
     error: str = ""
@@ -233,8 +235,15 @@ async def run(name: str, changes: dict[str, Any], run_dir: Path, args: argparse.
         samples_per_s=samples / (ended - began),
         wait_share=sum(s.wait_s for s in counted) / (ended - began),
         staleness=fmean(s.mean_staleness for s in counted),
+        iterations_ms=iterations_ms(run_dir / "run"),
         cpu_ms={who: 1e3 * seconds / samples for who, seconds in cpu_s(run_dir / "run", began, ended).items()},
     )
+
+
+def iterations_ms(run_dir: Path) -> dict[str, float]:
+    told = {one.server: one for _, one in arl.read_run(run_dir).system if isinstance(one, ServerWorked)}
+    rows = [row for one in told.values() for row in one.iterations if not row.reads]
+    return {f"{row.decoded / row.number:.1f}": round(1e3 * row.seconds / row.number, 2) for row in rows}
 
 
 def cpu_s(run_dir: Path, began: float, ended: float) -> dict[str, float]:

@@ -104,6 +104,9 @@ SETTINGS = (
 
 
 def _plan(options: argparse.Namespace) -> None:
+    for path in (options.plot, options.json):
+        if path and not path.parent.is_dir():  # said now, as simulating may take minutes
+            raise RunFileError(f"{path} cannot be written: there is no directory {path.parent}")
     costs = _with_prices(_costs(options), options)
     base = with_changes(costs.deployment, **_given(options))
     if options.write_costs:

@@ -7,6 +7,7 @@ import pytest
 from made_costs import made_costs
 
 from arl.__main__ import main
+from arl.commands import planning
 from arl.plan.costs import read_costs, write_costs
 
 
@@ -66,7 +67,10 @@ def test_a_wrong_option_ends_with_code_2(argv: list[str], said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_named(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(
+    costs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "predict", lambda *_, **__: pytest.fail("it simulates"))
     with pytest.raises(SystemExit):
-        main(["plan", "--costs", str(costs), "--steps", "1", "--json", "/nowhere/plan.json"])
-    assert "/nowhere/plan.json cannot be written" in capsys.readouterr().err
+        main(["plan", "--costs", str(costs), "--json", "/nowhere/plan.json"])
+    assert "/nowhere/plan.json cannot be written: there is no directory /nowhere" in capsys.readouterr().err
