@@ -339,17 +339,13 @@ class SimulatedServer:
         assert request.end is not None
         place = request.end - request.new_tokens + 1  # the iteration after which it had its first token
         _add_span(request.spans, request.first_version, 1)
-        i = bisect_right(self._changes, place, key=_iteration_of) - 1
+        i = bisect_right(self._changes, (place, inf)) - 1
         for j in range(i, len(self._changes)):
             last = self._changes[j + 1][0] if j + 1 < len(self._changes) else self._iteration
             last = min(last, self._iteration, request.end)
             if last > place:
                 _add_span(request.spans, self._changes[j][1], last - place)
                 place = last
-
-
-def _iteration_of(change: tuple[int, int]) -> int:
-    return change[0]
 
 
 def _add_span(spans: Spans, version: int, num_tokens: int) -> None:

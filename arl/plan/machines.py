@@ -130,7 +130,7 @@ class Processor:
         return self._given_s - max(self._free_at - self._loop.time(), 0.0)
 
     def do(self, seconds: float, callback: Callable[[], object], delay_s: float = 0.0) -> None:
-        """Do so much, after all that it was given before, and call back `delay_s` later. Nothing is done at once."""
+        """Do so much, after all that it was given before, and call back `delay_s` later. 0 waits for nothing else."""
         if seconds <= 0:
             return self._call_later(delay_s, callback)
         self._given_s += seconds

@@ -74,12 +74,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
-        call = _Call(callback, args, context or copy_context())
+        call = _Call(callback, args, copy_context() if context is None else context)
         self._ready.append(call)
         return call
 
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+        """The loop never sleeps, so nothing need wake it."""
+        return self.call_soon(callback, *args, context=context)
+
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
-        return self._add(_Call(callback, args, context or copy_context(), self, when))
+        return self._add(_Call(callback, args, copy_context() if context is None else context, self, when))
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -108,24 +112,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         heappush(self._timers, (timer.when_s, self._num_timers, timer))
         return timer
 
-    def _call_soon(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> Any:
-        """For `call_soon_threadsafe`."""
-        return self.call_soon(callback, *args, context=context)
-
     def _run_once(self) -> None:
         """One turn. If nothing else is to be done, the clock jumps to the next timer, and what it wakes is done."""
         ready, timers = self._ready, self._timers
-        is_idle = not ready
         self._now += self._tick_s
-        while timers and timers[0][2].callback is None:
-            heappop(timers)
-            self._num_cancelled -= 1
-        if is_idle:
+        if is_idle := not ready:
+            while timers and timers[0][2].callback is None:
+                heappop(timers)
+                self._num_cancelled -= 1
             if not timers:
                 raise DeadlockError("every task waits for another")
-            if timers[0][0] > self._now:
-                self._now = timers[0][0]
-        while timers and timers[0][0] <= self._now:
+            self._now = max(self._now, timers[0][0])
+        now = self._now
+        while timers and timers[0][0] <= now:
             timer = heappop(timers)[2]
             if timer.callback is None:
                 self._num_cancelled -= 1

@@ -328,6 +328,8 @@ def _as_exception(error: BaseException) -> Exception:
 def _trajectories(returned: Any) -> tuple[Trajectory, ...]:
     if returned is None:
         return ()
+    if isinstance(returned, Trajectory):
+        return (returned,)
     is_sequence = isinstance(returned, Sequence) and not isinstance(returned, str)
     items = tuple(cast("Sequence[Any]", returned if is_sequence else (returned,)))
     wrong = [type(item).__name__ for item in items if not isinstance(item, Trajectory)]

@@ -84,6 +84,8 @@ class EpisodeReport:
         self._events.emit(EpisodeBegan(t=self._began, episode=self.episode))
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
+        if self._events is NOWHERE:
+            return
         self._last = request, response
         versions = response.output_versions
         self._events.emit(
@@ -124,6 +126,8 @@ class EpisodeReport:
     def end(
         self, trajectories: Sequence[Trajectory], reward: float | None, attempts: int, error: Exception | None
     ) -> None:
+        if self._events is NOWHERE:
+            return
         how = "finished" if trajectories else "rejected"
         if error is not None:
             how = "timed_out" if isinstance(error, EpisodeTimeoutError) else "failed"
@@ -139,7 +143,7 @@ class EpisodeReport:
                 trajectories=[_summary(trajectory) for trajectory in trajectories],
             )
         )
-        if not trajectories and self._last is not None and self._events is not NOWHERE:
+        if not trajectories and self._last is not None:
             self._keep_seen(*self._last)
 
     def _keep_seen(self, request: ModelRequest, response: ModelResponse) -> None:
