@@ -1,6 +1,8 @@
 """How xdist shares the tests among its workers, and what each of these does once."""
 
 import gc
+import sys
+from collections.abc import Iterator
 
 import pytest
 from groups import GroupScheduling
@@ -12,7 +14,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
     return GroupScheduling(config, log)
 
 
+def pytest_collection() -> None:
+    """Importing all test modules makes a million objects, and looking for garbage among them takes 10 s."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What all test modules import is a million objects, and each run in a test would collect among them: 0.5 s."""
+    """Each run in a test would look for garbage among them, too: 0.5 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nursery() -> Iterator[None]:
+    """Whatever forked server processes ends with the tests."""
+    yield
+    if (servers := sys.modules.get("embedded_server")) is not None:
+        servers.NURSERY.close()

@@ -139,21 +139,20 @@ def serve(stdout: str, arguments: list[str]) -> None:
 
 
 class SharedNursery:
-    """Begins with the first server of the tests, and ends with the last."""
+    """Begins with the first server of the tests, and ends with the tests."""
 
     def __init__(self) -> None:
-        self._num_users = 0
+        self._nursery: Nursery | None = None
 
-    def __enter__(self) -> Nursery:
-        if not self._num_users:
+    def get(self) -> Nursery:
+        if self._nursery is None:
             self._nursery = Nursery(["embedded_server", *IMPORTED_BY_SERVERS], **SETTINGS)
-        self._num_users += 1
         return self._nursery
 
-    def __exit__(self, *error: object) -> None:
-        self._num_users -= 1
-        if not self._num_users:
-            self._nursery.__exit__(*error)
+    def close(self) -> None:
+        if self._nursery is not None:
+            self._nursery.__exit__()
+            self._nursery = None
 
 
 NURSERY = SharedNursery()
@@ -169,8 +168,8 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def server_process(model: str, *options: str) -> Iterator[ServerProcess]:
-    with NURSERY as nursery, tempfile.TemporaryDirectory(prefix="arl-server-") as directory:
-        process = ForkedServer(nursery, Path(directory), "--model", model, *options)
+    with tempfile.TemporaryDirectory(prefix="arl-server-") as directory:
+        process = ForkedServer(NURSERY.get(), Path(directory), "--model", model, *options)
         try:
             yield process
         finally:
