@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 _FEW_TIMERS = 1000
 """Cancelled timers that are left where they are."""
+_SLICES = 8
+"""Of a second."""
+_LAST_SLICE = 1 << 60
 
 
 class DeadlockError(Exception):
@@ -63,7 +66,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._tick_s = tick_s
         self._now = 0.0
         self._timers: list[tuple[float, int, _Call]] = []
-        """A heap: (when, number, timer), as tuples compare faster than objects."""
+        """A heap: (when, number, timer), as tuples compare faster than objects. It holds those before `_far`: a heap of
+        hundreds of thousands, most of which are far from due, would take a third of the time."""
+        self._far = 0.0
+        self._slices: dict[int, list[tuple[float, int, _Call]]] = {}
+        """Number of a slice of time -> its timers."""
+        self._slice_numbers: list[int] = []
+        """A heap."""
+        self._num_far = 0
+        """Timers in slices."""
         self._num_timers = 0
         self._num_cancelled = 0
         super().__init__()
@@ -102,29 +113,51 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def note_cancelled(self) -> None:
         self._num_cancelled += 1
-        if self._num_cancelled > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers):
-            self._timers[:] = [entry for entry in self._timers if entry[2].callback is not None]
+        if self._num_cancelled > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers) + self._num_far:
+            for entries in (self._timers, *self._slices.values()):
+                entries[:] = [entry for entry in entries if entry[2].callback is not None]
             heapify(self._timers)
+            self._num_far = sum(map(len, self._slices.values()))
             self._num_cancelled = 0
 
     def _add(self, timer: _Call) -> _Call:
         self._num_timers += 1
-        heappush(self._timers, (timer.when_s, self._num_timers, timer))
+        when = timer.when_s
+        entry = (when, self._num_timers, timer)
+        if when < self._far:
+            heappush(self._timers, entry)
+            return timer
+        number = int(min(when * _SLICES, _LAST_SLICE))
+        if number not in self._slices:
+            self._slices[number] = []
+            heappush(self._slice_numbers, number)
+        self._slices[number].append(entry)
+        self._num_far += 1
         return timer
+
+    def _has_timer(self) -> bool:
+        """If so, the heap's first is the next. An empty heap gets the timers of the next slice."""
+        while self._slice_numbers and not self._timers:
+            number = heappop(self._slice_numbers)
+            self._timers += self._slices.pop(number)
+            heapify(self._timers)
+            self._num_far -= len(self._timers)
+            self._far = (number + 1) / _SLICES
+        return bool(self._timers)
 
     def _run_once(self) -> None:
         """One turn. If nothing else is to be done, the clock jumps to the next timer, and what it wakes is done."""
         ready, timers = self._ready, self._timers
         self._now += self._tick_s
         if is_idle := not ready:
-            while timers and timers[0][2].callback is None:
+            while (timers or self._has_timer()) and timers[0][2].callback is None:
                 heappop(timers)
                 self._num_cancelled -= 1
             if not timers:
                 raise DeadlockError("every task waits for another")
             self._now = max(self._now, timers[0][0])
         now = self._now
-        while timers and timers[0][0] <= now:
+        while (timers or self._has_timer()) and timers[0][0] <= now:
             timer = heappop(timers)[2]
             if timer.callback is None:
                 self._num_cancelled -= 1

@@ -1,7 +1,9 @@
 """The event loop whose clock jumps: when and in which context callbacks run, and what ends it."""
 
 import asyncio
+import math
 import os
+import random
 import signal
 from contextvars import Context, ContextVar
 
@@ -24,6 +26,34 @@ def test_callbacks_run_when_they_are_due_in_the_order_of_asking_and_those_cancel
         return said
 
     assert run_in_virtual_time(main()) == [("first", 1.0), ("second", 1.0), ("later", 2.0)]
+
+
+@pytest.mark.parametrize("tick_s", [0.0, 0.3])
+def test_timers_go_off_by_their_time_and_then_by_their_number_however_far_they_are(tick_s: float) -> None:
+    draw = random.Random(0)
+    asked = [draw.choice([0.0, 0.5, draw.random(), draw.expovariate(0.01)]) for _ in range(2000)]
+
+    async def main() -> list[tuple[float, int]]:
+        loop, went_off = virtual_loop(), list[tuple[float, int]]()
+
+        def ask(i: int) -> None:
+            loop.do_at(loop.time() + asked[i], go_off, loop.time() + asked[i], i)
+
+        def go_off(when: float, i: int) -> None:
+            assert when <= loop.time() <= when + 2 * tick_s
+            went_off.append((when, i))
+            if i < 1000:
+                ask(1000 + i)
+
+        for i in range(1000):
+            ask(i)
+        await loop.until(1e6)
+        await loop.until(math.inf)
+        return went_off
+
+    went_off = run_in_virtual_time(main(), tick_s)
+    assert len(went_off) == 2000
+    assert went_off == sorted(went_off, key=lambda timer: timer[0])
 
 
 def test_a_callback_runs_in_the_context_that_it_was_given_even_an_empty_one_or_in_that_of_its_caller() -> None:
