@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import sources
+from sources import ROOT, trees
 
-ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "aiohttp", "numpy")
 ON_LAUNCH = ("arl.experiment", "arl.start")
 """What runs whole experiments."""
@@ -30,7 +32,7 @@ def name_of(source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {name_of(source): source for source in sorted((ROOT / "arl").rglob("*.py"))}
+SOURCES = {name_of(source): source for source in sources.SOURCES}
 
 
 def is_in(module: str, packages: str | Iterable[str]) -> bool:
@@ -50,12 +52,15 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
             yield from (name if name in SOURCES else module for name in inner)
 
 
-IMPORTS = {module: frozenset(imports_of(ast.parse(source.read_text()))) for module, source in SOURCES.items()}
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """Module -> all that it imports."""
+    return {module: frozenset(imports_of(trees()[source])) for module, source in SOURCES.items()}
 
 
 def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]:
     """Imports of arl's own modules, made in `of`, that are not among `allowed`."""
-    own = {module: [i for i in found if is_in(i, "arl")] for module, found in IMPORTS.items() if is_in(module, of)}
+    own = {module: [i for i in found if is_in(i, "arl")] for module, found in imports().items() if is_in(module, of)}
     assert own, f"no module is named {of}: this rule watches nothing"
     return [f"{module} imports {i}" for module, found in own.items() for i in found if not is_in(i, allowed)]
 
@@ -139,7 +144,7 @@ def test_a_wing_imports_only_what_lies_below_it(wing: str) -> None:
 
 
 def test_the_algorithm_does_no_io_and_imports_no_library_but_torch_and_numpy() -> None:
-    found = {(m, i.partition(".")[0]) for m, names in IMPORTS.items() if is_in(m, "arl.algorithm") for i in names}
+    found = {(m, i.partition(".")[0]) for m, names in imports().items() if is_in(m, "arl.algorithm") for i in names}
     allowed = {*sys.stdlib_module_names, "arl", "torch", "numpy"} - IO
     assert {(m, i) for m, i in found if i not in allowed} == set()
 
@@ -159,7 +164,7 @@ def test_every_module_has_a_place_in_these_rules() -> None:
 
 def test_only_the_composition_root_names_concrete_engines() -> None:
     """The face names them for editors."""
-    named = {m for m, found in IMPORTS.items() if any(is_in(i, "arl.engine") for i in found)}
+    named = {m for m, found in imports().items() if any(is_in(i, "arl.engine") for i in found)}
     assert {m for m in named if not is_in(m, "arl.engine")} == {*COMPOSERS, "arl", "arl.start"}
 
 
@@ -167,7 +172,7 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
     names = [
         (module, node.module, alias.name)
         for module, source in SOURCES.items()
-        for node in ast.walk(ast.parse(source.read_text()))
+        for node in ast.walk(trees()[source])
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]
@@ -178,17 +183,14 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
 def test_a_file_name_and_a_class_name_occur_once() -> None:
     stems = Counter(source.stem for source in SOURCES.values() if not source.stem.startswith("__"))
     classes = Counter(
-        node.name
-        for source in SOURCES.values()
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.ClassDef)
+        node.name for source in SOURCES.values() for node in ast.walk(trees()[source]) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in (stems + classes).items() if count > 1] == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     try:
-        TopologicalSorter({m: found & SOURCES.keys() for m, found in IMPORTS.items()}).prepare()
+        TopologicalSorter({m: found & SOURCES.keys() for m, found in imports().items()}).prepare()
     except CycleError as cycle:
         pytest.fail(" -> ".join(cycle.args[1]))
 

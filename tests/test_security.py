@@ -8,11 +8,13 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
+from sources import trees
 
 from arl.api.config import Config
 from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig, SGLangProcessesConfig
@@ -28,7 +30,6 @@ from arl.web.server import bind, body_of, serving
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""
-SOURCES = [(path, ast.parse(path.read_text())) for path in sorted((Path(__file__).parents[1] / "arl").rglob("*.py"))]
 SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, context_length=64)
 
 
@@ -130,18 +131,20 @@ def called_in(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
-CALLED = [(path.stem, called_in(tree)) for path, tree in SOURCES]
+@cache
+def called() -> list[tuple[str, set[str]]]:
+    return [(path.stem, called_in(tree)) for path, tree in trees().items()]
 
 
 def callers(*names: str) -> set[str]:
     """The modules of arl that call something by one of these names, whatever it is a part of."""
     ends = tuple(f".{name}" for name in names)
-    return {stem for stem, called in CALLED if any(one in names or one.endswith(ends) for one in called)}
+    return {stem for stem, found in called() if any(one in names or one.endswith(ends) for one in found)}
 
 
 def test_data_is_never_read_as_code() -> None:
-    arguments = [(path.stem, word) for path, tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Call)
-                 for word in node.keywords]  # fmt: skip
+    nodes = [(path.stem, node) for path, tree in trees().items() for node in ast.walk(tree)]
+    arguments = [(stem, word) for stem, node in nodes if isinstance(node, ast.Call) for word in node.keywords]
     assert not [(stem, word.arg) for stem, word in arguments if word.arg == "trust_remote_code"]
     pickles = [(stem, word.arg) for stem, word in arguments if word.arg == "allow_pickle"]
     assert set(pickles) == {("flat_groups", "allow_pickle")}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from one_turn import OneTurn
+from sources import trees
 from training.trainer_run import run, running
 
 from arl.api.config import StallConfig
@@ -21,8 +22,6 @@ from arl.api.types import Example, Trajectory
 from arl.training.checkpoint import Checkpoints
 from arl.training.run_end import how_it_ended
 from arl.training.watchdog import _AT_REST, WAITS, Watchdog, waits
-
-ARL = Path(__file__).parents[2] / "arl"
 
 
 class Stuck(OneTurn):
@@ -157,8 +156,8 @@ asyncio.run(main())
 
 
 def test_each_wait_is_of_a_coroutine_that_exists() -> None:
-    trees = [ast.parse(source.read_text()) for source in ARL.rglob("*.py")]
-    functions = {node.name for tree in trees for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    bodies = [tree.body for tree in trees().values()]
+    functions = {node.name for body in bodies for node in body if isinstance(node, ast.AsyncFunctionDef)}
+    classes = [node for body in bodies for node in body if isinstance(node, ast.ClassDef)]
     methods = {f"{c.name}.{m.name}" for c in classes for m in c.body if isinstance(m, ast.AsyncFunctionDef)}
     assert (WAITS.keys() | _AT_REST) - functions - methods == set()
