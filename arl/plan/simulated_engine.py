@@ -125,7 +125,7 @@ class _TimedServer:
         self._arm()
 
 
-class _Call(ServerRequest):
+class _OpenRequest(ServerRequest):
     """A request, from asking to answer."""
 
     __slots__ = ("answered", "prompt", "queued_at", "server", "session")
@@ -158,7 +158,7 @@ class SimulatedEngine:
             for number in range(deployment.num_servers)
         ]
         self._balance = Balance(deployment.num_servers)
-        self._line: deque[_Call] = deque()
+        self._line: deque[_OpenRequest] = deque()
         self._version = 0
         self.newest_sent = 0
         """The newest version that any server may hold."""
@@ -197,7 +197,7 @@ class SimulatedEngine:
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         began, costs = self._clock(), self._costs.controller
         self._note_in_flight(1)
-        call = _Call(request)
+        call = _OpenRequest(request)
         self._controller.do(costs.per_request_s, partial(self._place, call), costs.latency_s)
         try:
             await call.answered
@@ -217,7 +217,7 @@ class SimulatedEngine:
             stop_reason="stop",
         )
 
-    def _place(self, call: _Call) -> None:
+    def _place(self, call: _OpenRequest) -> None:
         """Send it to a server, or let it wait in line."""
         if call.answered.done():
             return
@@ -228,7 +228,7 @@ class SimulatedEngine:
         else:
             self._send(call, *found)
 
-    def _send(self, call: _Call, number: int, has_prefix: bool) -> None:
+    def _send(self, call: _OpenRequest, number: int, has_prefix: bool) -> None:
         """See Balance.choose. The balance counts the request there from now on."""
         self._balance.begin(number)
         call.server = self._servers[number]
@@ -236,12 +236,12 @@ class SimulatedEngine:
         call.server.arrive(call)
 
     def _end(self, request: ServerRequest) -> None:
-        assert isinstance(request, _Call)
+        assert isinstance(request, _OpenRequest)
         self._leave(request)
         if not request.answered.done():
             request.answered.set_result(None)
 
-    def _withdraw(self, call: _Call) -> None:
+    def _withdraw(self, call: _OpenRequest) -> None:
         """Its caller was cancelled. If it is in line, it is skipped there."""
         if call.queued_at is not None:
             self.queued_s += self._clock() - call.queued_at
@@ -249,7 +249,7 @@ class SimulatedEngine:
             call.server.leave(call)
             self._leave(call)
 
-    def _leave(self, call: _Call) -> None:
+    def _leave(self, call: _OpenRequest) -> None:
         assert call.server is not None
         self._balance.end(call.server.number)
         call.server = None
@@ -296,7 +296,7 @@ class SimulatedEngine:
             server.server.retract()
         elif self._deployment.pause_mode == "abort":
             for request in server.server.evict():  # to go on elsewhere, or here, from the tokens that it has
-                assert isinstance(request, _Call)
+                assert isinstance(request, _OpenRequest)
                 self._leave(request)
                 self._place(request)
         await self._load()

@@ -23,7 +23,7 @@ class DeadlockError(Exception):
     """Every task waits, and no timer is left that could wake one."""
 
 
-class _Call:
+class _LoopCall:
     """What `call_soon` and `call_at` return: a handle without what debugging needs."""
 
     __slots__ = ("args", "callback", "context", "loop", "when_s")
@@ -65,11 +65,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self, tick_s: float = 0.0) -> None:
         self._tick_s = tick_s
         self._now = 0.0
-        self._timers: list[tuple[float, int, _Call]] = []
+        self._timers: list[tuple[float, int, _LoopCall]] = []
         """A heap: (when, number, timer), as tuples compare faster than objects. It holds those before `_far`: a heap of
         hundreds of thousands, most of which are far from due, would take a third of the time."""
         self._far = 0.0
-        self._slices: dict[int, list[tuple[float, int, _Call]]] = {}
+        self._slices: dict[int, list[tuple[float, int, _LoopCall]]] = {}
         """Number of a slice of time -> its timers."""
         self._slice_numbers: list[int] = []
         """A heap."""
@@ -78,14 +78,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._num_timers = 0
         self._num_cancelled = 0
         super().__init__()
-        self._ready: deque[_Call] = deque()
+        self._ready: deque[_LoopCall] = deque()
         """What the next turn does. BaseEventLoop knows it by this name."""
 
     def time(self) -> float:
         return self._now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
-        call = _Call(callback, args, copy_context() if context is None else context)
+        call = _LoopCall(callback, args, copy_context() if context is None else context)
         self._ready.append(call)
         return call
 
@@ -94,16 +94,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
-        return self._add(_Call(callback, args, copy_context() if context is None else context, self, when))
+        return self._add(_LoopCall(callback, args, copy_context() if context is None else context, self, when))
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Any:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def do_at(self, when: float, callback: Callable[..., object], *args: Any) -> _Call:
+    def do_at(self, when: float, callback: Callable[..., object], *args: Any) -> _LoopCall:
         """`call_at` without a context: for callbacks that run no code of others."""
-        return self._add(_Call(callback, args, None, self, when))
+        return self._add(_LoopCall(callback, args, None, self, when))
 
     def until(self, when: float) -> asyncio.Future[None]:
         """For `await`: a sleep, with less work."""
@@ -120,7 +120,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self._num_far = sum(map(len, self._slices.values()))
             self._num_cancelled = 0
 
-    def _add(self, timer: _Call) -> _Call:
+    def _add(self, timer: _LoopCall) -> _LoopCall:
         self._num_timers += 1
         when = timer.when_s
         entry = (when, self._num_timers, timer)
@@ -170,7 +170,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         for _ in range(len(ready)):
             self._run(ready.popleft())
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: _LoopCall) -> None:
         callback, context = call.callback, call.context
         if callback is None:
             return  # cancelled since it went off
