@@ -11,10 +11,11 @@ setting is predicted, and every other one, from the five steps alone.
 Tools take the quantiles of their distribution in a random order, so that a few hundred episodes have the same mean and
 the same slowest tools: what is left is the error of the prediction, not of the sample.
 
-The speed of a shared machine drifts. So a fixed piece of work is timed before and after each run, in as many processes
-as there are cores. A prediction takes every cost to be as many times as high as this work was slower than beside the
-fitted run; tools stay as they are. The table shows the errors with and without. Settings come in an order that is
-shuffled once, so that no kind of them has all its runs in one hour.
+The speed of a shared machine drifts, by a quarter in minutes. So the table shows errors twice: as measured, and with
+all costs but tools multiplied by one factor, by which the machine was slower in that run than in the fitted one. It is
+the geometric mean of two: CPU seconds of the trainer for a sample (of one rank: more of them also wait for each other),
+and CPU seconds of embedded servers for iterations with as many requests. Settings come in an order that is shuffled
+once, so that no kind of them has all its runs in one hour.
 
 Results go to a JSON file after each run. The same command goes on where it was ended, and prints the table again when
 all is measured; --report prints what there is.
@@ -29,13 +30,11 @@ import math
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean, geometric_mean, median
 from typing import Any
 
 import numpy as np
@@ -64,17 +63,7 @@ QUESTIONS = [f"Question {i}" for i in range(10)]
 MAX_NEW_TOKENS, TOOL_S, SIGMA = 48, 0.2, 0.8
 FITTED_STEPS, MOST_SHORT, PREDICTED_STEPS = 5, 8, 30
 QUANTILES = [NormalDist().inv_cdf((i + 0.5) / 128) for i in range(128)]
-PROBE = """
-import time, numpy
-a, b = numpy.ones((64, 128), numpy.float32), numpy.ones((128, 384), numpy.float32)
-began = time.perf_counter()
-for _ in range(12_000):
-    numpy.maximum(a @ b, 0).sum()
-    sum(range(1000))
-print(time.perf_counter() - began)
-"""
-"""What the speed of the machine is measured by, on one core: some seconds of small products and of Python."""
-CLOSE = 0.10
+CLOSE, FEW = 0.10, 4
 CPU_COLUMN = "CPU ms a sample: controller,\ntrainer, servers"
 BASE: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_staleness": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -153,8 +142,6 @@ class Measurement:
     """Of the controller, the trainer and the servers, for each trained sample: other programs change these least."""
     iterations_ms: dict[str, float] = field(default_factory=dict[str, float])
     """Of one of embedded servers that decoded about so many requests, and read nothing."""
-    probe_s: float = 0.0
-    """Of PROBE, before and after the run (mean)."""
     error: str = ""
 
 
@@ -264,16 +251,6 @@ def cpu_s(run_dir: Path, began: float, ended: float) -> dict[str, float]:
     }
 
 
-def probe_s() -> float:
-    """Seconds of PROBE on all cores at once."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    probes = [
-        subprocess.Popen([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, env=environment)
-        for _ in range(len(os.sched_getaffinity(0)))
-    ]
-    return fmean(float(probe.communicate()[0]) for probe in probes)
-
-
 def fit(args: argparse.Namespace, results: Results) -> None:
     """On five steps of BASE, once: the costs stay beside the results."""
     path = args.results.with_suffix(".costs.json")
@@ -282,6 +259,25 @@ def fit(args: argparse.Namespace, results: Results) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     measure("fitted", {}, results, args, FITTED_STEPS)
     write_costs(path, fitted(args.runs / "fitted" / "run"))
+
+
+def slowness(costs: Costs, one: Measurement) -> float:
+    """How many times as long the same work took in this run as in the fitted one."""
+    deployment = with_changes(costs.deployment, **_simulated(one.changes))
+    factors = list[float]()
+    if deployment.num_ranks == 1 and one.cpu_ms:
+        factors.append(one.cpu_ms["trainer"] * trainers_ceiling(costs, deployment) / 1e3)
+    numbers, seconds = np.array(costs.decode.points).T
+    ratios = [
+        ms / 1e3 / np.interp(float(n), numbers, seconds) for n, ms in one.iterations_ms.items() if float(n) >= FEW
+    ]
+    if ratios:
+        factors.append(fmean(map(float, ratios)))
+    return geometric_mean(factors or [1.0])
+
+
+def _simulated(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if name not in _NOT_SIMULATED}
 
 
 def costs_at(costs: Costs, slowness: float) -> Costs:
@@ -321,7 +317,6 @@ def order(args: argparse.Namespace) -> list[str]:
 
 def measure(name: str, changes: dict[str, Any], results: Results, args: argparse.Namespace, steps: int = 10**6) -> None:
     run_dir = args.runs / ("fitted" if name == "fitted" else "measured")
-    before_s = probe_s()
     try:
         found = asyncio.run(run(name, changes, run_dir, args, steps))
     except Exception as error:  # noqa: BLE001 (the series goes on)
@@ -329,12 +324,11 @@ def measure(name: str, changes: dict[str, Any], results: Results, args: argparse
         found = Measurement(name=name, changes=changes, at=time.time(), error=f"{type(error).__name__}: {error}")
     if name != "fitted":
         shutil.rmtree(run_dir, ignore_errors=True)
-    found.probe_s = (before_s + probe_s()) / 2
     results.measured = [one for one in results.measured if one.name != name or not one.error] + [found]
     results.write(args.results)
     print(
         f"{time.strftime('%H:%M:%S')} {name}: {found.error or f'{found.samples_per_s:.1f} samples/s'} "
-        f"({found.num_steps} steps, {found.seconds:.0f} s; probe {found.probe_s:.2f} s, load {os.getloadavg()[0]:.1f})",
+        f"({found.num_steps} steps, {found.seconds:.0f} s; load {os.getloadavg()[0]:.1f})",
         flush=True,
     )
 
@@ -343,7 +337,7 @@ def report(args: argparse.Namespace) -> None:
     results = Results.read(args.results)
     if not results.of("fitted"):
         raise SystemExit("nothing was measured yet")
-    costs, fitted_at = read_costs(args.results.with_suffix(".costs.json")), results.of("fitted")[-1].probe_s
+    costs = read_costs(args.results.with_suffix(".costs.json"))
     print("fitted on five steps:", *costs.measured.notes, sep="\n  ")
     print(costs.decode, costs.prefill, costs.trainer, costs.controller, costs.publish, sep="\n  ")
     table = Table(box=None, header_style="bold", title="predicted / measured, with costs for the machine's speed")
@@ -352,14 +346,13 @@ def report(args: argparse.Namespace) -> None:
         table.add_column(column, justify="left" if column == "setting" else "right")
     errors: dict[str, tuple[float, float]] = {}
     for one in [*results.of("fitted setting"), *(one for name in SETTINGS for one in results.of(name)[-1:])]:
-        known = {name: value for name, value in one.changes.items() if name not in _NOT_SIMULATED}
-        deployment, slowness = with_changes(costs.deployment, **known), one.probe_s / fitted_at
+        deployment, slower = with_changes(costs.deployment, **_simulated(one.changes)), slowness(costs, one)
         plain = predict(costs, deployment, num_steps=PREDICTED_STEPS)
-        said = predict(costs_at(costs, slowness), deployment, num_steps=PREDICTED_STEPS)
+        said = predict(costs_at(costs, slower), deployment, num_steps=PREDICTED_STEPS)
         errors[one.name] = said.episodes_per_s / one.samples_per_s - 1, plain.episodes_per_s / one.samples_per_s - 1
         table.add_row(
             one.name,
-            f"{slowness:.2f}",
+            f"{slower:.2f}",
             f"{said.episodes_per_s:.1f} / {one.samples_per_s:.1f}",
             *(f"{100 * error:+.1f}" for error in errors[one.name]),
             f"{said.waits.trainer_waits_for_batch:.0%} / {one.wait_share:.0%}",
