@@ -67,7 +67,8 @@ class IterationFit:
         hats = np.array([np.interp(running, places, one) for one in np.eye(len(places))])
         columns = np.column_stack([hats.T, rows[:, _CONTEXT] / rows[:, _NUMBER]])
         seconds, per_context = _with_context(columns, rows[:, _SECONDS] / rows[:, _NUMBER], rows[:, _NUMBER])
-        risen = _rising(np.maximum(seconds, 0.0), often[:, _NUMBER])
+        means = often[:, _SECONDS] / often[:, _NUMBER]  # in place of what few rows make absurd
+        risen = _rising(np.where(seconds > 0, seconds, means), often[:, _NUMBER])
         slope = _slope(places, risen)
         first = max(risen[0] - slope * (places[0] - 1), risen[0] / places[0])
         points = {1: float(first)} | {max(round(n), 1): float(s) for n, s in zip(places.tolist(), risen, strict=True)}
