@@ -40,7 +40,7 @@ every_estimator = pytest.mark.parametrize(("advantage", "others"), ESTIMATORS, i
 
 
 @every_estimator
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(seed=seeds, has_branches=st.booleans())
 def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Settings, seed: int, has_branches: bool):
     groups, config = random_groups(seed, has_branches=has_branches), config_of(advantage, **others)
@@ -54,7 +54,7 @@ def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Se
 
 
 @every_estimator
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=seeds, has_branches=st.booleans())
 def test_the_order_of_groups_and_trajectories_changes_no_bit(
     advantage: Settings, others: Settings, seed: int, has_branches: bool

@@ -237,7 +237,7 @@ async def test_a_weighted_sum_runs_its_parts_at_once_and_names_each() -> None:
             "seen": (0, InlineReward(lambda answer, data: 7.0)),
         }
     )
-    async with reward, asyncio.timeout(30):
+    async with reward, asyncio.timeout(5):
         score = await reward("", {})
     assert score.value == pytest.approx(0.6)
     assert score.parts == {"correct": 0.5, "long": 4.0}

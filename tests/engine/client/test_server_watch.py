@@ -65,7 +65,7 @@ async def test_a_fence_that_lasts_is_told_again_with_the_reason_and_the_time(
     async with over(server, other) as engine:
         await server.stop()
         await engine.update_weights(weights(1))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(5):
             while len(lines(caplog, server)) < 3:  # noqa: ASYNC110 - a log sets no event
                 await asyncio.sleep(0.01)
     assert all("could not be reached" in line for line in lines(caplog, server))

@@ -332,7 +332,7 @@ async def test_when_all_give_up_nothing_goes_on_and_mirrors_can_be_asked_again(f
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await wave.bring(fleet.clients[0])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         await fleet.clients[0].busy.acquire()
 
 
@@ -395,7 +395,7 @@ async def test_when_an_update_is_over_the_last_that_waits_ends_what_goes_on_for_
         await asyncio.sleep(0)
         wave.end()
         await waiting
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(5):
             await stuck.busy.acquire()
 
 

@@ -114,7 +114,7 @@ async def test_a_group_in_which_something_failed_is_left_and_another_is_met(
     if is_met:
         await pair.publish()
     pair.server.errors[call] = error
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         with pytest.raises(ServerError, match=sentence) as failure:
             await pair.publish()
     assert type(failure.value) is kind
