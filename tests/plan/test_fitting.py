@@ -1,8 +1,9 @@
 """Costs that wrote a log are found in it again."""
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from made_log import MadeRun, known_costs
 
 from arl.api.errors import RunFileError
+from arl.api.events import IterationSums, ServerWorked
 from arl.plan.costs import Costs, DecodeCosts, PrefillCosts, TrainerCosts, read_costs, write_costs
 from arl.plan.fitting import fitted
+from arl.plan.iteration_fit import IterationFit
 from arl.plan.least_squares import robust
 
 CONTROLLER_S = pytest.approx(2 * 2e-4 + 3e-4, rel=0.1)
@@ -72,6 +75,35 @@ def test_times_that_servers_tell_give_a_curve_also_where_all_requests_are_alike(
     assert ratios == pytest.approx([1.0] * 6, abs=0.08)
     assert read_s(found) == pytest.approx(read_s(costs), rel=0.05)
     assert not any("reading prompts" in note for note in found.measured.notes)
+
+
+def test_a_decode_time_that_few_iterations_make_negative_is_their_mean():
+    @dataclass
+    class Life:
+        told: list[ServerWorked]
+        servers: tuple[str, ...] = ("a",)
+
+        def of_kind(self, kind: type[Any]) -> list[Any]:
+            return self.told
+
+        def cpu(self, name: str) -> None:
+            return None
+
+    spans = [
+        (4, 100, 0.010),
+        (9, 90, 0.001),
+        (15, 10, 0.009),
+        (16, 100, 0.011),
+    ]  # requests, iterations, seconds of each
+    sums = {requests.bit_length(): np.zeros(6) for requests, _, _ in spans}
+    told = [ServerWorked(t=0.0, server="a", iterations=[])]
+    for requests, number, seconds in spans:
+        sums[requests.bit_length()] += np.array([number, number * requests, 0.0, 0.0, 0.0, number * seconds])
+        so_far = [IterationSums(False, *map(float, one)) for one in sums.values() if one[0]]
+        told.append(ServerWorked(t=len(told), server="a", iterations=so_far))
+    found = IterationFit(cast(Any, Life(told))).decode(16)
+    # The middle would be negative. Its mean is 1.8 ms; and as times never fall, it is averaged with the first.
+    assert dict(found.points)[10] == pytest.approx((0.010 + 0.0018) / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("tells", [False, True])
