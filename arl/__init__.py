@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
     from arl.api.engine_config import OptimizerConfig, TrainConfig
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
+    from arl.api.grammar import Grammar
     from arl.api.scripted import ScriptedEngine
     from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
     from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
@@ -52,6 +53,7 @@ _HOMES = {
     "arl.api.engine": "Sampler",
     "arl.api.engine_config": "OptimizerConfig TrainConfig",
     "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
+    "arl.api.grammar": "Grammar",
     "arl.api.scripted": "ScriptedEngine",
     "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
     "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",

@@ -27,8 +27,9 @@ Script = Callable[[ModelRequest], "ModelResponse | Sequence[int] | Awaitable[Mod
 class ScriptedEngine:
     """Answers every request by calling `script`, sync or async; bare token ids become a response of logprob -1.0.
 
-    `requests` keeps every request. Tokens carry the version of the moment when their request began, and a paused engine
-    starts no request, as with a real engine.
+    `requests` keeps every request. The script sees a grammar in `request.sampling`; its answer is not checked
+    against it. Tokens carry the version of the moment when their request began, and a paused engine starts no request,
+    as with a real engine.
     """
 
     def __init__(self, script: Script, version: int = 0) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from arl.api.errors import TrajectoryError
+from arl.api.grammar import Grammar
 
 if TYPE_CHECKING:
     from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
@@ -56,6 +57,9 @@ class SamplingParams:
     ignore_eos: bool = False
     """No token ends the response, not even one of stop_token_ids."""
     seed: int | None = None
+    grammar: Grammar | None = None
+    """The response must match it: each token is sampled among those that it allows, which its logprob is of too. An
+    engine that cannot decode so raises."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -145,6 +145,8 @@ class RemoteSGLangEngine:
         server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server.
         """
+        if request.sampling.grammar is not None:
+            raise ConfigError("this engine cannot decode under a grammar: leave SamplingParams.grammar out")
         partial = PartialResponse(request)
         self._check_tokens(request, partial)
         now = asyncio.get_running_loop().time
