@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from arl.api.engine_config import OptimizerConfig, TrainConfig
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
     from arl.api.grammar import Grammar
+    from arl.api.installing import __version__
     from arl.api.scripted import ScriptedEngine
     from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
     from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
@@ -54,6 +55,7 @@ _HOMES = {
     "arl.api.engine_config": "OptimizerConfig TrainConfig",
     "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
     "arl.api.grammar": "Grammar",
+    "arl.api.installing": "__version__",
     "arl.api.scripted": "ScriptedEngine",
     "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
     "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",
@@ -90,4 +92,4 @@ _HOMES = {
 """Where each name is loaded from when it is first used. The imports above say the same to editors; a test compares."""
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
-__all__ = sorted({name for home, names in _HOMES.items() for name in names.split() or [home.rpartition(".")[2]]})  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(name for name in __dir__() if not name.startswith("__"))  # pyright: ignore[reportUnsupportedDunderAll]

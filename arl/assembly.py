@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from itertools import chain, repeat
 from typing import Any
 
@@ -29,6 +28,7 @@ from arl.api.engine_config import (
 )
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
+from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
@@ -245,7 +245,7 @@ def _beginning(given: _Given, settings: dict[str, Any], version: int, waiting: l
     return RunBegan(
         version=version,
         waiting=waiting,
-        arl=metadata.version("arl"),
+        arl=__version__,
         host=socket.gethostname(),
         pid=os.getpid(),
         cores=num_cores(),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import DatasetError
+from arl.api.installing import install_command
 
 if TYPE_CHECKING:
     from arl.api.types import Example
@@ -113,7 +114,7 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise DatasetError(f"reading {file} needs pyarrow: pip install 'arl[examples]'") from None
+        raise DatasetError(f"reading {file} needs pyarrow: {install_command('examples')}") from None
     return parquet.read_table(file).to_pylist()
 
 
@@ -121,7 +122,7 @@ def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
     try:
         import datasets
     except ImportError:
-        raise DatasetError(f"loading {name} from the hub needs datasets: pip install 'arl[examples]'") from None
+        raise DatasetError(f"loading {name} from the hub needs datasets: {install_command('examples')}") from None
     try:
         subset = subset or _main_subset(name, datasets.get_dataset_config_names(name))
         return datasets.load_dataset(name, subset, split=split)  # pyright: ignore[reportReturnType]

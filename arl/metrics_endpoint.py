@@ -17,6 +17,7 @@ from aiohttp import web
 
 from arl.api.config import Config, LogConfig
 from arl.api.errors import ConfigError
+from arl.api.installing import install_command
 from arl.offload import offload
 from arl.training.run_end import disk_use
 from arl.web.process import is_loopback
@@ -79,7 +80,7 @@ def _socket_of(log: LogConfig) -> socket.socket | None:
         import prometheus_client  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
         raise ConfigError(
-            "log.metrics_address needs prometheus_client; install it with: pip install 'arl[prometheus]'"
+            f"log.metrics_address needs prometheus_client; install it with: {install_command('prometheus')}"
         ) from None
     host, port = log.metrics_host_and_port
     if not log.key and not is_loopback(host):

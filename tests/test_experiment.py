@@ -18,6 +18,7 @@ import arl.serving
 from arl.api.config import Config
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, EngineClosedError, RunFileError
+from arl.api.installing import install_command
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, Trajectory
 from arl.assembly import launch
@@ -144,7 +145,7 @@ async def test_a_rerun_knows_the_first_evaluation_evaluates_new_weights_and_need
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, after)
         use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
-    assert "pip install 'arl[examples]'" in caplog.text
+    assert install_command("examples") in caplog.text
 
 
 async def test_a_function_prepares_on_a_thread_and_a_coroutine_function_here_in_a_run_dir_that_is_there(

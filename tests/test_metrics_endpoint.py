@@ -20,6 +20,7 @@ from training.trainer_run import running
 from arl import metrics_endpoint
 from arl.api.config import Config, LogConfig
 from arl.api.errors import ConfigError
+from arl.api.installing import install_command
 from arl.metrics_endpoint import Scrapes, check_metrics_address, gauge_name
 from arl.training.trainer import Trainer
 
@@ -196,7 +197,7 @@ def test_an_address_beyond_loopback_needs_a_key(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"pip install 'arl\[prometheus\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("prometheus"))):
         check_metrics_address(LogConfig(metrics_address="127.0.0.1:9400"))
 
 

@@ -21,7 +21,8 @@ from typing import Any
 _CONNECT_TIMEOUT_S = 5.0
 _SIGHT_S = 2.0
 """How long a node may take to see a new file: network file systems keep listings for a while."""
-_PACKAGES = ("torch", "transformers", "ray", "arl")
+_PACKAGES = {"torch": "torch", "transformers": "transformers", "ray": "ray", "arl": "arl-train"}
+"""Each package, and the distribution that it comes with."""
 
 
 class NodeProbe:
@@ -39,7 +40,7 @@ class NodeProbe:
             "host": socket.gethostname(),
             "machine": f"{socket.gethostname()} {boot}",
             "python": platform.python_version(),
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {name: _version(distribution) for name, distribution in _PACKAGES.items()},
             "sources": _sources("arl"),
             "num_gpus": len(glob.glob("/dev/nvidia[0-9]*")),
         }
@@ -120,9 +121,9 @@ def _answer(listener: socket.socket, word: bytes) -> None:
                 return
 
 
-def _version(package: str) -> str | None:
+def _version(distribution: str) -> str | None:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -35,7 +35,9 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import NoReturn
 
-_PACKAGES = ("arl", "torch", "transformers", "ray")
+from arl.api.installing import __version__
+
+_PACKAGES = ("torch", "transformers", "ray")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _SAY_EVERY_S = 30.0
 _TRY_EVERY_S = 1.0
@@ -74,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(towards: str, interface: str | None, sglang: str | None) -> int:
-    versions = [f"python={platform.python_version()}", *(f"{name}={_version(name)}" for name in _PACKAGES)]
+    versions = [
+        f"python={platform.python_version()}",
+        f"arl={__version__}",
+        *(f"{name}={_version(name)}" for name in _PACKAGES),
+    ]
     if sglang is not None:
         ask = "import importlib.metadata as m; print(m.version('sglang'))"
         answer = subprocess.run([sglang, "-c", ask], capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import numpy as np
 
 from arl.api.errors import RunFileError
 from arl.api.events import CALLS, Event
+from arl.api.installing import install_command
 from arl.eventlog.reading import LogFiles
 from arl.eventlog.records import PER_TOKEN, EpisodeRecord, GroupRecord, TokenRecord, token_record
 from arl.eventlog.segments import UnpackedTokens
@@ -86,7 +87,7 @@ def _load(package: str, what: str) -> Any:
     try:
         return import_module(package)
     except ImportError:
-        raise ImportError(f"{what} needs {package}; install it with: pip install 'arl[examples]'") from None
+        raise ImportError(f"{what} needs {package}: {install_command('examples')}") from None
 
 
 def _array(pa: Any, values: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from arl.api.installing import install_command
 from arl.plan.ceilings import servers_ceiling, trainers_ceiling
 from arl.plan.costs import Costs
 from arl.plan.prediction import Prediction
@@ -135,7 +136,7 @@ def draw(plan: Plan, costs: Costs, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("--plot draws with matplotlib; install it with: pip install 'arl[examples]'") from None
+        raise ImportError(f"--plot draws with matplotlib; {install_command('examples')}") from None
     figure = Figure(figsize=(8, 10), layout="constrained")
     throughput, waits, staleness = figure.subplots(3, 1)
     for ranks in sorted({one.deployment.num_ranks for one in plan.tried}):

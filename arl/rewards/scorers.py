@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.errors import DatasetError, RewardError
+from arl.api.installing import install_command
 from arl.api.types import Example
 from arl.rewards.answers import last_boxed, references
 from arl.rewards.pool import RewardPool
@@ -241,7 +242,7 @@ one."""
 
 def require(module: str, package: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise RewardError(f"this reward needs {package}: pip install 'arl[{extra}]'")
+        raise RewardError(f"this reward needs {package}: {install_command(extra)}")
 
 
 def limit_memory() -> None:

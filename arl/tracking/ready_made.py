@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from arl.api.errors import ConfigError
+from arl.api.installing import install_command
 from arl.api.tracker_config import MLflowConfig, TrackerConfig, TrackioConfig, WandbConfig
 from arl.api.tracking import Tracker
 from arl.tracking.mlflow_tracker import MLflowTracker
@@ -21,7 +22,7 @@ def check_trackers(configs: Sequence[TrackerConfig], own: Sequence[object]) -> N
         if find_spec(config.kind) is None:
             raise ConfigError(
                 f"log.trackers has {config.kind}, whose package is not installed; install it with: "
-                f"pip install 'arl[{config.kind}]'"
+                f"{install_command(config.kind)}"
             )
     for one in own:
         if not isinstance(one, Tracker):

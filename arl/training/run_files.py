@@ -14,6 +14,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from arl.api.config import LogConfig
+from arl.api.installing import install_command
 from arl.api.tracking import TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import force_to_disk
@@ -219,7 +220,7 @@ def plot_run(run_dir: Path) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("plot_run draws with matplotlib; install it with: pip install 'arl[examples]'") from None
+        raise ImportError(f"plot_run draws with matplotlib; {install_command('examples')}") from None
     drawn = ("version", "time_s", "reward", "staleness/max", "staleness/mean", "samples_per_s")
     rows = read_jsonl(run_dir / "metrics.jsonl", drawn)
     evaluations = read_jsonl(run_dir / "evaluations.jsonl", ("version", "reward"))

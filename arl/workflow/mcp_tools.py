@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from arl.api.errors import ArlError, ConfigError, ServerError, ToolError, first_error
+from arl.api.installing import install_command
 from arl.workflow.tools import Tool
 
 if TYPE_CHECKING:
@@ -307,6 +308,6 @@ def _check_installed() -> None:
     try:
         import mcp
     except ImportError as error:
-        raise ConfigError("tools of MCP servers need the mcp package; pip install 'arl[mcp]'") from error
+        raise ConfigError(f"tools of MCP servers need the mcp package: {install_command('mcp')}") from error
     if not hasattr(mcp, "Client"):
-        raise ConfigError("tools of MCP servers need mcp 2 or later; pip install 'arl[mcp]'")
+        raise ConfigError(f"tools of MCP servers need mcp 2 or later: {install_command('mcp')}")

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ArlError
+from arl.api.installing import install_command
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.workflow.conversation import trajectories
@@ -138,7 +139,7 @@ def _verifiers() -> Any:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise ArlError("environments of verifiers need the package verifiers: pip install 'arl[verifiers]'") from error
+        raise ArlError(f"environments of verifiers need the package: {install_command('verifiers')}") from error
     return vf
 
 

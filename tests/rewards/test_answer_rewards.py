@@ -1,5 +1,6 @@
 """The ready-made rewards: their scores, and answers that would stop or escape them."""
 
+import re
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -10,6 +11,7 @@ import sympy
 from pydantic import BaseModel
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
+from arl.api.installing import install_command
 from arl.rewards import (
     ExactMatch,
     InTag,
@@ -86,9 +88,9 @@ async def test_an_answer_that_hangs_its_worker_is_wrong_and_the_next_one_is_scor
 def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorers.importlib.util, "find_spec", lambda name: None)
     for make in (math_reward, reasoning_gym_reward):
-        with pytest.raises(RewardError, match=r"pip install 'arl\[rewards\]'"):
+        with pytest.raises(RewardError, match=re.escape(install_command("rewards"))):
             make()
-    with pytest.raises(DatasetError, match=r"pip install 'arl\[rewards\]'"):
+    with pytest.raises(DatasetError, match=re.escape(install_command("rewards"))):
         reasoning_gym_examples("chain_sum", 1)
 
 

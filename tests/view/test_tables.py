@@ -1,6 +1,7 @@
 """The tables of a run hold what its record holds."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pytest
 from made_run import began, life, tokens_of, write_run
 
+from arl.api.installing import install_command
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.tables import Table
 
@@ -163,5 +165,5 @@ def test_an_unknown_table_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["pyarrow", "pandas"])
 def test_without_the_packages_the_extra_is_named(run: RunRecord, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs {package}; install it with: pip install 'arl\[examples\]'"):
+    with pytest.raises(ImportError, match=re.escape(f"needs {package}: {install_command('examples')}")):
         run.to_pandas("steps")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
 
 from arl.api.errors import ConfigError, ServerError
+from arl.api.installing import install_command
 from arl.web.server import bind
 from arl.workflow import mcp_tools
 from arl.workflow.call_formats import ToolCall
@@ -173,5 +175,5 @@ async def test_the_end_of_a_session_waits_only_so_long_for_a_server(monkeypatch:
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ConfigError, match=r"pip install 'arl\[mcp\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("mcp"))):
         MCPTools.http("http://127.0.0.1:1/mcp")

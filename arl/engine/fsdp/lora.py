@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from arl.api.engine_config import LoRAConfig
 from arl.api.errors import ConfigError, ModelError, TransportError
+from arl.api.installing import install_command
 from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
@@ -231,7 +232,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ConfigError("train.lora needs peft: pip install 'arl[lora]', or unset train.lora") from None
+        raise ConfigError(f"train.lora needs peft: {install_command('lora')}; or unset train.lora") from None
     return peft
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
+from arl.api.installing import install_command
 from arl.engine.fsdp.parallel import Lease
 from arl.engine.weights.snapshot_places import OwnDirectory
 
@@ -52,7 +53,7 @@ class RayLease(Lease):
     def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int) -> None:
         """Raises ConfigError without Ray, or without a cluster at the address."""
         if importlib.util.find_spec("ray") is None:
-            raise ConfigError("several ranks need Ray: pip install 'arl[ray]', or set train.num_ranks to 1")
+            raise ConfigError(f"several ranks need Ray: {install_command('ray')}; or set train.num_ranks to 1")
         with _as_ray_starts(private=address is None):
             self._ray: Any = importlib.import_module("ray")
             start = partial(self._start, num_cpus, num_gpus) if address is None else partial(self._connect, address)

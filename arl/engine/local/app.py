@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from arl.api.errors import EngineClosedError
+from arl.api.installing import __version__
 from arl.engine.frames import FORMAT, PATH
 from arl.engine.local.control import (
     AbortBody,
@@ -57,7 +57,7 @@ class Info:
 
     async def server_info(self, body: EmptyBody) -> Any:
         state = {"is_paused": self._scheduler.is_paused, **self._load()}
-        return {**self._settings, "version": version("arl"), "internal_states": [state]}
+        return {**self._settings, "version": __version__, "internal_states": [state]}
 
     def _load(self) -> dict[str, int]:
         return {"num_running_reqs": self._scheduler.num_running, "num_waiting_reqs": self._scheduler.num_waiting}

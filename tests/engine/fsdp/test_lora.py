@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import Qwen3MoeForCausalLM
 from arl.api.engine import Head, TokenLoss
 from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
+from arl.api.installing import install_command
 from arl.engine.fsdp.lora import LoRAOrigin
 from arl.engine.fsdp.saving import _check_origin
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -266,5 +268,5 @@ def test_settings_that_cannot_be_honoured_are_refused():
 
 def test_without_peft_the_extra_to_install_is_named(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'arl\[lora\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("lora"))):
         make_engine(lora=LORA)

@@ -16,6 +16,7 @@ from light_rank import LightRank
 
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
+from arl.api.installing import install_command
 from arl.engine.fsdp import ray_engine
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, _as_ray_starts
 from arl.engine.fsdp.ray_engine import RankRoom, RayTrainEngine
@@ -161,7 +162,7 @@ def test_starting_ray_never_unsets_variables_that_were_set_before(monkeypatch: p
 
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'arl\[ray\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("ray"))):
         RayTrainEngine(tmp_path, TrainConfig(num_ranks=2))
 
 
