@@ -33,7 +33,9 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
+from arl.api.notebook import kernel_shell
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
+from arl.in_cell import is_in_cell, run_in_cell
 from arl.json_console import is_json, json_console, tell
 from arl.stopping import SCRIPT_END, ScriptEnd
 
@@ -44,12 +46,12 @@ T = TypeVar("T")
 def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
     """Build `config_class` from flags (`--section.field value`) over an optional `--config FILE.yaml`.
 
-    argv: without the program's name; sys.argv[1:] when None. Raises ConfigError, which names each wrong field and the
-    allowed values. `--help` prints every setting and exits.
+    argv: without the program's name; sys.argv[1:] when None, but in a notebook nothing. Raises ConfigError, which names
+    each wrong field and the allowed values. `--help` prints every setting and exits.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
-    own, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    own, flags = parser.parse_known_args(_flags(argv))
     from_file = _read_yaml(own.config) if own.config else {}
     if shown := [flag for flag in flags if flag.partition("=")[0].endswith((".api_key", ".metrics_key"))]:
         raise ConfigError(
@@ -64,6 +66,15 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
         raise config_error(config_class, error) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
+
+
+def _flags(argv: Sequence[str] | None) -> list[str]:
+    """argv, or this script's flags if it is None; those that a notebook's kernel was started with are not its."""
+    if argv is not None:
+        return [*argv]
+    flags = sys.argv[1:]
+    is_kernels = kernel_shell() is not None and flags == sys.orig_argv[len(sys.orig_argv) - len(flags) :]
+    return [] if is_kernels else flags
 
 
 def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path | None) -> None:
@@ -82,37 +93,43 @@ def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path |
 
 
 def run(
-    main: Callable[[ConfigT], Awaitable[object]],
+    main: Callable[[ConfigT], Awaitable[T]],
     config_class: type[ConfigT],
     argv: Sequence[str] | None = None,
     *,
     if_stopped: str = "run the same command again to continue",
-) -> None:
+) -> T | None:
     """Load the configuration and run `main` on it: the last line of a script.
 
     argv: as for load_config. if_stopped: what to say after a signal. An ArlError becomes one message on stderr and exit
     code 1 (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C, SIGTERM and SIGUSR1 cancel
     main; its `async with` blocks save and clean up, and the process ends with 130, 143 or 138. With --dry-run main
     does not run: a table says what would run where, and the exit code is 1 if there are mistakes in it.
+
+    In a notebook's cell it raises errors, an interrupt as KeyboardInterrupt, and returns the result of `main`; in a
+    script, None.
     """
-    flags = [*(sys.argv[1:] if argv is None else argv)]
+    flags = _flags(argv)
+    if is_in_cell():
+        return _run_in_cell(main, config_class, flags)
     is_dry = DRY_RUN in flags
     try:
         config = load_config(config_class, [flag for flag in flags if flag != DRY_RUN])
     except ConfigError as error:
         with json_console(_names_json(flags)):
             exit_with(2, f"error: {error}")
+    begin: Callable[[ConfigT], Awaitable[object]] = main
     if is_dry:
         from arl.rehearsal import print_dry_run
 
-        main = print_dry_run
+        begin = print_dry_run
     threads = _UsersThreads()
     with json_console(config.log.format == "json"), asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(threads)
         code, message, users_error = 0, "", None
         try:
             again = command_again() if argv is None else "the same command"
-            end = run_until_stopped(runner, _end_of(main(config)), config.checkpoint.notice_s, again=again)
+            end = run_until_stopped(runner, _end_of(begin(config)), config.checkpoint.notice_s, again=again)
             if end is not None:
                 code, message = (end, "") if isinstance(end, int) else (1, str(end))
         except Stopped as stop:
@@ -128,6 +145,24 @@ def run(
         threads.leave_hung_ones(code)
     if code:
         raise SystemExit(code)
+    return None
+
+
+def _run_in_cell(
+    main: Callable[[ConfigT], Awaitable[T]], config_class: type[ConfigT], flags: Sequence[str]
+) -> T | None:
+    config = load_config(config_class, [flag for flag in flags if flag != DRY_RUN])
+
+    async def begin() -> T | None:
+        if DRY_RUN not in flags:
+            return await main(config)
+        from arl.rehearsal import print_dry_run
+
+        with suppress(SystemExit):  # the table itself counts the mistakes
+            await print_dry_run(config)
+        return None
+
+    return run_in_cell(begin(), again="running the cell again")
 
 
 async def _end_of(main: Awaitable[object]) -> object:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
-from arl.api.notebook import run_html
+from arl.api.notebook import kernel_shell, run_html
 from arl.api.settings import laid_over
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group
@@ -94,9 +94,12 @@ class Experiment(Generic[ConfigT]):
     minutes (fine-tuning a tiny model, say); a first Ctrl-C waits for its end, a second one does not. A coroutine
     function is awaited."""
 
-    def main(self, argv: Sequence[str] | None = None) -> None:
-        """Train with the settings in argv (unset: sys.argv[1:]): a script's last line. Ends as `arl.cli.run` does."""
-        run(self.train, self.config, argv)
+    def main(self, argv: Sequence[str] | None = None) -> TrainingResult | None:
+        """Train with the settings in argv (unset: sys.argv[1:]): a script's last line. Ends as `arl.cli.run` does.
+
+        In a notebook's cell argv is empty if unset, and the result is returned; in a script, None.
+        """
+        return run(self.train, self.config, argv)
 
     async def train(self, config: ConfigT) -> TrainingResult:
         """Evaluate, train, evaluate again, and leave in run_dir summary.json, reward.png and the trained model.
@@ -145,9 +148,8 @@ class Experiment(Generic[ConfigT]):
         try:
             prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
-            log.warning(
-                "a thread cannot be stopped, so the preparation runs to its end; press Ctrl-C again to end it now"
-            )
+            now = "press Ctrl-C again" if kernel_shell() is None else "restart the kernel"
+            log.warning("a thread cannot be stopped, so the preparation runs to its end; %s to end it now", now)
             await asyncio.wait([preparing])  # with run_dir's lock held, as it may write there
             preparing.exception()  # else asyncio would report an error that nobody retrieved
             raise
@@ -181,9 +183,10 @@ class TrainingResult:
     def plot(self) -> Path:
         """Draw the run into reward.png, which a notebook shows. Raises ImportError without matplotlib."""
         path = plot_run(self.run_dir)
-        ipython = sys.modules.get("IPython")
-        if ipython is not None and ipython.get_ipython() is not None:
-            ipython.display.display(ipython.display.Image(filename=str(path)))
+        if kernel_shell() is not None:
+            from IPython.display import Image, display
+
+            display(Image(filename=str(path)))
         return path
 
 

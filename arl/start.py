@@ -26,6 +26,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.cli import Stopped, exit_with, run_until_stopped
 from arl.data import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
+from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
 from arl.json_console import json_console
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
 from arl.rewards.threads import ThreadReward
@@ -67,8 +68,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
 ) -> TrainingResult:
     """Train `model` on `dataset`; evaluate before and after on `eval_dataset`, if given.
 
-    `arl.train(...)` is for scripts, `await arl.atrain(...)` for notebooks. A second call with the same `run_dir`
-    continues the run. Settings that are left unset are `config`'s, or else the defaults of `Config`.
+    `arl.train(...)` is for scripts and notebooks, `await arl.atrain(...)` for code in an event loop. A second call with
+    the same `run_dir` continues the run. Settings that are left unset are `config`'s, or else the defaults of `Config`.
 
     model: a Hugging Face directory, or a name on the hub.
     dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a file, a directory, or a name on the hub, whose
@@ -124,7 +125,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
 
 
 def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Its twin for scripts, with the same parameters. Raises ConfigError for arguments that do not fit."""
+    """Its blocking twin, with the same parameters. Raises ConfigError for arguments that do not fit."""
     signature = inspect.signature(coroutine)
 
     @wraps(coroutine)
@@ -135,8 +136,11 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
             unknown = next((name for name in kwargs if name not in signature.parameters), "")
             close = difflib.get_close_matches(unknown, signature.parameters, n=1)
             raise ConfigError(f"arl.train {error}" + "".join(f"; did you mean {name}?" for name in close)) from None
-        if _is_loop_running():
-            raise ConfigError("train() blocks, and an event loop runs here, as in a notebook: await arl.atrain(...)")
+        again = "arl.train with the same run_dir"
+        if is_in_cell():
+            return run_in_cell(coroutine(*args, **kwargs), again=again)
+        if is_loop_running():
+            raise ConfigError("train() blocks, and an event loop runs here: await arl.atrain(...)")
         if threading.current_thread() is not threading.main_thread():
             return asyncio.run(coroutine(*args, **kwargs))
         given = kwargs.get("config")
@@ -145,7 +149,6 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
             try:
                 with asyncio.Runner() as runner:
                     notice_s = config.checkpoint.notice_s if config else None
-                    again = "arl.train with the same run_dir"
                     return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
             except Stopped as stop:
                 if stop.number == signal.SIGINT:
@@ -154,14 +157,6 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call
-
-
-def _is_loop_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 train = _blocking(atrain)

@@ -122,7 +122,7 @@ class CheckpointConfig(Section):
     """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
     notice_s: PositiveFloat | None = None
     """The process ends this long after a Ctrl-C, SIGTERM or SIGUSR1, even if the checkpoint is not done: less than the
-    time until the kill (Kubernetes' grace period, Slurm's --signal). Unset: no limit."""
+    time until the kill (Kubernetes' grace period, Slurm's --signal). Unset, or in a notebook: no limit."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
 

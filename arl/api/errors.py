@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
 from asyncio import CancelledError, TaskGroup
 from collections.abc import Awaitable
 from typing import NoReturn, cast
 
+from arl.api.notebook import brief_traceback
+
 
 class ArlError(Exception):
-    """The base of all of arl's errors."""
+    """The base of all of arl's errors. IPython shows the user's own frames and the message."""
+
+    def _render_traceback_(self) -> list[str]:
+        return brief_traceback(self)
 
 
 class ConfigError(ArlError, ValueError):
@@ -94,6 +100,10 @@ class WorkerError(ArlError):
 
 class FailureBudgetError(ArlError):
     """More episodes failed than rollout.max_failure_rate allows; the first failure is the cause."""
+
+    def _render_traceback_(self) -> list[str]:
+        first = () if self.__cause__ is None else traceback.format_exception(self.__cause__)
+        return ["".join(first), *brief_traceback(self)]
 
 
 class StarvedError(ArlError):

@@ -1,4 +1,4 @@
-"""What a notebook shows of trajectories, groups and runs: HTML without scripts, for light pages and dark ones.
+"""What a notebook shows of trajectories, groups, runs and errors: HTML without scripts, for light pages and dark ones.
 
 All text is escaped, and all sizes are bounded: models wrote most of it.
 """
@@ -6,11 +6,15 @@ All text is escaped, and all sizes are bounded: models wrote most of it.
 from __future__ import annotations
 
 import math
+import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 MOST_TOKENS = 1500
 """Of one trajectory that is shown alone."""
@@ -28,6 +32,37 @@ _TEXT_STYLE = (
 _WIDTH, _HEIGHT, _TOP = 280, 100, 18
 
 Point = tuple[float, float]
+
+
+def kernel_shell() -> Any:
+    """The shell of the notebook's kernel that runs this code; None elsewhere, in IPython's terminal too."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return shell if hasattr(shell, "kernel") else None
+
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+def show_briefly(error: ErrorT, message: str) -> ErrorT:
+    """Let IPython show the message alone, without a traceback."""
+    setattr(error, "_render_traceback_", lambda: [message])  # noqa: B010 - no exception declares it
+    return error
+
+
+def interrupt_like(error: BaseException) -> KeyboardInterrupt:
+    """What a cell raises for a cancellation: shown as `error` is."""
+    said = getattr(error, "_render_traceback_", lambda: ["the cell was interrupted"])
+    return show_briefly(KeyboardInterrupt(), "\n".join(said()))
+
+
+def brief_traceback(error: BaseException) -> list[str]:
+    """For IPython, of an error whose message says enough: the frames that are neither arl's nor a library's, and the
+    message."""
+    paths = sysconfig.get_paths()
+    libraries = (str(Path(__file__).parents[1]), *{paths[name] for name in ("stdlib", "purelib", "platlib")}, "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    return [part.rstrip("\n") for part in (*traceback.format_list(frames), *traceback.format_exception_only(error))]
 
 
 class DrawnTrajectory(Protocol):
@@ -170,6 +205,35 @@ def run_html(
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{_visible(value)}</td></tr>" for name, value in said.items())
     table = f'<table style="color:inherit">{cells}</table>'
     return f"<div><b>{_visible(title)}</b>{table}{''.join(curves)}</div>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownWork:
+    """How far a piece of work is."""
+
+    name: str
+    done: float
+    total: float | None
+    """None: unknown."""
+    said: str
+
+
+def progress_html(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], work: Iterable[ShownWork], curve: str, last: str
+) -> str:
+    """A table of steps, a bar for each piece of work, a curve of `curve_svg`, and a line of text."""
+    head, body = _row("th", columns), "".join(_row("td", row) for row in rows)
+    style = "color:inherit;font-variant-numeric:tabular-nums"
+    parts = [f'<table style="{style}">{head}{body}</table>'] if body else []
+    parts += [f"<div>{_visible(last)}</div>"] if last else []
+    for one in work:
+        length = "" if one.total is None else f'value="{one.done:g}" max="{one.total:g}"'
+        parts.append(f"<div>{_visible(one.name)} <progress {length}></progress> {_visible(one.said)}</div>")
+    return f"<div>{''.join(parts)}{curve}</div>"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f'<{tag} style="text-align:right">{_visible(cell)}</{tag}>' for cell in cells) + "</tr>"
 
 
 def _said(value: object) -> str:

@@ -1,7 +1,9 @@
-"""The progress of long work: bars and a table in a terminal; plain lines in a file, a notebook or CI."""
+"""The progress of long work: bars and a table in a terminal or a notebook; plain lines in a file or CI."""
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arl.api.config import LogConfig
+from arl.api.notebook import Point, ShownWork, curve_svg, kernel_shell, progress_html
 from arl.api.types import Evaluation, StepStats
 from arl.json_console import is_json, tell
 
@@ -32,6 +35,8 @@ ROWS_SHOWN = 16
 COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
 LINE_EVERY_S = 10.0
 """Seconds between two plain lines about the same work."""
+REDRAWN_EVERY_S = 0.5
+"""In a terminal and in a notebook."""
 
 Advance = Callable[..., None]
 """Called after each piece of work, with numbers to show: `advance(loss=0.3)`."""
@@ -39,11 +44,15 @@ Advance = Callable[..., None]
 
 def display_of(config: LogConfig, num_steps: int | None = None) -> Display:
     """What shows a run on the console, as `config` has it. num_steps: of the run, if known."""
-    return _display(num_steps, Console(quiet=not config.console))
+    return _display(num_steps, is_quiet=not config.console)
 
 
-def _display(num_steps: int | None, console: Console) -> Display:
-    return JsonDisplay(num_steps, console) if is_json() else Display(num_steps, console)
+def _display(num_steps: int | None = None, *, is_quiet: bool = False) -> Display:
+    if is_json():
+        return JsonDisplay(num_steps, Console(quiet=is_quiet))
+    if kernel_shell() is not None:
+        return NotebookDisplay(num_steps, Console(quiet=is_quiet, force_jupyter=False))
+    return Display(num_steps, Console(quiet=is_quiet))
 
 
 class Display:
@@ -140,7 +149,9 @@ class Display:
 
     def _open(self) -> None:
         if self._live is None and self._is_live:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=1 / REDRAWN_EVERY_S
+            )
             self._live.start()
 
     def _render(self) -> Group:
@@ -160,10 +171,85 @@ class JsonDisplay(Display):
             tell(kind, message, **numbers)
 
 
+class NotebookDisplay(Display):
+    """Shows the same in one output of a notebook, with a curve of the rewards. Notices are plain lines beside it."""
+
+    def __init__(self, num_steps: int | None, console: Console) -> None:
+        super().__init__(num_steps, console)
+        self._is_live = not console.quiet
+        self._rewards, self._held_out = list[Point](), list[Point]()
+        self._last_evaluation = ""
+        self._output: Any = None
+        """IPython's handle of the output, once something is shown."""
+        self._shown = ""
+        self._closing = threading.Event()
+        self._redrawing: threading.Thread | None = None
+
+    def step(self, stats: StepStats) -> None:
+        self._rewards.append((stats.version, stats.reward))
+        super().step(stats)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._held_out.append((evaluation.version, evaluation.reward))
+        super().evaluation(evaluation)
+
+    def tell(self, kind: str, message: str, **numbers: Any) -> None:
+        if kind != "evaluation":
+            super().tell(kind, message, **numbers)
+        elif self._is_live:
+            self._last_evaluation = message
+            self._open()
+
+    def close(self) -> None:
+        super().close()
+        if self._redrawing is not None:
+            self._closing.set()
+            self._redrawing.join()
+            self._redrawing = None
+            self._draw()
+
+    def _open(self) -> None:
+        if self._redrawing is None and self._is_live:
+            self._draw()
+            # The output belongs to this cell, which the context knows.
+            self._redrawing = threading.Thread(
+                target=contextvars.copy_context().run, args=[self._redraw], name="arl-display", daemon=True
+            )
+            self._closing.clear()
+            self._redrawing.start()
+
+    def _redraw(self) -> None:
+        while not self._closing.wait(REDRAWN_EVERY_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        from IPython.display import display
+
+        work = [_shown_work(task) for task in self._bars.tasks]
+        curve = curve_svg("reward (dots: held out)" if self._held_out else "reward", [self._rewards], self._held_out)
+        rows = tuple(self._rows)
+        html = progress_html(COLUMNS, rows, work, curve, self._last_evaluation)
+        if html == self._shown:
+            return
+        text = "\n".join(["  ".join(row) for row in rows[-1:]] + [f"{one.name} {one.said}" for one in work])
+        self._shown, content = html, {"text/html": html, "text/plain": text}
+        if self._output is None:
+            self._output = display(content, raw=True, display_id=True)
+        else:
+            self._output.update(content, raw=True)
+
+
+def _shown_work(task: Task) -> ShownWork:
+    columns = _Count(), _Rate(), TimeElapsedColumn(), TimeRemainingColumn()
+    said = [column.render(task).plain for column in columns] + [str(task.fields["said"])]
+    known = "  ".join(text for text in said if text and text != "-:--:--")
+    return ShownWork(name=task.description, done=task.completed, total=task.total, said=known)
+
+
 @contextmanager
 def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
     """Show the progress of your own work: `with progress("loading", 10) as advance`, then ten calls of `advance()`."""
-    display = _display(None, Console())
+    display = _display()
     try:
         with display.work(name, total, unit) as advance:
             yield advance

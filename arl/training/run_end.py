@@ -27,6 +27,7 @@ from arl.api import errors
 from arl.api.config import Config
 from arl.api.engine_config import SGLangEngineConfig
 from arl.api.errors import StalledError
+from arl.api.notebook import show_briefly
 from arl.offload import finished, offload
 from arl.stopping import SCRIPT_END, ScriptEnd
 from arl.training.display import display_of
@@ -212,8 +213,10 @@ class OpenRun:
         try:
             end = replace(self._end(error), disk=disk_use(self._config.run_dir))
             self._write(end)
-            said = "\n".join(filter(None, end.lines(self._config.run_dir)))
-            display_of(self._config.log).tell("end", said, **asdict(end))
+            lines = end.lines(self._config.run_dir)
+            display_of(self._config.log).tell("end", "\n".join(filter(None, lines)), **asdict(end))
+            if isinstance(error, CancelledError | KeyboardInterrupt):
+                show_briefly(error, "interrupted" if self._config.log.console else "\n".join(lines[:2]))
         except Exception as failure:  # the run's own error must not be hidden
             log.warning("cannot say how the run ended: %s", failure, exc_info=True)
 
