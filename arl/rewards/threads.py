@@ -154,13 +154,21 @@ class CallThreads:
                 _tell(call, call.ended, (None, ToolsHungError(f"no thread could be started ({error})")))
 
     def _work(self) -> None:
-        while (call := self._next()) is not None:
-            _tell(call, call.began, None)
-            outcome = call.run()
-            with self._changed:
-                self._num_hung -= call.state == "hung"
-                call.state = "done"
-            _tell(call, call.ended, outcome)
+        while self._ran_one():
+            pass
+
+    def _ran_one(self) -> bool:
+        """Run the next call. An idle thread holds nothing of the last one, whose context knows its whole run."""
+        call = self._next()
+        if call is None:
+            return False
+        _tell(call, call.began, None)
+        outcome = call.run()
+        with self._changed:
+            self._num_hung -= call.state == "hung"
+            call.state = "done"
+        _tell(call, call.ended, outcome)
+        return True
 
     def _next(self) -> _Call | None:
         with self._changed:
