@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any, TypeVar, cast
 
 from arl.api.engine import ModelLimits, Sampler
+from arl.api.episode_clock import CLOCK, EpisodeClock
 from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RunFileError, TrajectoryError
 from arl.api.events import NOWHERE, Events
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
@@ -228,15 +229,15 @@ class EpisodeRunner:
         sampler: of this episode alone. name: what the log calls the episode. report: gets what happens in it; the
         caller reports a cancellation. oldest_allowed: a trained token of an older version is an error.
         """
-        clock = asyncio.get_running_loop()
-        began = clock.time()
+        now = asyncio.get_running_loop().time
+        clock = EpisodeClock(self.timeout_s)
         report = report or EpisodeReport()
         report.begin()
         for attempt in range(1, self.retries + 2):
-            result = await self.attempt(sampler, example, began + self.timeout_s, oldest_allowed, report)
+            result = await self.attempt(sampler, example, clock, oldest_allowed, report)
             self.pulse.beats += 1
             if not isinstance(result, Exception):
-                episode = Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
+                episode = Episode(trajectories=result, attempts=attempt, elapsed_s=now() - clock.began)
                 report.end(result, episode.reward if result else None, attempt, None)
                 return episode
             is_last = attempt > self.retries or isinstance(result, EpisodeTimeoutError)
@@ -245,19 +246,21 @@ class EpisodeRunner:
             report.attempt_failed(attempt, result, is_last=is_last)
             if is_last:
                 report.end((), None, attempt, result)
-                return Episode(error=result, attempts=attempt, elapsed_s=clock.time() - began)
+                return Episode(error=result, attempts=attempt, elapsed_s=now() - clock.began)
         raise AssertionError("the last attempt returns")
 
     async def attempt(
         self,
         sampler: Sampler,
         example: Example,
-        until: float | None = None,
+        clock: EpisodeClock | None = None,
         oldest_allowed: int = 0,
         report: EpisodeReport | None = None,
     ) -> tuple[Trajectory, ...] | Exception:
-        """One attempt of `run`, which notes nothing. until: by the event loop's clock; None: without a limit."""
-        limit = asyncio.timeout_at(until)
+        """One attempt of `run`, which notes nothing. clock: of the episode; None: it has no time limit."""
+        clock = clock or EpisodeClock()
+        CLOCK.set(clock)
+        limit = clock.begin()
         try:
             async with limit:
                 returned: object = await self.workflow.arun_episode(_Felt(sampler, self.pulse, report), example)
@@ -276,6 +279,8 @@ class EpisodeRunner:
             if isinstance(error, KeyboardInterrupt):  # it would stop the event loop before anything is saved
                 raise ArlError(f"{self.called} raised KeyboardInterrupt: the run ends") from error
             return self._timed_out(error) if limit.expired() else _as_exception(error)
+        finally:
+            clock.end()
         return self._timed_out(None) if limit.expired() else trajectories
 
     def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int) -> None:

@@ -64,6 +64,9 @@ WAITS = {
         "an episode in a worker process (logs/worker-K.log tells where its event loop is blocked, if it is)",
         "its end, rollout.episode_timeout_s",
     ),
+    "SDKWorkflow._take_place": Wait(
+        "a place for another program (Command.max_processes)", "the end of one, rollout.episode_timeout_s"
+    ),
     "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
     "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
     "Upkeep._probe": Wait("a fenced server", "its health, the clock"),

@@ -26,12 +26,27 @@ from typing import Any, Self
 from msgspec import structs
 
 from arl.api.engine import Sampler
+from arl.api.episode_clock import CLOCK
 from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_with, left
 from arl.api.events import EPISODE, NOWHERE, Events, ProcessRestarted
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import OtherTracebackError, portable
-from arl.workers.pipe import Answered, Close, Closed, Drop, Ended, Failure, Noted, Play, Ready, Request, Said, Stop
+from arl.workers.pipe import (
+    Answered,
+    Clocked,
+    Close,
+    Closed,
+    Drop,
+    Ended,
+    Failure,
+    Noted,
+    Play,
+    Ready,
+    Request,
+    Said,
+    Stop,
+)
 from arl.workers.sent_workflow import sent_workflow
 from arl.workers.worker_process import WorkerProcess, outlast
 
@@ -134,6 +149,7 @@ class _Episode:
         self._calls = calls
         self._send = send
         self._context = EPISODE.get()
+        self._clock = CLOCK.get()
         self._running: dict[int, asyncio.Task[Answered]] = {}
         self._is_over = False
         self._is_gone = asyncio.Event()
@@ -149,10 +165,13 @@ class _Episode:
         await outlast(self._is_gone.wait, limit_s)
         return self._is_gone.is_set()  # also if the time was over because the event loop was blocked
 
-    def take(self, message: Request | Drop | Ended | Noted) -> None:
+    def take(self, message: Request | Drop | Ended | Noted | Clocked) -> None:
         match message:
             case Ended():
                 self.end(message)
+            case Clocked(is_still=is_still):
+                if self._clock:
+                    (self._clock.stop if is_still else self._clock.go)()
             case Noted():
                 if self._context:
                     self._context.events.emit(structs.replace(message.event, episode=self._context.episode))
@@ -319,7 +338,7 @@ class _Worker:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Request() | Drop() | Ended() | Noted():
+            case Request() | Drop() | Ended() | Noted() | Clocked():
                 if episode := self._episodes.get(message.episode):
                     episode.take(message)
                 elif isinstance(message, Request):  # of a task that has outlived its episode

@@ -103,6 +103,13 @@ class Noted(NamedTuple):
     event: Event
 
 
+class Clocked(NamedTuple):
+    """An episode's clock stands still, or runs again."""
+
+    episode: int
+    is_still: bool
+
+
 class Said(NamedTuple):
     """arl logged this in the worker."""
 

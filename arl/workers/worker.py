@@ -24,6 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from arl.api.episode_clock import EpisodeClock
 from arl.api.errors import ArlError, WorkerError, first_error
 from arl.api.events import EPISODE, EpisodeContext, Event, KeptTokens, TokenFrame
 from arl.api.types import ModelRequest, ModelResponse
@@ -35,6 +36,7 @@ from arl.rollout.watches import LagMonitor
 from arl.web.watch import Watch
 from arl.workers.pipe import (
     Answered,
+    Clocked,
     Close,
     Closed,
     Drop,
@@ -181,8 +183,9 @@ class _Host:
         except Exception as error:  # noqa: BLE001 (unpickling runs what users wrote)
             return _failed(play.episode, error)
         EPISODE.set(EpisodeContext("", _Notes(self._pipe, play.episode)))
+        clock = EpisodeClock(on_change=lambda is_still: self._pipe.send(Clocked(play.episode, is_still)))
         try:
-            returned = await self._runner.attempt(_Engine(self, play.episode), example)
+            returned = await self._runner.attempt(_Engine(self, play.episode), example, clock)
         except ArlError:
             return Ended(play.episode, is_interrupt=True)
         return _failed(play.episode, returned) if isinstance(returned, Exception) else Ended(play.episode, returned)

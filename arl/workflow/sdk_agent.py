@@ -9,11 +9,13 @@ import inspect
 import json
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
@@ -32,6 +34,8 @@ Program = Callable[[str, str, Example], "str | Awaitable[str]"]
 """Takes `(base_url, api_key, data)` and returns the agent's final answer. A coroutine function runs on the event loop,
 any other function in a thread. The end of the episode cannot kill a thread, but its next call gets a 401."""
 
+PROCESSES_PER_CORE = 8
+"""A program waits for the model most of its time."""
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_TOLD = 2000
 _DRAIN_S = 2.0
@@ -53,10 +57,20 @@ class Command:
     cwd: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Added to this process's environment."""
+    max_processes: int | None = None
+    """How many of them an SDKWorkflow runs at once, in each episode worker; other episodes wait for a place, without a
+    time limit. Unset: eight for each core that this process may use."""
 
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str) or not self.arguments:
             raise ConfigError(f"arguments is {self.arguments!r}; give it as a list, such as ['python', 'agent.py']")
+        if self.max_processes is not None and self.max_processes < 1:
+            raise ConfigError(f"max_processes is {self.max_processes}; it must be at least 1")
+
+    @property
+    def num_places(self) -> int:
+        """How many run at once: max_processes, or its default on this machine."""
+        return self.max_processes or PROCESSES_PER_CORE * len(os.sched_getaffinity(0))
 
     async def arun(self, session: EpisodeSession, data: Example) -> str:
         """Run the program and return its output. Raises ProgramError."""
@@ -146,7 +160,8 @@ class SDKWorkflow(Shared, RolloutWorkflow):
     program: a function, sync or async, or a Command. reward: scores the text that the program returns; see as_reward.
     proxy: instead of tokenizer and sampling, for further settings. If the program fails, its episode fails, unless a
     call found no room in the model's context and earlier calls were answered: then the episode ends truncated, with the
-    answer "". Metrics: context_full, and the proxy's metrics.
+    answer "". Metrics: context_full, the proxy's metrics and, for a Command, program_wait_s: the time for which the
+    episode waited until fewer than Command.max_processes ran.
     """
 
     def __init__(
@@ -167,17 +182,32 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         self._program = program
         self._proxy = proxy
         self._score = as_reward(reward)
+        self._places: asyncio.Semaphore | None = None
 
     async def _open(self, opened: contextlib.AsyncExitStack) -> None:
+        if isinstance(self._program, Command):
+            self._places = asyncio.Semaphore(self._program.num_places)
         await opened.enter_async_context(self._proxy)
         await opened.enter_async_context(self._score)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        async with self._proxy.episode(engine) as session:
-            answer = await self._answer(session, data)
+        with contextlib.ExitStack() as place:
+            waited = await self._take_place(place)
+            async with self._proxy.episode(engine) as session:
+                answer = await self._answer(session, data)
         score = await self._score(answer, data)
-        metrics = {**score.metrics, "context_full": float(session.is_truncated)}
+        metrics = {**score.metrics, **waited, "context_full": float(session.is_truncated)}
         return session.trajectories(score.value, metrics, rewards=score.parts)
+
+    async def _take_place(self, held: contextlib.ExitStack) -> Mapping[str, float]:
+        """Hold a place for a process within `held`; returns how long that took, as a metric. A function needs none."""
+        if self._places is None:
+            return {}
+        began = time.monotonic()
+        with off_the_clock():
+            await self._places.acquire()
+        held.callback(self._places.release)
+        return {"program_wait_s": time.monotonic() - began}
 
     async def _answer(self, session: EpisodeSession, data: Example) -> str:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from one_turn import OneTurn
 
 from arl.api.engine import Sampler
+from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError
 from arl.api.types import Example, ModelRequest, Trajectory
 
@@ -136,6 +137,12 @@ class Errands(OneTurn):
                 tasks.create_task(engine.agenerate(ModelRequest(input_ids=(9,))))
                 await engine.agenerate(ModelRequest(input_ids=(1,)))
                 os.kill(os.getpid(), getattr(signal, data["signal"]))
+        return await super().arun_episode(engine, data)
+
+    async def queue(self, engine: Sampler, data: Example) -> Trajectory:
+        """It asks while it waits for a place, and again when it has one."""
+        with off_the_clock():
+            await engine.agenerate(ModelRequest(input_ids=(1,)))
         return await super().arun_episode(engine, data)
 
     async def end_the_loop(self, engine: Sampler, data: Example) -> None:

@@ -13,6 +13,7 @@ from players import Scripted, TwoTurns, engine_with_latency, examples, trained
 from records import trajectory
 
 from arl.api.engine import ModelLimits, Sampler
+from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ArlError, TrajectoryError, first_error
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
@@ -113,6 +114,43 @@ def test_a_time_limit_ends_an_episode_and_all_else_is_the_workflows_own_error(
     ended = episode(lambda _: act(), timeout_s=5, retries=retries)
     assert f"{type(ended.error).__name__}: {ended.error}" == said
     assert (ended.attempts, ended.elapsed_s) == (attempts, elapsed_s)
+
+
+def test_time_in_which_an_episode_waits_for_a_place_does_not_count() -> None:
+    async def waits(*, works_s: float, fails: bool = False) -> object:
+        with off_the_clock():
+            await asyncio.sleep(100)
+        await asyncio.sleep(works_s)
+        if fails:
+            raise ValueError("bad luck")
+        return ONE
+
+    ended = episode(lambda _: waits(works_s=4), timeout_s=5)
+    assert (ended.trajectories, ended.elapsed_s) == ((ONE,), 104.0)
+    assert str(episode(lambda _: waits(works_s=6), timeout_s=5).error) == TIMED_OUT.partition(": ")[2]
+    acts = iter((waits(works_s=2, fails=True), waits(works_s=2, fails=True), waits(works_s=2)))
+    ended = episode(lambda _: next(acts), timeout_s=5, retries=2)
+    assert (str(ended.error), ended.attempts, ended.elapsed_s) == (TIMED_OUT.partition(": ")[2], 3, 305.0)
+
+
+def test_an_episode_waits_while_any_part_of_it_does_and_no_longer_than_its_attempt() -> None:
+    async def waits(seconds: float) -> None:
+        with off_the_clock():
+            await asyncio.sleep(seconds)
+
+    async def act(works_s: float) -> object:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(waits(2))
+            tasks.create_task(waits(7))
+        left_behind.append(asyncio.create_task(waits(50)))
+        await asyncio.sleep(works_s)
+        raise ValueError("bad luck")
+
+    left_behind: list[asyncio.Task[None]] = []
+    acts = iter((act(3), asyncio.Event().wait()))
+    ended = episode(lambda _: next(acts), timeout_s=5, retries=1)
+    assert (str(ended.error), ended.attempts) == (TIMED_OUT.partition(": ")[2], 2)
+    assert ended.elapsed_s == 7 + 3 + 5, "the clock of the first attempt stood still to its end"
 
 
 @pytest.mark.parametrize("cleanup_fails", [False, True])

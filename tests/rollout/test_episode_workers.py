@@ -19,6 +19,7 @@ from msgspec import structs
 from players import Moody, TwoTurns, controlled, train
 
 from arl import MCPTools, OpenAIProxy
+from arl.api.episode_clock import EpisodeClock
 from arl.api.errors import (
     ArlError,
     ConfigError,
@@ -90,6 +91,20 @@ def told(episode: Episode) -> Any:
 
 def marks(directory: Path, kind: str) -> int:
     return len([*directory.glob(f"{kind}-*")])
+
+
+async def test_while_an_episode_waits_for_a_place_in_a_worker_its_time_limit_stands_still(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def answer(_: ModelRequest) -> list[int]:
+        seen.append(clock.is_still)
+        return [5, 6, 7]
+
+    async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as workers:
+        runner, clock = EpisodeRunner(workflow=workers, timeout_s=60), EpisodeClock(60.0)
+        ended = await runner.attempt(ScriptedEngine(answer), {"errand": "queue", "number": 0}, clock)
+    assert not isinstance(ended, Exception)
+    assert seen == [True, False]
 
 
 @pytest.fixture

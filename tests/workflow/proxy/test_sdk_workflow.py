@@ -3,15 +3,17 @@
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from programs import ADD, ASK, CALL_ADD, opened, saying
+from programs import ADD, ASK, CALL_ADD, Gated, opened, saying
 from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import TOKENIZER, ended
 
+from arl.api.episode_clock import CLOCK, EpisodeClock
 from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, SamplingParams
@@ -134,6 +136,31 @@ async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         assert await asyncio.to_thread(reading.read) == "", "the program's end closes the pipe"
 
 
+async def test_more_programs_than_places_wait_for_one_and_their_time_limit_stands_still() -> None:
+    waits, model = asyncio.Event(), Gated("Yes.")
+    clock = EpisodeClock(60.0, on_change=lambda is_still: waits.set())
+
+    async def third() -> Any:
+        CLOCK.set(clock)
+        async with clock.begin():
+            return await flow.arun_episode(model.engine, QUESTION)
+
+    program = replace(PROGRAM, max_processes=2)
+    async with SDKWorkflow(program, InlineReward(right), TOKENIZER) as flow, asyncio.TaskGroup() as group:
+        firsts = [group.create_task(flow.arun_episode(model.engine, QUESTION)) for _ in range(2)]
+        for _ in range(2):
+            await model.began.acquire()
+        last = group.create_task(third())
+        await waits.wait()
+        assert clock.is_still
+        assert len(model.engine.requests) == 2, "the third program has not begun"
+        model.gate.set()
+        await last
+        assert not clock.is_still
+    *early, late = (task.result()[0].metrics["program_wait_s"] for task in (*firsts, last))
+    assert late > max(early)
+
+
 async def test_the_programs_error_has_a_note_of_the_engines_failure() -> None:
     with pytest.raises(openai.InternalServerError) as failed:
         await run(asks, saying(ServerError("all servers are gone")))
@@ -164,6 +191,9 @@ def test_a_command_line_is_a_list_and_a_workflow_has_one_way_to_reach_the_model(
     for arguments in ("python agent.py", []):
         with pytest.raises(ConfigError, match="as a list"):
             Command(arguments=arguments)
+    with pytest.raises(ConfigError, match="max_processes is 0; it must be at least 1"):
+        Command(arguments=["true"], max_processes=0)
+    assert Command(arguments=["true"]).num_places >= 8
     for tokenizer, proxy in ((None, None), (TOKENIZER, OpenAIProxy(TOKENIZER))):
         with pytest.raises(ConfigError, match="either a tokenizer"):
             SDKWorkflow(asks, InlineReward(right), tokenizer, proxy=proxy)
