@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from arl.workflow.mcp_tools import MCPTools
     from arl.workflow.proxy.openai_proxy import OpenAIProxy
     from arl.workflow.sdk_agent import Command, SDKWorkflow
+    from arl.workflow.served_workflow import ServedWorkflow
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
     from arl.workflow.tool_agent import ToolAgentWorkflow
@@ -83,6 +84,7 @@ _HOMES = {
     "arl.workflow.mcp_tools": "MCPTools",
     "arl.workflow.proxy.openai_proxy": "OpenAIProxy",
     "arl.workflow.sdk_agent": "Command SDKWorkflow",
+    "arl.workflow.served_workflow": "ServedWorkflow",
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
     "arl.workflow.team": "DebateWorkflow Member SolverCheckerWorkflow Team TeamSettings",
     "arl.workflow.tool_agent": "ToolAgentWorkflow",

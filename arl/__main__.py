@@ -12,6 +12,7 @@ from arl.api.installing import __version__
 _COMMANDS = {
     "try": ("trial", "run episodes of a script's agent without training, and print them"),
     "eval": ("scoring", "score its model on held-out examples: rewards and pass@k"),
+    "serve": ("serve_command", "train a script's model with programs elsewhere, which open episodes over HTTP"),
     "view": ("viewing", "show runs in a browser: every episode, token and second"),
     "top": ("terminal", "show a run in this terminal, live"),
     "trace": ("tracing", "write a timeline of a run to a file for Perfetto"),

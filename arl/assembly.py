@@ -18,6 +18,7 @@ from typing import Any
 
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
+from arl.api.endpoint import entered
 from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
 from arl.api.engine_config import (
     DEFAULT_CONTEXT_LENGTH,
@@ -118,7 +119,10 @@ async def launch(
             held = await stack.enter_async_context(OpenRun(config))
         stack.enter_context(bounded_logs(config.run_dir / "logs", int(config.log.max_mb * 1e6)))
         show_metrics = await stack.enter_async_context(metrics_served(config))
-        await stack.enter_async_context(played)
+        if isinstance(played, EpisodeWorkers):
+            await stack.enter_async_context(played)
+        else:
+            await stack.enter_async_context(entered(played, config.endpoint))
         trainer = await _build(stack, config, given, played)
         trainer.last_words = held.stalled_now
         held.trains_with(trainer)
@@ -137,7 +141,7 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
     """What runs the episodes: the workflow, or its worker processes."""
     if not config.rollout.num_workers:
         return workflow
-    return EpisodeWorkers(workflow, config.rollout.num_workers, config.run_dir / "logs")
+    return EpisodeWorkers(workflow, config.rollout.num_workers, config.run_dir / "logs", config.endpoint)
 
 
 def _check(config: Config, given: _Given) -> None:

@@ -113,7 +113,9 @@ class Experiment(Generic[ConfigT]):
     async def _train(self, config: ConfigT, held: OpenRun) -> TrainingResult:
         from arl.assembly import launch
         from arl.metrics_endpoint import check_metrics_address
+        from arl.web.endpoint_socket import check_endpoint
 
+        check_endpoint(config.endpoint)
         check_metrics_address(config.log)  # before a preparation, which may take minutes
         check_trackers(config.log.trackers, ())
         config, setup = await self.aprepare(config)

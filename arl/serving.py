@@ -1,13 +1,14 @@
 """The inference side of a run: the servers of a configuration, and the engine that speaks to them.
 
 `serve` is an engine alone, for episodes without training. `launch` opens the same parts beside a trainer.
+`played_elsewhere` makes of a workflow one whose episodes programs elsewhere play (`arl serve`).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +18,19 @@ from arl.api.engine import InferenceEngine
 from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events
+from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
 from arl.engine.client.roster import RosterFiles
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.model_files import local_directory, served_model
+from arl.engine.model_files import load_tokenizer, local_directory, served_model
 from arl.offload import offload
 from arl.training.run_dir import make_run_dir
+from arl.workflow.agent import AgentWorkflow
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.sdk_agent import SDKWorkflow
+from arl.workflow.served_workflow import ServedWorkflow
+from arl.workflow.teachers import DistillationWorkflow
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +62,28 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
         if opened.files is not None:
             opened = replace(opened, files=replace(opened.files, run_dir=None))
         yield await stack.enter_async_context(await connect(config, opened))
+
+
+def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[str], object]) -> ServedWorkflow:
+    """The workflow, with programs elsewhere in its place: they get its sampling, chat template and reward, if it is one
+    of arl's that has them. model: whose tokenizer to take if not. Raises ConfigError for one that needs its own calls.
+    """
+    match workflow:
+        case ServedWorkflow():
+            return workflow
+        case SDKWorkflow():
+            return ServedWorkflow(proxy=workflow.proxy, reward=workflow.reward, on_open=on_open)
+        case AgentWorkflow():
+            options = {"template_options": workflow.template_options, "rewriting": workflow.rewriting}
+            proxy = OpenAIProxy(workflow.tokenizer, sampling=workflow.sampling, **options)
+            return ServedWorkflow(proxy=proxy, reward=workflow.reward, on_open=on_open)
+        case DistillationWorkflow():
+            raise ConfigError(
+                "arl serve puts programs elsewhere in the place of the workflow, and a DistillationWorkflow rewards "
+                "the tokens of its own; train it as a script"
+            )
+        case _:
+            return ServedWorkflow(load_tokenizer(model), on_open=on_open)
 
 
 async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> OpenedServers:

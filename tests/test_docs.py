@@ -40,9 +40,10 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("guide", ["workflows", "endpoint", "running"])
+@pytest.mark.parametrize("guide", ["workflows", "endpoint", "running", "serving"])
 async def test_the_code_of_a_guide_runs(guide: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: [9, 9]))
+    monkeypatch.setenv("ARL_ENDPOINT_KEY", "a-key-of-the-guide")
     await namespace_of(guide)
     if guide == "running":
         assert len(read_jsonl(Path("runs/adder/metrics.jsonl"))) == 2

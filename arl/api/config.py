@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.endpoint import EndpointConfig
 from arl.api.engine_config import (
     AdapterWeightsConfig,
     DeltaWeightsConfig,
@@ -247,6 +248,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     stall: StallConfig = StallConfig()
+    endpoint: EndpointConfig = EndpointConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -278,6 +280,17 @@ class Config(Section):
             raise ValueError(
                 f"weights.mirrors has a mirror for {unknown[0]}, which is not among engine.addresses: "
                 f"{', '.join(self.engine.addresses)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _each_worker_has_an_endpoint(self) -> Self:
+        if self.endpoint.is_fixed and self.rollout.num_workers > 1:
+            name = "port" if self.endpoint.port else "public_url"
+            raise ValueError(
+                f"endpoint.{name} is {getattr(self.endpoint, name)}, but each of rollout.num_workers="
+                f"{self.rollout.num_workers} processes has an endpoint of its own; leave endpoint.{name} out, or set "
+                "rollout.num_workers to 0"
             )
         return self
 

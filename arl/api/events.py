@@ -478,6 +478,8 @@ class EpisodeContext:
 
     episode: str
     events: Events
+    is_evaluation: bool = False
+    """Whether it scores the model, and is not trained."""
 
 
 EPISODE: ContextVar[EpisodeContext | None] = ContextVar("EPISODE", default=None)

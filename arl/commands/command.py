@@ -78,21 +78,22 @@ def _imported(file: Path) -> ModuleType:
 
 
 HELP = ("-h", "--help")
+OTHER_FLAGS = "Other flags are FILE's own settings (--model, --config, ...); `%(prog)s FILE --help` lists them. "
 EPILOG = (
-    "Other flags are FILE's own settings (--model, --config, ...); `%(prog)s FILE --help` lists them. A setting with "
-    "the name of an option above goes into FILE's --config file. The command trains nothing, and disturbs no run that "
-    "trains in the same run_dir. Exit code: 0; 1 if every episode failed; 2 for a wrong setting."
+    f"{OTHER_FLAGS}A setting with the name of an option above goes into FILE's --config file. The command trains "
+    "nothing, and disturbs no run that trains in the same run_dir. Exit code: 0; 1 if every episode failed; 2 for a "
+    "wrong setting."
 )
 
 Main = Callable[[Experiment[Any], Config], Awaitable[None]]
 
 
-def parser_of(name: str, description: str) -> argparse.ArgumentParser:
+def parser_of(name: str, description: str, epilog: str = EPILOG) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"arl {name}",
         usage="%(prog)s FILE [options] [FILE's settings]",
         description=description,
-        epilog=EPILOG,
+        epilog=epilog,
         allow_abbrev=False,
         add_help=False,
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arl.api.config import Config
+from arl.api.endpoint import entered
 from arl.api.engine import Sampler
 from arl.api.engine_config import SGLangEngineConfig
 from arl.api.errors import ConfigError, first_error
@@ -29,6 +30,7 @@ from arl.experiment import TRAINED, Experiment
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
+from arl.rollout.report import EpisodeReport
 
 Split = Literal["held-out", "train"]
 
@@ -160,9 +162,9 @@ class Stage:
         runner = EpisodeRunner(workflow=self.workflow, timeout_s=self.config.rollout.episode_timeout_s)
         for work in works:
             sampler = TimedSampler(self._sampler(work))
-            episode = await runner.run(
-                sampler, self.examples[work.index], name=f"episode {work.number} of example {work.index}"
-            )
+            name = f"episode {work.number} of example {work.index}"
+            report = EpisodeReport(is_evaluation=True)
+            episode = await runner.run(sampler, self.examples[work.index], name=name, report=report)
             await ended.put(Run(work=work, episode=episode, calls=tuple(sampler.calls)))
 
     def _sampler(self, work: Work) -> EpisodeSampler:
@@ -185,7 +187,7 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     served = config if weights is None else config.model_copy(update={"model": str(weights)})
     sys.stderr.write(f"serving {served.model} with engine.kind={served.engine.kind}\n")
     with _failures_shown_once():
-        async with setup.workflow, serve(served) as engine:
+        async with entered(setup.workflow, config.endpoint), serve(served) as engine:
             yield Stage(
                 config=config,
                 workflow=setup.workflow,

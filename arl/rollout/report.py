@@ -69,10 +69,11 @@ def _beginning(value: Any, left: Iterator[int]) -> Any:
 
 
 class EpisodeReport:
-    """Reports one episode to `events`, under the name `episode`."""
+    """Reports one episode to `events`, under the name `episode`. is_evaluation: it is not trained."""
 
-    def __init__(self, events: Events = NOWHERE, episode: str = "") -> None:
+    def __init__(self, events: Events = NOWHERE, episode: str = "", *, is_evaluation: bool = False) -> None:
         self.episode = episode
+        self._is_evaluation = is_evaluation
         self._events = events
         self._began = 0.0
         self._last: tuple[ModelRequest, ModelResponse] | None = None
@@ -80,7 +81,7 @@ class EpisodeReport:
     def begin(self) -> None:
         """Tools and rewards that run in the calling task, or in tasks that it makes, report as this episode's."""
         self._began = timestamp()
-        EPISODE.set(EpisodeContext(self.episode, self._events))
+        EPISODE.set(EpisodeContext(self.episode, self._events, self._is_evaluation))
         self._events.emit(EpisodeBegan(t=self._began, episode=self.episode))
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:

@@ -67,6 +67,15 @@ WAITS = {
     "SDKWorkflow._take_place": Wait(
         "a place for another program (Command.max_processes)", "the end of one, rollout.episode_timeout_s"
     ),
+    "PlayedEpisodes.offer": Wait(
+        "a program that plays an episode; is one running, with this URL and key?", "a program's POST /episodes"
+    ),
+    "PlayedEpisode.end_within": Wait(
+        "the end of an episode that a program plays",
+        "its POST /episodes/ID/end, endpoint.lease_s, rollout.episode_timeout_s",
+    ),
+    "PlayedEpisodes.take": Wait("an episode, for a program", "room in the buffer, the program's wait_s"),
+    "PlayedEpisodes.end": Wait("the reward of an episode that a program ended", "the workflow's reward"),
     "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
     "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
     "Upkeep._probe": Wait("a fenced server", "its health, the clock"),

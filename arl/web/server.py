@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -45,10 +46,13 @@ _UNSUPPORTED = 415
 
 
 @asynccontextmanager
-async def serving(app: web.Application, sock: socket.socket, *, shutdown_timeout_s: float = 2.0) -> AsyncIterator[int]:
+async def serving(
+    app: web.Application, sock: socket.socket, *, tls: ssl.SSLContext | None = None, shutdown_timeout_s: float = 2.0
+) -> AsyncIterator[int]:
     """Answer on a socket of `bind` within the block; yields the port, and closes the socket at the end.
 
-    A client that goes away cancels its handler. shutdown_timeout_s: how long running handlers may take at the end.
+    A client that goes away cancels its handler. tls: encrypts; None: plain HTTP. shutdown_timeout_s: how long running
+    handlers may take at the end.
     """
     runner = web.AppRunner(
         app,
@@ -64,7 +68,7 @@ async def serving(app: web.Application, sock: socket.socket, *, shutdown_timeout
         assert runner.server is not None
         runner.server.request_handler = _understanding(runner.server.request_handler)
         try:
-            await web.SockSite(runner, sock, backlog=BACKLOG).start()
+            await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG).start()
             yield sock.getsockname()[1]
         finally:
             await runner.cleanup()

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from msgspec import structs
 
+from arl.api.endpoint import EndpointConfig
 from arl.api.engine import Sampler
 from arl.api.episode_clock import CLOCK
 from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_with, left
@@ -71,9 +72,18 @@ class EpisodeWorkers(RolloutWorkflow):
     ended, or was cancelled, its requests raise EngineClosedError.
     """
 
-    def __init__(self, workflow: RolloutWorkflow, num_workers: int, logs: Path) -> None:
-        """logs: worker K writes its output to logs/worker-K.log. Raises ConfigError if the workflow cannot travel."""
-        self._sent = sent_workflow(workflow)
+    def __init__(
+        self,
+        workflow: RolloutWorkflow,
+        num_workers: int,
+        logs: Path,
+        endpoint: EndpointConfig = EndpointConfig(),  # noqa: B008 - it is frozen
+    ) -> None:
+        """logs: worker K writes its output to logs/worker-K.log. endpoint: the address of the workflow's endpoints.
+
+        Raises ConfigError if the workflow cannot travel.
+        """
+        self._sent = sent_workflow(workflow, endpoint)
         self._workers = [_Worker(number, logs / f"worker-{number}.log") for number in range(num_workers)]
         self._groups = AsyncExitStack()
         self._alarms = asyncio.TaskGroup()

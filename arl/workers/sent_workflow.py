@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arl.api.endpoint import EndpointConfig
 from arl.api.errors import ConfigError
 from arl.api.workflow import RolloutWorkflow
 from arl.object_process import pickled, receive_message
@@ -20,9 +21,11 @@ class _Sent(NamedTuple):
     """How a fresh process makes the script's own module __main__, for what the workflow uses of it."""
     workflow: bytes
     """Pickled."""
+    endpoint: EndpointConfig
+    """What its endpoints take."""
 
 
-def sent_workflow(workflow: RolloutWorkflow) -> bytes:
+def sent_workflow(workflow: RolloutWorkflow, endpoint: EndpointConfig) -> bytes:
     """The first message to a worker. Raises ConfigError if the workflow cannot travel."""
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise ConfigError(
@@ -31,7 +34,7 @@ def sent_workflow(workflow: RolloutWorkflow) -> bytes:
         )
     data = multiprocessing.spawn.get_preparation_data("episode worker")
     main = {name: value for name, value in data.items() if name != "authkey"}
-    sent = _Sent(main, _pickled(workflow))
+    sent = _Sent(main, _pickled(workflow), endpoint)
     path = main.get("init_main_from_path")
     is_script = "init_main_from_name" in main or (path is not None and Path(path).is_file())
     if b"__main__" in sent.workflow and not is_script:
@@ -53,13 +56,13 @@ def _pickled(workflow: RolloutWorkflow) -> bytes:
         ) from error
 
 
-def received_workflow(sock: socket.socket) -> RolloutWorkflow:
-    """In the worker: the workflow that was sent. Raises what importing the script, or unpickling, raises."""
+def received_workflow(sock: socket.socket) -> tuple[RolloutWorkflow, EndpointConfig]:
+    """In the worker: what was sent. Raises what importing the script, or unpickling, raises."""
     sent: _Sent = receive_message(sock)
     process: Any = multiprocessing.process.current_process()
     process._inheriting = True  # a script without `if __name__ == "__main__"` would start a run here: arl refuses it
     try:
         multiprocessing.spawn.prepare(dict(sent.main))
-        return pickle.loads(sent.workflow)
+        return pickle.loads(sent.workflow), sent.endpoint
     finally:
         del process._inheriting

@@ -24,6 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from arl.api.endpoint import EndpointConfig, entered
 from arl.api.episode_clock import EpisodeClock
 from arl.api.errors import ArlError, WorkerError, first_error
 from arl.api.events import EPISODE, EpisodeContext, Event, KeptTokens, TokenFrame
@@ -95,8 +96,9 @@ class _Notes:
 class _Host:
     """Everything here belongs to the event loop."""
 
-    def __init__(self, workflow: RolloutWorkflow) -> None:
+    def __init__(self, workflow: RolloutWorkflow, endpoint: EndpointConfig) -> None:
         self._workflow = workflow
+        self._endpoint = endpoint
         self._runner = EpisodeRunner(workflow=workflow, timeout_s=math.inf)
         self._episodes: dict[int, asyncio.Task[Ended]] = {}
         self._answers: dict[int, asyncio.Future[ModelResponse]] = {}
@@ -113,7 +115,7 @@ class _Host:
         logging.getLogger("arl").addHandler(logs)
         closed = Closed()
         try:
-            async with self._workflow, self._tasks:
+            async with entered(self._workflow, self._endpoint), self._tasks:
                 self._pipe.send(Ready())
                 lag = self._tasks.create_task(LagMonitor(type(self._workflow).__name__).run())
                 blocks = self._tasks.create_task(_watch_for_blocks(_STDERR))
@@ -235,12 +237,12 @@ def _beat(sock: socket.socket) -> None:
 
 def _run(sock: socket.socket) -> None:
     try:
-        workflow = received_workflow(sock)
+        workflow, endpoint = received_workflow(sock)
     except BaseException as error:  # noqa: BLE001 (the controller raises it; also after sys.exit in a script)
         with suppress(OSError):
             sock.sendall(frame(_closed_by(error)))
         return
-    asyncio.run(_Host(workflow).serve(sock))
+    asyncio.run(_Host(workflow, endpoint).serve(sock))
 
 
 def main() -> None:

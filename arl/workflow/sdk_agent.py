@@ -180,20 +180,21 @@ class SDKWorkflow(Shared, RolloutWorkflow):
             assert tokenizer is not None
             proxy = OpenAIProxy(tokenizer, sampling=sampling or SamplingParams())
         self._program = program
-        self._proxy = proxy
+        self.proxy = proxy
+        self.reward = reward
         self._score = as_reward(reward)
         self._places: asyncio.Semaphore | None = None
 
     async def _open(self, opened: contextlib.AsyncExitStack) -> None:
         if isinstance(self._program, Command):
             self._places = asyncio.Semaphore(self._program.num_places)
-        await opened.enter_async_context(self._proxy)
+        await opened.enter_async_context(self.proxy)
         await opened.enter_async_context(self._score)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         with contextlib.ExitStack() as place:
             waited = await self._take_place(place)
-            async with self._proxy.episode(engine) as session:
+            async with self.proxy.episode(engine) as session:
                 answer = await self._answer(session, data)
         score = await self._score(answer, data)
         metrics = {**score.metrics, **waited, "context_full": float(session.is_truncated)}

@@ -3,8 +3,8 @@
     program --HTTP--> key? --> endpoint --> EpisodeSession --> Sampler
                        | no: 401             | dialogues by role --> trajectories
 
-It runs in the event loop that opens it, on loopback. Paths are /e/EPISODE/v1/..., and /e/EPISODE/ROLE/v1/... if an
-episode has several agents. Each protocol has a module.
+It runs in the event loop that opens it, on loopback unless its settings say otherwise. Paths are /e/EPISODE/v1/..., and
+/e/EPISODE/ROLE/v1/... if an episode has several agents. Each protocol has a module.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from arl.api.endpoint import EndpointConfig, endpoint_to_open
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.api.workflow import Shared
-from arl.web.server import bind, body_of, is_same, json_response, serving
+from arl.web.endpoint_socket import endpoint_socket, tls_of, warn_if_open
+from arl.web.server import Handler, body_of, is_same, json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
@@ -127,11 +129,13 @@ class OpenAIProxy(Shared):
     context_length: tokens that the model can hold. A call that asks for more than the room left gets the room left.
     call_format: how the model writes tool calls; by default as its chat template says.
     template_options, rewriting: as in Conversation.
+    endpoint: the address; by default the run's settings (`endpoint.host` and so on), and without a run a free port of
+        loopback.
 
     The proxy stays open until the last one that entered it leaves, so a workflow may enter one that its user opened.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings by name, each with a default
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -142,8 +146,12 @@ class OpenAIProxy(Shared):
         call_format: CallFormat | None = None,
         template_options: Mapping[str, Any] | None = None,
         rewriting: Rewriting = "branch",
+        endpoint: EndpointConfig | None = None,
     ) -> None:
         super().__init__()
+        self._own_endpoint = endpoint
+        self.endpoint = endpoint or EndpointConfig()
+        """The settings of the address; while it is open, those that it took."""
         self._policy = CallPolicy(
             template=ChatTemplate(tokenizer, template_options),
             sampling=sampling,
@@ -155,14 +163,28 @@ class OpenAIProxy(Shared):
         )
         self._sessions: dict[str, EpisodeSession] = {}
         self._shared: dict[str, SharedURL] = {}
-        self._url = ""
+        self._others: dict[str, Handler] = {}
+        self.url = ""
+        """What episodes' URLs begin with, while it is open."""
 
     async def _open(self, opened: AsyncExitStack) -> None:
+        self.endpoint = endpoint = endpoint_to_open(self._own_endpoint)
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
-        server = serving(app, bind("127.0.0.1", 0), shutdown_timeout_s=_SHUTDOWN_S)
-        self._url = f"http://127.0.0.1:{await opened.enter_async_context(server)}"
+        tls = tls_of(endpoint)
+        server = serving(app, endpoint_socket(endpoint), tls=tls, shutdown_timeout_s=_SHUTDOWN_S)
+        self.url = endpoint.url(await opened.enter_async_context(server))
+        warn_if_open(endpoint)
         opened.push_async_callback(self._end_sessions)
+
+    @contextmanager
+    def answering(self, name: str, handler: Handler) -> Iterator[None]:
+        """Within the block, give requests for /name and beneath it to `handler`, which checks their keys."""
+        self._others[name] = handler
+        try:
+            yield
+        finally:
+            del self._others[name]
 
     async def _end_sessions(self) -> None:
         for session in tuple(self._sessions.values()):
@@ -174,7 +196,7 @@ class OpenAIProxy(Shared):
         if not self.is_open:
             raise ArlError("this OpenAIProxy is not open; use it, or the workflow that has it, within `async with`")
         name = secrets.token_hex(8)
-        session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)
+        session = self._sessions[name] = EpisodeSession(f"{self.url}/e/{name}", engine, self._policy)
         try:
             yield session
         finally:
@@ -185,13 +207,15 @@ class OpenAIProxy(Shared):
     def shared_url(self) -> Iterator[SharedURL]:
         """A URL for programs that keep one client for all episodes. Its block admits them one by one."""
         name = secrets.token_hex(8)
-        shared = self._shared[name] = SharedURL(f"{self._url}/e/{name}")
+        shared = self._shared[name] = SharedURL(f"{self.url}/e/{name}")
         try:
             yield shared
         finally:
             del self._shared[name]
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        if other := self._others.get(request.path.split("/", 2)[1]):
+            return await other(request)
         name, role, endpoint = _route(request.method, request.path)
         door = self._sessions.get(name) or self._shared.get(name)
         expected = door.api_key if door else _NO_KEY

@@ -126,7 +126,7 @@ class EpisodeSession:
     """A program's URL and key, and the record of its calls. `OpenAIProxy.episode` makes it.
 
     base_url: for OpenAI's clients. url: without /v1, for Anthropic's.
-    api_key: valid until the episode's block ends.
+    api_key: valid until the episode's block ends. called_at: when a call ended last, by the loop's clock.
     errors: arl's failures that calls were answered with, in order.
     """
 
@@ -144,6 +144,17 @@ class EpisodeSession:
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Condition()
         self._is_over = False
+        self.called_at = 0.0
+
+    @property
+    def name(self) -> str:
+        """The episode's, in its URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a call runs now."""
+        return bool(self._running)
 
     @property
     def base_url(self) -> str:
@@ -245,6 +256,7 @@ class EpisodeSession:
                     yield
                 finally:
                     self._running.discard(scope)
+                    self.called_at = asyncio.get_running_loop().time()
         except TimeoutError:
             if not scope.expired():
                 raise

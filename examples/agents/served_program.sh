@@ -1,0 +1,29 @@
+#!/bin/bash
+# A program that plays episodes of `arl serve` with curl: the same as served_program.py.
+#
+#     export ARL_ENDPOINT_KEY=...
+#     ./served_program.sh http://HOST:8000
+set -euo pipefail
+
+url=$1
+keys=$(mktemp -d)  # every user of this machine can read command lines
+trap 'rm -rf "$keys"' EXIT
+use() { printf 'header = "Authorization: Bearer %s"\n' "$2" >"$keys/$1"; }
+use operator "$ARL_ENDPOINT_KEY"
+
+field() { sed -n "s/.*\"$1\":\"\([^\"]*\)\".*/\1/p"; }  # of JSON in one line, as arl writes it
+
+ask() { curl --silent --show-error --config "$keys/$1" "${@:2}"; }
+
+while true; do
+  # 503: no episode is free now, or arl has not begun to listen. 410: the run is over.
+  episode=$(ask operator --retry 20 --retry-connrefused --retry-delay 1 --fail --json '{}' "$url/episodes") || exit 0
+  id=$(field id <<<"$episode")
+  use episode "$(field api_key <<<"$episode")"
+  question=$(field question <<<"$episode")
+  said=$(ask episode --json "{\"messages\": [{\"role\": \"user\", \"content\": \"$question\"}]}" \
+    "$(field base_url <<<"$episode")/chat/completions" | field content)
+  if [ "$said" = "$(field answer <<<"$episode")" ]; then reward=1; else reward=0; fi
+  ask operator --json "{\"reward\": $reward}" "$url/episodes/$id/end" || exit 0
+  echo
+done
