@@ -60,7 +60,8 @@ class RolloutConfig(Section):
     num_workers: NonNegativeInt = 0
     """Worker processes that run the workflow. 0: it runs in the script's own process."""
     episode_timeout_s: PositiveFloat = 600.0
-    """Longest time one episode may take, retries included."""
+    """Longest time one episode may take, retries included. The wait for a place, or for a program elsewhere, does not
+    count."""
     episode_retries: NonNegativeInt = 1
     """How often an episode that failed runs again."""
     min_group_size: PositiveInt = 2

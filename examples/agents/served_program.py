@@ -20,7 +20,7 @@ from http import HTTPStatus
 from typing import Any
 
 KEY = os.environ.get("ARL_ENDPOINT_KEY", "")
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """How long to wait for arl to start."""
 
 

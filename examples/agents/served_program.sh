@@ -15,9 +15,11 @@ field() { sed -n "s/.*\"$1\":\"\([^\"]*\)\".*/\1/p"; }  # of JSON in one line, a
 
 ask() { curl --silent --show-error --config "$keys/$1" "${@:2}"; }
 
+again=(--retry 300 --retry-connrefused --retry-delay 1)  # arl may begin to listen later
 while true; do
-  # 503: no episode is free now, or arl has not begun to listen. 410: the run is over.
-  episode=$(ask operator --retry 20 --retry-connrefused --retry-delay 1 --fail --json '{}' "$url/episodes") || exit 0
+  # curl asks again after a 503: no episode is free now. It fails after a 410: the run is over.
+  episode=$(ask operator "${again[@]}" --fail --json '{}' "$url/episodes") || exit 0
+  again=(--retry 60)
   id=$(field id <<<"$episode")
   use episode "$(field api_key <<<"$episode")"
   question=$(field question <<<"$episode")

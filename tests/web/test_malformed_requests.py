@@ -18,6 +18,7 @@ from engine.weights.mirrors import mirror_here
 from malformed import Sound, malformed
 from workflow.scripted_answers import TOKENIZER, saying
 
+from arl.api.endpoint import EndpointConfig
 from arl.api.types import SamplingParams
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.engine.weights.package import MAGIC, PREAMBLE, Replica, block_digest, file_digest
@@ -26,7 +27,9 @@ from arl.sandbox.remote import application
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
+from arl.workflow.proxy import episodes_api
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.served_workflow import ServedWorkflow
 
 COUNT = int(os.environ.get("ARL_MALFORMED_REQUESTS", "250"))
 SEED = int(os.environ.get("ARL_MALFORMED_SEED", "0"))
@@ -118,6 +121,21 @@ async def endpoint(_: Path) -> AsyncIterator[Door]:
         yield Door(port=int(authority.rpartition(":")[2]), sound=[posts[0], *posts, models])
 
 
+@asynccontextmanager
+async def episodes(_: Path) -> AsyncIterator[Door]:
+    """Where programs open episodes and post their ends; the end of an unknown one, whose body is read first."""
+    settings, urls = EndpointConfig.model_validate({"api_key": KEY}), list[str]()
+    proxy = OpenAIProxy(TOKENIZER, endpoint=settings)
+    end = {"reward": {"agent": 1.0}, "rewards": {"right": 0.5}, "metrics": {"files": 3}}
+    paths = {"/episodes/a/end": end, "/episodes/b/end": {"answer": "a"}}
+    posts = [Sound(method="POST", path=path, body=body, headers=BEARER) for path, body in paths.items()]
+    counts = Sound(method="GET", path="/episodes", headers=BEARER)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(episodes_api, "_WRONG_KEY_S", 0.0)
+        async with ServedWorkflow(proxy=proxy, on_open=urls.append):
+            yield Door(port=int(urls[0].removesuffix("/episodes").rpartition(":")[2]), sound=[counts, *posts])
+
+
 class Writing(LocalSandbox):
     """Runs nothing; it only lays out the files."""
 
@@ -199,7 +217,7 @@ def faults(request: bytes, answer: bytes) -> list[str]:
     return [] if (status < 500 or status == NO_ROOM) and says_why else [f"{request[:700]!r} -> {answer[:700]!r}"]
 
 
-@pytest.mark.parametrize("opened", [embedded, endpoint, sandbox, mirror, viewer])
+@pytest.mark.parametrize("opened", [embedded, endpoint, episodes, sandbox, mirror, viewer])
 async def test_every_malformed_request_is_refused_with_a_sentence_and_the_server_goes_on(
     opened: Callable[[Path], AbstractAsyncContextManager[Door]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

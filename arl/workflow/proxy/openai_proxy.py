@@ -180,6 +180,8 @@ class OpenAIProxy(Shared):
     @contextmanager
     def answering(self, name: str, handler: Handler) -> Iterator[None]:
         """Within the block, give requests for /name and beneath it to `handler`, which checks their keys."""
+        if name in self._others:
+            raise ArlError(f"this OpenAIProxy has another /{name} already; give each ServedWorkflow a proxy of its own")
         self._others[name] = handler
         try:
             yield

@@ -24,6 +24,7 @@ from arl.api.types import Example, SamplingParams
 from arl.rewards import InlineReward
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
+from arl.training.watchdog import waits
 from arl.workers.episode_workers import EpisodeWorkers
 from arl.workflow.proxy import episodes_api, played_episodes
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
@@ -418,6 +419,26 @@ def test_it_does_not_travel_to_worker_processes_and_has_one_way_to_reach_the_mod
 async def test_an_episode_outside_of_the_block_says_what_to_do() -> None:
     with pytest.raises(ArlError, match="use it within `async with`"):
         await ServedWorkflow(TOKENIZER).arun_episode(saying("a"), QUESTION)
+
+
+async def test_the_watchdog_says_that_episodes_wait_for_programs_and_for_their_ends() -> None:
+    async with served() as arl:
+        running = arl.run()
+        await arl.shows(waiting=1)
+        (line,) = waits([running])
+        assert "1 x a program that plays an episode; is one running, with this URL and key?" in line
+        await arl.open()
+        (line,) = waits([running])
+        assert "1 x the end of an episode that a program plays; woken by its POST /episodes/ID/end" in line
+        running.cancel()
+
+
+async def test_two_workflows_cannot_serve_their_episodes_at_one_proxy() -> None:
+    proxy = OpenAIProxy(TOKENIZER, endpoint=EndpointConfig.model_validate({"api_key": KEY}))
+    async with ServedWorkflow(proxy=proxy):
+        with pytest.raises(ArlError, match="has another /episodes already"):
+            async with ServedWorkflow(proxy=proxy):
+                pass
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
