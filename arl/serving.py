@@ -31,6 +31,7 @@ from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.sdk_agent import SDKWorkflow
 from arl.workflow.served_workflow import ServedWorkflow
 from arl.workflow.teachers import DistillationWorkflow
+from arl.workflow.tool_agent import ToolAgentWorkflow
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,13 @@ def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[s
         case SDKWorkflow():
             return ServedWorkflow(proxy=workflow.proxy, reward=workflow.reward, on_open=on_open)
         case AgentWorkflow():
-            options = {"template_options": workflow.template_options, "rewriting": workflow.rewriting}
-            proxy = OpenAIProxy(workflow.tokenizer, sampling=workflow.sampling, **options)
+            proxy = OpenAIProxy(
+                workflow.tokenizer,
+                sampling=workflow.sampling,
+                template_options=workflow.template_options,
+                rewriting=workflow.rewriting,
+                call_format=workflow.call_format if isinstance(workflow, ToolAgentWorkflow) else None,
+            )
             return ServedWorkflow(proxy=proxy, reward=workflow.reward, on_open=on_open)
         case DistillationWorkflow():
             raise ConfigError(

@@ -166,6 +166,8 @@ class OpenAIProxy(Shared):
         self._others: dict[str, Handler] = {}
         self.url = ""
         """What episodes' URLs begin with, while it is open."""
+        self.port = 0
+        """At which it listens then."""
 
     async def _open(self, opened: AsyncExitStack) -> None:
         self.endpoint = endpoint = endpoint_to_open(self._own_endpoint)
@@ -173,7 +175,8 @@ class OpenAIProxy(Shared):
         app.router.add_route("*", "/{path:.*}", self._dispatch)
         tls = tls_of(endpoint)
         server = serving(app, endpoint_socket(endpoint), tls=tls, shutdown_timeout_s=_SHUTDOWN_S)
-        self.url = endpoint.url(await opened.enter_async_context(server))
+        self.port = await opened.enter_async_context(server)
+        self.url = endpoint.url(self.port)
         warn_if_open(endpoint)
         opened.push_async_callback(self._end_sessions)
 

@@ -57,6 +57,7 @@ class Served:
     engine: ScriptedEngine
     client: aiohttp.ClientSession
     url: str
+    port: int
 
     def run(self, data: Example = QUESTION) -> asyncio.Task[Episode]:
         return asyncio.ensure_future(self.runner.run(self.engine, data, name="the episode"))
@@ -101,8 +102,10 @@ async def served(
     workflow = ServedWorkflow(proxy=proxy, reward=reward, on_open=urls.append)
     runner = EpisodeRunner(workflow=workflow, timeout_s=60.0, retries=retries)
     async with workflow, aiohttp.ClientSession() as client:
-        url = urls[0].removesuffix("/episodes")
-        yield Served(workflow=workflow, runner=runner, engine=engine or saying("Yes."), client=client, url=url)
+        url, port = urls[0].removesuffix("/episodes"), workflow._proxy.port
+        yield Served(
+            workflow=workflow, runner=runner, engine=engine or saying("Yes."), client=client, url=url, port=port
+        )
 
 
 async def test_a_program_opens_an_episode_calls_the_model_and_posts_its_reward() -> None:
@@ -123,6 +126,19 @@ async def test_a_program_opens_an_episode_calls_the_model_and_posts_its_reward()
     assert dict(trajectories[0].rewards) == {"right": 0.5}
     assert {"files": 3, "calls": 2}.items() <= trajectories[0].metrics.items()
     assert arl.engine.requests[0].sampling.max_new_tokens == 32
+
+
+async def test_the_urls_are_those_at_which_the_program_asked_or_the_public_ones() -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Host": "arl.example:99"}
+    for public, begins in (
+        (None, "http://arl.example:99/e/"),
+        ("https://public.example/a", "https://public.example/a/e/"),
+    ):
+        async with served(public_url=public) as arl:
+            running = arl.run()
+            async with arl.client.post(f"http://127.0.0.1:{arl.port}/episodes", headers=headers) as answer:
+                assert (await answer.json())["base_url"].startswith(begins)
+            running.cancel()
 
 
 async def test_an_answer_is_scored_by_the_workflows_reward() -> None:
