@@ -152,11 +152,11 @@ class EpisodesAPI:
         if self._public_url is None:  # by this address the program reaches it
             url = f"{request.scheme}://{request.host}{urlsplit(url).path}"
         return {
+            "example": _json_value(dict(episode.data)),  # first: tools that look for text find the last "id"
             "id": episode.id,
             "base_url": f"{url}/v1",
             "url": url,
             "api_key": episode.session.api_key,
-            "example": _json_value(dict(episode.data)),
             "evaluation": episode.is_evaluation,
             "deadline_s": episode.left_s,
             "lease_s": self._lease_s,

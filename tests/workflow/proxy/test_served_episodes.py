@@ -462,7 +462,7 @@ async def test_the_guides_lines_for_curl_play_an_episode() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     (lines,) = re.findall(r"^```bash\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
     async with served() as arl:
-        running = arl.run()
+        running = arl.run({"id": "7", **QUESTION})
         environment = {**os.environ, "ARL_URL": arl.url, "ARL_ENDPOINT_KEY": KEY}
         shell = await asyncio.create_subprocess_exec("bash", "-euc", lines, env=environment, stdout=subprocess.PIPE)
         said, _ = await shell.communicate()
