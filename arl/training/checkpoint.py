@@ -130,17 +130,8 @@ class Checkpoints:
         return state
 
     def _read(self, path: Path) -> RunState:
-        file = path / "state.json"
-        try:
-            values = json.loads(file.read_text())
-            identity = values["identity"]
-        except UNREADABLE as error:
-            raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
-        if values.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {values.get('format')}, and this arl reads {FORMAT}; continue with the arl that "
-                "wrote it, or use another run_dir"
-            )
+        values = read_values(path, "continue with the arl that wrote it, or use another run_dir")
+        identity = values["identity"]
         for name, value in self._identity.items():
             if not (name.endswith("_digest") or self._is_same(name, identity)):
                 raise CheckpointError(
@@ -172,6 +163,22 @@ class Checkpoints:
 
     def _path(self, version: int) -> Path:
         return checkpoint_of(self._directory, version)
+
+
+def read_values(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON values of a checkpoint, with its `identity`. advice: what to do about one of another format.
+
+    Raises CheckpointError.
+    """
+    file = path / "state.json"
+    try:
+        values = json.loads(file.read_text())
+        dict(values["identity"])
+    except UNREADABLE as error:
+        raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {values.get('format')}, and this arl reads {FORMAT}; {advice}")
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,9 +151,7 @@ def load_checkpoint(
     A stored reference is held from then on. A rank without a stored random state keeps its own. Raises CheckpointError
     that names the mismatch. After a failed read the engine may be half loaded and must not be used.
     """
-    progress = _read_progress(directory)
-    _check_origin(directory, progress.lora, adapters.origin if adapters else None)
-    _check_parameters(directory, progress, _shapes(module))
+    progress = _checked_progress(directory, module, adapters)
     if reference.is_held and not progress.has_reference:
         raise CheckpointError(
             f"{directory} has no reference policy, and this run needs one: perhaps it was written with "
@@ -165,16 +163,18 @@ def load_checkpoint(
     tensors = _tensors(module, optimizer, reference, rank if rank < progress.world_size else None)
     if progress.device != "cuda":
         tensors.pop("cuda_rng", None)
-    try:
-        load_tensors(tensors, checkpoint_id=directory)
-    except (Exception, CheckpointException) as error:  # a damaged file makes torch and pickle raise almost anything
-        if isinstance(_root(error), MemoryError | torch.OutOfMemoryError):
-            raise CheckpointError(f"no memory to read the checkpoint {directory}: {_described(error)}") from error
-        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_described(error)}") from error
+    _read_in_place(directory, tensors)
     if "rng" in tensors:
         torch.set_rng_state(tensors["rng"][str(rank)])
     if "cuda_rng" in tensors:
         torch.cuda.set_rng_state(tensors["cuda_rng"][str(rank)])
+    return progress
+
+
+def load_weights(directory: Path, module: nn.Module, adapters: Adapters | None) -> Progress:
+    """Read the trained weights alone, in place: an export needs no optimizer. Raises CheckpointError."""
+    progress = _checked_progress(directory, module, adapters)
+    _read_in_place(directory, {"model": {name: p.detach() for name, p in trained_parameters(module).items()}})
     return progress
 
 
@@ -246,7 +246,24 @@ def _complete(aside: Path, directory: Path, progress: Progress) -> None:
     force_to_disk(directory.parent)
 
 
-def _read_progress(directory: Path) -> Progress:
+def _checked_progress(directory: Path, module: nn.Module, adapters: Adapters | None) -> Progress:
+    progress = read_progress(directory)
+    _check_origin(directory, progress.lora, adapters.origin if adapters else None)
+    _check_parameters(directory, progress, _shapes(module))
+    return progress
+
+
+def _read_in_place(directory: Path, tensors: dict[str, Any]) -> None:
+    try:
+        load_tensors(tensors, checkpoint_id=directory)
+    except (Exception, CheckpointException) as error:  # a damaged file makes torch and pickle raise almost anything
+        if isinstance(_root(error), MemoryError | torch.OutOfMemoryError):
+            raise CheckpointError(f"no memory to read the checkpoint {directory}: {_described(error)}") from error
+        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_described(error)}") from error
+
+
+def read_progress(directory: Path) -> Progress:
+    """Raises CheckpointError if the directory is not a train engine's checkpoint."""
     file = Path(directory) / _PROGRESS_FILE
     if not file.is_file():
         raise DamagedCheckpointError(f"{directory} is not a train engine's checkpoint: it has no {_PROGRESS_FILE}")

@@ -29,6 +29,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError
 from arl.api.train_sequence import TrainSequence
+from arl.engine.fsdp.exported_weights import export_weights
 from arl.engine.fsdp.parallel import loading_turn
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -123,6 +124,20 @@ def test_ranks_train_publish_and_continue_like_one(
         assert [report["adapter_bytes"] for report in reports] == [expected["adapter_bytes"], 0]
     for file in (tmp_path / "alone").glob("*/*.safetensors"):
         assert_same_tensors(load_file(tmp_path / "ranks" / file.relative_to(tmp_path / "alone")), load_file(file))
+    if variant.head != "value":
+        assert_exports_are_what_the_engine_wrote(tmp_path / "ranks", directory)
+
+
+def assert_exports_are_what_the_engine_wrote(told: Path, model: Path) -> None:
+    """Bit for bit, from the checkpoint of all ranks."""
+    for name in ("model", "adapter"):
+        if (told / name).exists():
+            export_weights(told / "checkpoint", str(model), told / "exported" / name, adapter=name == "adapter")
+            written, exported = (
+                {file.name: file.read_bytes() for file in where.iterdir()}
+                for where in (told / name, told / "exported" / name)
+            )
+            assert exported == written
 
 
 # What is kept of each token

@@ -1,0 +1,90 @@
+"""From a checkpoint of a run to a Hugging Face directory: without servers, the script, or the optimizer's memory.
+
+It names a concrete engine, and imports it when the export begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from arl.api.errors import CheckpointError, ConfigError, ModelError
+from arl.engine.model_files import model_digest
+from arl.training.checkpoint import read_values
+from arl.training.run_dir import checkpoint_of, saved_versions
+from arl.training.run_facts import last_directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedWeights:
+    """The policy's weights in a checkpoint of a run."""
+
+    run_dir: Path
+    version: int
+    checkpoint: Path
+    """The train engine's part."""
+    model: str
+    """What the run began from, a directory or a name on the hub. Config, tokenizer and frozen weights are there."""
+
+    @classmethod
+    def of(cls, run_dir: Path, version: int | None = None, model: str | None = None) -> SavedWeights:
+        """version: the newest if None. model: where the run's model is now, if it was moved.
+
+        Raises ConfigError if there is no such checkpoint or the model is another one, CheckpointError.
+        """
+        saved = sorted(saved_versions(run_dir / "checkpoints"))
+        if not saved:
+            missing = "is no directory" if not run_dir.is_dir() else "has no checkpoint yet"
+            raise ConfigError(
+                f"{run_dir} {missing}; name the run_dir of a run that has saved: it does so at its end, and every "
+                "checkpoint.every_s seconds"
+            )
+        if version is not None and version not in saved:
+            raise ConfigError(
+                f"{run_dir} has no checkpoint of version {version}, only of {', '.join(map(str, saved))}: a run keeps "
+                "the newest checkpoint.keep of them"
+            )
+        path = checkpoint_of(run_dir / "checkpoints", saved[-1] if version is None else version)
+        identity = read_values(path, "export it with the arl that wrote it")["identity"]
+        engine = path / "engine"
+        return cls(
+            run_dir=run_dir,
+            version=int(path.name.rpartition("-")[2]),
+            checkpoint=engine / "policy" if (engine / "policy").is_dir() else engine,
+            model=_found(run_dir, identity, model),
+        )
+
+    def export(self, directory: Path, *, adapter: bool = False) -> int:
+        """Write a Hugging Face directory, whole or not at all, on this process's CPU; returns its bytes.
+
+        adapter: the adapters alone, in peft's format; else they are merged. Raises ConfigError if the directory exists
+        or there are no adapters, CheckpointError, ModelError, and TransportError if it cannot be written.
+        """
+        from arl.engine.fsdp.exported_weights import export_weights
+
+        if directory.exists():
+            raise ConfigError(f"{directory} is there already; remove it, or name another directory")
+        try:
+            return export_weights(self.checkpoint, self.model, directory, adapter=adapter)
+        except CheckpointError as error:
+            if self.checkpoint.exists():
+                raise
+            raise CheckpointError(
+                f"the checkpoint of version {self.version} was deleted meanwhile, as {self.run_dir} has newer ones; "
+                "export one of those"
+            ) from error
+        except ModelError as error:
+            raise ModelError(f"{error}; if the model of the run was moved, --model names it") from error
+
+
+def _found(run_dir: Path, identity: dict[str, str | None], given: str | None) -> str:
+    named = str(identity["model"])
+    if given is None and not Path(named).is_dir() and (there := Path(last_directory(run_dir)) / named).is_dir():
+        named = str(there)  # the run began in another directory
+    model, known = given or named, identity.get("model_digest")
+    if known is not None and (digest := model_digest(model)) is not None and digest != known:
+        raise ConfigError(
+            f"{model} is not the model that {run_dir} was trained from, or it was changed since; name that model with "
+            "--model"
+        )
+    return model
