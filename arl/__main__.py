@@ -13,6 +13,7 @@ _COMMANDS = {
     "try": ("trial", "run episodes of a script's agent without training, and print them"),
     "eval": ("scoring", "score its model on held-out examples: rewards and pass@k"),
     "serve": ("serve_command", "train a script's model with programs elsewhere, which open episodes over HTTP"),
+    "export": ("export_command", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
     "view": ("viewing", "show runs in a browser: every episode, token and second"),
     "top": ("terminal", "show a run in this terminal, live"),
     "trace": ("tracing", "write a timeline of a run to a file for Perfetto"),

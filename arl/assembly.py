@@ -59,6 +59,7 @@ from arl.training.display import Display, display_of
 from arl.training.metrics import Evaluator, RunTotals
 from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
+from arl.training.resumed_settings import say_changes
 from arl.training.run_end import OpenRun
 from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
@@ -209,6 +210,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         await offload(rollout.load_state_dict, state.values["rollout"], state.groups)
         replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
+        say_changes(state.values.get("settings"), settings, learner.version, display.say)
     waiting = [group.group_id for group in buffer.untrained(learner.version)]
     events.emit(_beginning(given, settings, learner.version, waiting))
     events.emit(placement.record())

@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
@@ -37,7 +36,7 @@ from arl.api.notebook import kernel_shell
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
 from arl.in_cell import is_in_cell, run_in_cell
 from arl.json_console import is_json, json_console, tell
-from arl.stopping import SCRIPT_END, ScriptEnd
+from arl.stopping import SCRIPT_END, ScriptEnd, command_line
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 T = TypeVar("T")
@@ -238,17 +237,8 @@ def run_until_stopped(
 
 
 def command_again() -> str:
-    """This process's command line and its directory, as the subject of a sentence. The values of keys and passwords
-    are left out."""
-    words, is_secret = list[str](), False
-    for word in sys.orig_argv:
-        name, equals, _ = word.partition("=")
-        is_flag = word.startswith("-")
-        shown = "..." if is_secret and not is_flag else word
-        is_secret = is_flag and bool(_SECRET.search(name))
-        words.append(f"{name}=..." if is_secret and equals else shown)
-        is_secret = is_secret and not equals
-    command = shlex.join(words)
+    """This process's command line and its directory, as the subject of a sentence."""
+    command = command_line()
     if len(command) > _LONGEST_COMMAND:
         return "the same command"
     try:
@@ -257,7 +247,6 @@ def command_again() -> str:
         return f"`{command}`"
 
 
-_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 _LONGEST_COMMAND = 1000
 
 

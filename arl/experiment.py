@@ -145,7 +145,7 @@ class Experiment(Generic[ConfigT]):
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
         """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
         await offload(make_run_dir, config.run_dir)
-        await offload(_hide_progress_bars)
+        await offload(hide_progress_bars)
         preparing = offload(self.prepare, config)
         try:
             prepared = await asyncio.shield(preparing)
@@ -223,7 +223,7 @@ def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Eval
     return {"eval_reward_before": before.reward, "eval_reward_after": after.reward, **totals, **metrics}
 
 
-def _hide_progress_bars() -> None:
+def hide_progress_bars() -> None:
     """Hide transformers' bars for loading a model, which would stand between the lines of a run."""
     from transformers.utils import logging as transformers_logging
 

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
@@ -25,6 +25,7 @@ class _JsonLines:
     def __init__(self) -> None:
         self.depth = 0
         """How many blocks of json_console are open."""
+        self.copies: list[Callable[[str], None]] = []
         self._lock = threading.RLock()
         self._streams: tuple[TextIO, TextIO] = sys.stdout, sys.stderr
         self._handler = _Handler(self)
@@ -69,6 +70,8 @@ class _JsonLines:
         with self._lock:
             stream.write(line + "\n")
             stream.flush()  # else a part of a line may reach a pipe that both streams share
+            for copy in tuple(self.copies):
+                copy(line)
 
     def tell(self, level: str, kind: str, message: str, **more: Any) -> None:
         self.write(self._streams[1] if level == "error" else self._streams[0], level, kind, "arl", message, **more)
@@ -162,6 +165,17 @@ def json_console(is_wanted: bool) -> Iterator[None]:
 def is_json() -> bool:
     """Whether the console is JSON now."""
     return _LINES.depth > 0
+
+
+def copy_lines(to: Callable[[str], None]) -> None:
+    """Hand each line of the JSON console to this function, too."""
+    _LINES.copies.append(to)
+
+
+def stop_copying(to: Callable[[str], None]) -> None:
+    """Does nothing if it got no copies."""
+    if to in _LINES.copies:
+        _LINES.copies.remove(to)
 
 
 def tell(kind: str, message: str, *, level: str = "info", **more: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,3 +29,18 @@ class ScriptEnd:
 
 SCRIPT_END: ContextVar[ScriptEnd | None] = ContextVar("SCRIPT_END", default=None)
 """Of the script that runs here; None where nothing handles signals, as in a notebook."""
+
+_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+
+
+def command_line() -> str:
+    """This process's command line. The values of keys and passwords are left out."""
+    words, is_secret = list[str](), False
+    for word in sys.orig_argv:
+        name, equals, _ = word.partition("=")
+        is_flag = word.startswith("-")
+        shown = "..." if is_secret and not is_flag else word
+        is_secret = is_flag and bool(_SECRET.search(name))
+        words.append(f"{name}=..." if is_secret and equals else shown)
+        is_secret = is_secret and not equals
+    return shlex.join(words)

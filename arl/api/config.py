@@ -85,7 +85,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:
-        if "min_group_size" in self.model_fields_set and self.min_group_size > self.group_size:
+        if self._changed("min_group_size") and self.min_group_size > self.group_size:  # the default bends
             raise ValueError(
                 f"min_group_size is {self.min_group_size}; it must be at most group_size {self.group_size}"
             )

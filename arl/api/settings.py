@@ -185,6 +185,20 @@ def settings_without_keys(config: BaseModel) -> dict[str, Any]:
     return _without_keys(config.model_dump(mode="json", fallback=str))
 
 
+def settings_without_masked(config: BaseModel) -> dict[str, Any]:
+    """The same, but what would be masked is missing, so that a configuration can be made of it."""
+    return _without_masks(settings_without_keys(config))
+
+
+def _without_masks(value: Any) -> Any:
+    if isinstance(value, dict):
+        parts = cast("dict[str, Any]", value)
+        return {name: _without_masks(inner) for name, inner in parts.items() if inner != _MASK}
+    if isinstance(value, list):
+        return [_without_masks(inner) for inner in cast("list[Any]", value) if inner != _MASK]
+    return value
+
+
 def _without_keys(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         parts = cast("dict[str, Any]", value)

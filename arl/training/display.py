@@ -30,6 +30,7 @@ from arl.api.config import LogConfig
 from arl.api.notebook import Point, ShownWork, curve_svg, kernel_shell, progress_html
 from arl.api.types import Evaluation, StepStats
 from arl.json_console import is_json, tell
+from arl.training.console_log import copy_line, copy_prints
 
 ROWS_SHOWN = 16
 COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
@@ -62,6 +63,8 @@ class Display:
         """num_steps: of the run, if known. console: stdout if not given."""
         self._console = console or Console()
         self._is_live = self._console.is_terminal and not self._console.quiet
+        if self._is_live:
+            copy_prints(self._console)
         self._num_steps = num_steps
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS_SHOWN)
         self._bars = Progress(
@@ -112,16 +115,20 @@ class Display:
     def step(self, stats: StepStats) -> None:
         self._rows.append(_row(stats, self._num_steps))
         if not self._is_live:
-            cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))
             numbers = {"version": stats.version, "steps": self._num_steps, "metrics": dict(stats.metrics)}
-            self.tell("step", "  ".join(cells), **numbers)
+            self.tell("step", self._line(), **numbers)
             return
+        copy_line(self._line())
         if self._training is None:
             self._training = self._bars.add_task(
                 "training", total=self._num_steps, completed=stats.version - 1, said=""
             )
         self._bars.update(self._training, completed=stats.version)
         self._open()
+
+    def _line(self) -> str:
+        """The last step."""
+        return "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         said = (
@@ -198,6 +205,7 @@ class NotebookDisplay(Display):
             super().tell(kind, message, **numbers)
         elif self._is_live:
             self._last_evaluation = message
+            copy_line(message)
             self._open()
 
     def close(self) -> None:

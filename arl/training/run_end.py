@@ -30,8 +30,10 @@ from arl.api.errors import StalledError
 from arl.api.notebook import show_briefly
 from arl.offload import finished, offload
 from arl.stopping import SCRIPT_END, ScriptEnd
+from arl.training.console_log import CONSOLE_LOG, ConsoleLog
 from arl.training.display import display_of
 from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, is_locked, newest_checkpoint
+from arl.training.run_facts import record_start
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer
@@ -165,11 +167,13 @@ class OpenRun:
         self._trainer: Trainer | None = None
         self._first_version = 0
         self._script: ScriptEnd | None = None
+        self._console = ConsoleLog(config.run_dir / "logs" / CONSOLE_LOG)
 
     async def __aenter__(self) -> Self:
         try:
             await offload(self._lock.take)
-            await offload(self._forget_end)
+            await offload(self._begin)
+            self._console.open()
         except BaseException:
             self._lock.release()
             raise
@@ -189,6 +193,7 @@ class OpenRun:
         finally:
             if self._script:
                 self._script.last_words.remove(self._interrupted_now)
+            self._console.close()
             self._lock.release()
 
     def trains_with(self, trainer: Trainer) -> None:
@@ -215,14 +220,17 @@ class OpenRun:
             self._write(end)
             lines = end.lines(self._config.run_dir)
             display_of(self._config.log).tell("end", "\n".join(filter(None, lines)), **asdict(end))
+            for text in [f"{end.error}: {end.why}", end.traceback] if end.error else []:
+                self._console.line(text)  # the console shows it when the run's blocks are left
             if isinstance(error, CancelledError | KeyboardInterrupt):
                 show_briefly(error, "interrupted" if self._config.log.console else "\n".join(lines[:2]))
         except Exception as failure:  # the run's own error must not be hidden
             log.warning("cannot say how the run ended: %s", failure, exc_info=True)
 
-    def _forget_end(self) -> None:
+    def _begin(self) -> None:
         with suppress(OSError):
             (self._config.run_dir / END).unlink(missing_ok=True)
+        record_start(self._config)
 
     def _write(self, end: RunEnd) -> None:
         path = self._config.run_dir / END

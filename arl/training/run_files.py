@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class RunLog:
     """Writes a run's files, and shows its steps and evaluations. One thread writes. Raises RunFileError.
 
-    A resumed run cuts the files back to the checkpoint's version, so each version has one line.
+    A resumed run moves the rows after the checkpoint's version to NAME.undone.jsonl, so each version has one line.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RunLog:
                 force_to_disk(path)
 
     def resume(self, version: int, positions: Mapping[str, int]) -> None:
-        """Delete rows of later versions, and torn lines.
+        """Move rows of later versions to NAME.undone.jsonl, and say how many; delete torn lines.
 
         positions: from the checkpoint of `version`. A file without one is read whole, as evaluations always are: they
         are few, and may end after later checkpoints.
@@ -75,8 +75,13 @@ class RunLog:
         for name, path in self._paths.items():
             with usable(path):
                 if path.exists():
-                    _cut(path, version, 0 if version == 0 and name != "evaluations" else positions.get(name))
+                    position = 0 if version == 0 and name != "evaluations" else positions.get(name)
+                    num_undone = _cut(path, version, position)
                     self._ends[name] = path.stat().st_size
+                    if num_undone:
+                        rows = f"{num_undone} row{'s' * (num_undone > 1)}"
+                        undone = _undone(path).name
+                        self.display.say(f"{path.name}: {rows} after version {version} moved to {undone}")
 
     def evaluations(self) -> dict[int, Evaluation]:
         """By version."""
@@ -142,21 +147,44 @@ class RunLog:
         del self._begun[name]
 
 
-def _cut(path: Path, version: int, position: int | None) -> None:
-    """Cut the file at `position`, if the rows of later versions begin there; else keep the rows up to `version`."""
+def _undone(path: Path) -> Path:
+    """Where the rows of steps go that are trained again."""
+    return path.with_suffix(".undone.jsonl")
+
+
+def _cut(path: Path, version: int, position: int | None) -> int:
+    """Cut the file at `position`, if the rows of later versions begin there; else keep the rows up to `version`.
+
+    Returns how many rows it appended to the file of undone rows: before it cuts, so that a kill loses none.
+    """
     if position is not None:
         with path.open("r+b") as file:
             if _is_end_of(file, version, position):
+                file.seek(position)
+                undone = [line for line in file if _row(line) is not None]
+                _append_rows(_undone(path), undone)
                 file.truncate(position)
-                return
+                return len(undone)
         log.warning("%s is not as the checkpoint of version %d left it: reading all of it", path, version)
-    aside = path.with_name(path.name + ".tmp")
+    aside, undone = path.with_name(path.name + ".tmp"), list[bytes]()
     with aside.open("wb") as kept:
         for line, row in _rows(path):
             if isinstance(row.get("version"), int) and row["version"] <= version:
                 kept.write(line.rstrip(b"\n") + b"\n")
+            else:
+                undone.append(line)
     force_to_disk(aside)
+    _append_rows(_undone(path), undone)
     aside.replace(path)
+    return len(undone)
+
+
+def _append_rows(path: Path, lines: Sequence[bytes]) -> None:
+    if not lines:
+        return
+    with path.open("ab") as file:
+        file.writelines(line.rstrip(b"\n") + b"\n" for line in lines)
+    force_to_disk(path)
 
 
 def _is_end_of(file: IO[bytes], version: int, position: int) -> bool:

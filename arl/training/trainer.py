@@ -38,6 +38,7 @@ from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, ProcessLostError, end_with, first_error
 from arl.api.events import NOWHERE, BatchTaken, EventStore
 from arl.api.notebook import run_html
+from arl.api.settings import settings_without_keys
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -295,7 +296,7 @@ class Trainer:
         totals = replace(self.totals, wall_s=self._wall_s())
         values = {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
         return RunState(
-            values=values | {"logs": self.log.positions()},
+            values=values | {"logs": self.log.positions(), "settings": settings_without_keys(self.config)},
             groups=self.buffer.untrained(self.version),
             replay=self.replay.groups,
             sync=self._sync,

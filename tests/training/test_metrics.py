@@ -3,15 +3,18 @@
 import os
 import resource
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from records import grouped, stats, trajectory
+from rich.console import Console
 
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
 from arl.api.types import Evaluation, Group
+from arl.training.display import Display
 from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog, plot_run, read_jsonl
 
@@ -42,12 +45,21 @@ def test_a_resume_cuts_back_to_its_version_drops_a_torn_line_and_keeps_evaluatio
     log.evaluation(evaluation(2))
     whole = lines.read_text()
     lines.write_text(whole + '{"version": 1, "rew')
-    again = RunLog(tmp_path, QUIET)
+    said = StringIO()
+    again = RunLog(tmp_path, QUIET, display=Display(console=Console(file=said, width=200)))
     again.resume(2, positions if knows_positions else {})
-    assert lines.read_text() == "".join(whole.splitlines(keepends=True)[:2])
+    kept, undone = whole.splitlines(keepends=True)[:2], whole.splitlines(keepends=True)[2:]
+    assert lines.read_text() == "".join(kept)
+    assert (tmp_path / "metrics.undone.jsonl").read_text() == "".join(undone)
+    assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.undone.jsonl")] == [3]
+    assert said.getvalue().splitlines() == [
+        f"{name}.jsonl: 1 row after version 2 moved to {name}.undone.jsonl" for name in ("metrics", "evaluations")
+    ]
     assert again.evaluations() == {0: evaluation(0), 2: evaluation(2)}
     write(again, 3, grouped(trajectory()))
     assert again.positions() == {"metrics": lines.stat().st_size}
+    RunLog(tmp_path, QUIET).resume(2, positions)
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.undone.jsonl")] == [3, 3]
     assert plot_run(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 

@@ -43,9 +43,8 @@ async def test_a_run_that_is_done_says_so_with_its_numbers_and_the_same_call_tha
     assert end.what_next == "set steps above 4 to train further"
     assert end.totals["episodes_trained"] == 16
     assert end.evaluations["last"]["version"] == 4
-    assert end.disk == {name: size for name, size in disk_use(tmp_path).items() if name in end.disk} | {
-        "files": end.disk["files"]
-    }
+    grown = {name: end.disk[name] for name in ("files", "logs")}  # END.json, and the line in console.log
+    assert end.disk == {name: size for name, size in disk_use(tmp_path).items() if name in end.disk} | grown
     assert json.loads((tmp_path / "END.json").read_text())["checkpoint"] == end.checkpoint
     assert end.checkpoint == str(tmp_path / "checkpoints" / "version-00000004")
     said = capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""A run that continues with other settings says which differ, and which of them change what is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.trainer_run import run
+
+from arl.api.config import Config
+from arl.api.errors import CheckpointError
+from arl.api.settings import settings_of
+from arl.training.resumed_settings import _HARMLESS, _OF_SAMPLING, say_changes
+
+BEFORE = {"steps": 1, "rollout": {"max_staleness": 1}, "log": {"console": True}}
+
+
+async def test_it_warns_of_what_changes_the_training_and_mentions_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run(tmp_path, **BEFORE)
+    await run(tmp_path, **BEFORE)
+    assert "other settings than before" not in caplog.text + capsys.readouterr().out
+    changed: dict[str, Any] = {
+        "steps": 2,
+        "rollout": {"max_staleness": 0, "num_workers": 0, "max_concurrent_episodes": 7},
+        "train": {"optimizer": {"lr": 0.5}},
+        "log": {"console": True, "events": None},
+    }
+    await run(tmp_path, **changed)
+    (warning,) = [message for message in caplog.messages if "other settings" in message]
+    assert warning == (
+        "from version 1 on, other settings than before change what is trained: rollout.max_staleness 1 -> 0; "
+        "train.optimizer.lr 1e-05 -> 0.5"
+    )
+    said = "other settings than before, which do not change what is trained: "
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
+    assert line.startswith(f"{said}steps 1 -> 2; rollout.max_concurrent_episodes 1024 -> 7; log.events {{")
+    assert line.endswith("... -> null")
+
+
+async def test_another_seed_or_model_stays_an_error(tmp_path: Path) -> None:
+    await run(tmp_path, **BEFORE)
+    with pytest.raises(CheckpointError, match="was written with seed=0, this run has 1"):
+        await run(tmp_path, **BEFORE, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "matters"),
+    [
+        ("engine.addresses", False),
+        ("engine.dtype", True),
+        ("train.dtype", True),
+        ("train.num_ranks", False),
+        ("rollout.num_workers", False),
+        ("rollout.group_size", True),
+        ("algorithm.loss.kind", True),
+        ("num_turns", True),
+        ("model", False),
+        ("logs", True),
+    ],
+)
+def test_what_is_unknown_to_arl_or_steers_learning_matters(
+    name: str, matters: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nested(value: int) -> dict[str, Any]:
+        found: Any = value
+        for part in reversed(name.split(".")):
+            found = {part: found}
+        return found
+
+    said = list[str]()
+    say_changes(nested(1), nested(2), 3, said.append)
+    assert (len(caplog.messages), len(said)) == ((1, 0) if matters else (0, 1))
+    assert f"{name} 1 -> 2" in "".join((*caplog.messages, *said))
+
+
+def test_what_the_lists_name_are_settings() -> None:
+    known = {setting.name for setting in settings_of(Config)}
+    assert known >= _HARMLESS | _OF_SAMPLING
+
+
+def test_settings_that_one_arl_alone_knows_and_checkpoints_without_settings_say_nothing() -> None:
+    say_changes(None, {"steps": 2}, 1, pytest.fail)
+    say_changes({"gone": 1, "rollout": {}}, {"steps": 2, "rollout": {"new": 1}}, 1, pytest.fail)

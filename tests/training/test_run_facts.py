@@ -1,0 +1,131 @@
+"""config.yaml can be given to --config again; environment.json has a record of each start."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from training.trainer_run import run
+
+from arl.api.config import Config
+from arl.api.presets import PRESETS
+from arl.cli import load_config
+from arl.experiment import ExperimentConfig
+from arl.training import run_facts
+from arl.training.run_facts import record_start, starts_of
+
+
+class OwnConfig(ExperimentConfig):
+    tiny_settings: ClassVar[dict[str, Any]] = {"steps": 7, "train": {"optimizer": {"lr": 3e-4}}}
+    note: str | None = "on: off, 1e-6 #"
+    levels: tuple[int, ...] = (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "flags"),
+    [
+        (Config, ["--model", "m", *("--algorithm.preset", preset)])
+        for preset in PRESETS
+    ]
+    + [
+        (OwnConfig, []),
+        (OwnConfig, ["--note", "null", "--levels", "3", "--train.lora.rank", "4", "--weights.transport", "adapter"]),
+        (OwnConfig, ["--model", "m", "--rollout.group_size", "1", "--algorithm.preset", "ppo"]),
+        (Config, ["--model", "m", "--engine.kind", "sglang", "--engine.addresses", "http://127.0.0.1:1"]),
+        (Config, ["--model", "m", "--log.events", "null", "--log.trackers", '{"kind": "wandb", "tags": ["a"]}']),
+        (Config, ["--model", "m", "--checkpoint.every_s", "null", "--run_dir", "runs/with space: é"]),
+    ],
+)  # fmt: skip
+def test_the_file_makes_the_same_settings_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: type[Config], flags: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config_class, flags)
+    config.run_dir.mkdir(parents=True)
+    record_start(config)
+    again = load_config(config_class, ["--config", str(config.run_dir / "config.yaml")])
+    assert again == config
+    assert again.model_dump() == config.model_dump()
+
+
+def test_a_config_yaml_of_your_own_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("# mine\nsteps: 3\n")
+    for _ in range(2):
+        record_start(Config(model="m", run_dir=tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == "# mine\nsteps: 3\n"
+    assert load_config(Config, ["--config", str(tmp_path / "config.resolved.yaml")]).model == "m"
+
+
+def test_keys_are_left_out_and_come_from_where_they_came_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["python", "train.py", "--log.metrics_key=hidden", "--api_token", "hidden", "--steps", "3"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    record_start(Config.model_validate({"model": "m", "run_dir": tmp_path, "log": {"metrics_key": "hidden"}}))
+    for name in ("config.yaml", "environment.json"):
+        assert "hidden" not in (tmp_path / name).read_text()
+    (start,) = starts_of(tmp_path)
+    assert start["command"] == "python train.py --log.metrics_key=... --api_token ... --steps 3"
+    monkeypatch.setenv("ARL_METRICS_KEY", "of the environment")
+    assert load_config(Config, ["--config", str(tmp_path / "config.yaml")]).log.key == "of the environment"
+
+
+async def test_each_start_of_a_run_adds_its_record(tmp_path: Path) -> None:
+    await run(tmp_path, steps=1)
+    await run(tmp_path, steps=2)
+    first, second = starts_of(tmp_path)
+    assert [start["steps"] for start in (first, second)] == [1, 2]
+    assert second["model"] == "none"
+    assert second["directory"] == str(Path.cwd())
+    assert {"arl", "torch", "transformers"} <= second["versions"].keys()
+    assert second["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def git(directory: Path, *words: str) -> str:
+    own = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b"}
+    own |= {"GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+    environment = os.environ | own
+    done = subprocess.run(["git", *words], cwd=directory, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_is_that_of_the_scripts_repository_and_changes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    script = tmp_path / "code" / "train.py"
+    script.write_text("pass\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    config = Config(model="m", run_dir=tmp_path)
+    record_start(config)
+    git(tmp_path, "init")
+    record_start(config)
+    git(tmp_path, "add", "code")
+    git(tmp_path, "commit", "-m", "all of it")
+    (tmp_path / "code" / "notes").touch()
+    record_start(config)
+    script.write_text("pass  # changed\n")
+    record_start(config)
+    known = [(start["script"], start["commit"], start["has_changes"]) for start in starts_of(tmp_path)]
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert known == [(str(script), *found) for found in ((None, None), (None, None), (commit, False), (commit, True))]
+
+
+def test_without_room_or_with_a_torn_record_the_run_goes_on_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(model="m", run_dir=tmp_path)
+    (tmp_path / "environment.json").write_text('[{"began"')
+    record_start(config)
+    assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
+    assert "environment.json is unreadable, so earlier starts are forgotten" in caplog.text
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_facts, "write_atomically", full)
+    record_start(config)
+    assert f"cannot be written to {tmp_path}: No space left on device" in caplog.text
