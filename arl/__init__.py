@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from arl import rewards, sandbox
+    from arl import finetuning, rewards, sandbox
     from arl.api.algorithm import preset
     from arl.api.config import Config
     from arl.api.engine import Sampler
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from arl.serving import serve
     from arl.start import atrain, train
     from arl.trainer_process import load_train_engine
-    from arl.training import finetuning
     from arl.training.display import progress
     from arl.training.run_end import how_it_ended
     from arl.view.showing import show
@@ -68,6 +67,7 @@ _HOMES = {
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
     "arl.eventlog.run_record": "read_run",
     "arl.experiment": "Experiment ExperimentConfig Setup",
+    "arl.finetuning": "",
     "arl.rehearsal": "dry_run",
     "arl.rewards": "",
     "arl.sandbox": "",
@@ -75,7 +75,6 @@ _HOMES = {
     "arl.start": "atrain train",
     "arl.training.display": "progress",
     "arl.trainer_process": "load_train_engine",
-    "arl.training.finetuning": "",
     "arl.training.run_end": "how_it_ended",
     "arl.view.showing": "show",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",

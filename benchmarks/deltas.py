@@ -37,7 +37,6 @@ from math_agent import CALCULATOR, prompt, tiny_model
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from warm_start import demonstrated
 
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.reinforcement import PolicyLoss
@@ -48,6 +47,7 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import Replica, delta_package, patched_block, spans, survey
+from arl.finetuning.chats import to_demonstrations
 
 BATCH_SIZE = 64
 T = TypeVar("T")
@@ -94,10 +94,8 @@ def batches(tokenizer_of: Path, steps: int, seed: int) -> list[list[TrainSequenc
     tokenizer = load_tokenizer(str(tokenizer_of))
     solutions = math_tasks.solutions(0, steps * BATCH_SIZE, math_tasks.held_out(192), seed + 1)
     generator = torch.Generator().manual_seed(seed)
-    sequences = [
-        sequence(*demonstrated(solution.demonstration(prompt, CALCULATOR), tokenizer), generator)
-        for solution in solutions
-    ]
+    rows = [solution.demonstration(prompt, CALCULATOR) for solution in solutions]
+    sequences = [sequence(*shown, generator) for shown in to_demonstrations(rows, tokenizer)]
     return [sequences[i : i + BATCH_SIZE] for i in range(0, len(sequences), BATCH_SIZE)]
 
 

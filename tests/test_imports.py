@@ -84,6 +84,15 @@ ALLOWED = {
     "arl.view": ("arl.api", "arl.eventlog", "arl.web", "arl.offload"),
     "arl.rollout": ("arl.api",),
     "arl.training": ("arl.api", "arl.algorithm", "arl.rollout", "arl.stopping", "arl.json_console", *CALLS),
+    "arl.finetuning": (
+        "arl.api",
+        "arl.algorithm",
+        "arl.workflow",
+        "arl.training.display",
+        "arl.engine.tiny",
+        "arl.trainer_process",
+        "arl.lazy",
+    ),
     "arl.engine.frames": (),
     "arl.engine.local": ("arl.api", "arl.web", "arl.engine.frames"),
     "arl.engine.client": (
@@ -166,7 +175,12 @@ def test_every_module_has_a_place_in_these_rules() -> None:
 def test_only_the_composition_root_names_concrete_engines() -> None:
     """The face names them for editors."""
     named = {m for m, found in imports().items() if any(is_in(i, "arl.engine") for i in found)}
-    assert {m for m in named if not is_in(m, "arl.engine")} == {*COMPOSERS, "arl", "arl.start"}
+    assert {m for m in named if not is_in(m, "arl.engine")} == {
+        *COMPOSERS,
+        "arl",
+        "arl.finetuning.warm_starts",
+        "arl.start",
+    }
 
 
 def test_a_name_is_imported_from_the_module_that_defines_it() -> None:

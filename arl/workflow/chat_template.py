@@ -17,7 +17,7 @@ from jinja2 import Template, TemplateError
 
 from arl.api.errors import ModelError
 from arl.api.types import StopReason
-from arl.workflow.messages import Message, ToolSpecs, normalised, plain
+from arl.workflow.messages import Message, ToolSpecs, normalised, plain, text_content
 from arl.workflow.rendering.incremental import CLOCK, loop_context
 from arl.workflow.rendering.stretches import is_plain
 from arl.workflow.rendering.watching import watched
@@ -35,6 +35,7 @@ REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 """What a template raises for messages that it does not take."""
 _REMEMBERED, _LONGEST = 256, 20_000
 """Texts, and encodings of texts, that a template remembers; longer ones, in characters, it does not."""
+_THOUGHTS = "<think>"
 _MARKER = "arl-marks-the-sampled-turn"
 _CUT = "\ufdd0"
 """Marks a control token's text as mere text, from within it. Unicode reserves this character for internal use."""
@@ -260,6 +261,13 @@ class ChatTemplate:
         """Whether the template ends an assistant's turn with a special token. GLM's begins the next turn with one."""
         return self.begins_with_special(self.encode(self.end_of_turn))
 
+    @cached_property
+    def turn_end(self) -> str:
+        """The text whose first token ends an assistant's turn: end_of_turn, or for GLM the user's next turn."""
+        user = {"role": "user", "content": "?"}
+        following = "" if self.ends_in_special else self.after_turn([user], [user], add_generation_prompt=False)
+        return following if self.begins_with_special(self.encode(following)) else self.end_of_turn
+
     def after_turn(
         self,
         before: Sequence[Message],
@@ -275,6 +283,34 @@ class ChatTemplate:
         if not marker or _MARKER in shown:
             raise ModelError("the chat template does not show an assistant's message as it is; it cannot be used")
         return after
+
+    def words_of(self, before: Sequence[Message], message: Message, tools: ToolSpecs, prompt: str) -> tuple[str, str]:
+        """What a model writes to say this assistant's message after `before`, and the text that ends its turn; both to
+        encode. prompt: `before`, rendered.
+
+        These are the template's own words, with thinking and tool calls. A template that opens the thinking in the
+        prompt and leaves it out of what was said (DeepSeek-R1's) does not show them: then they are the content as it
+        is. Raises ModelError if such a message has more than content.
+        """
+        whole = self.render([*before, message], tools, add_generation_prompt=False)
+        if whole.startswith(prompt):
+            return self._without_end(whole[len(prompt) :])
+        if message.get("tool_calls") or message.get("reasoning_content"):
+            raise ModelError(
+                "the chat template does not show an assistant's message as it prompts for one; give the message as "
+                "content alone, with the thinking and the calls as the model writes them"
+            )
+        words = text_content(message)
+        if prompt.rstrip().endswith(_THOUGHTS) and words.lstrip().startswith(_THOUGHTS):
+            words = words.lstrip().removeprefix(_THOUGHTS).lstrip("\n")
+        return self._as_text(words, by="assistant"), self.turn_end
+
+    def _without_end(self, words: str) -> tuple[str, str]:
+        """The words of a rendered turn, and the text that ends it: the usual one, or another special token."""
+        ends = [found.start() for found in self._special_pattern.finditer(words) if not words[found.end() :].strip()]
+        if words.endswith(self.end_of_turn) or not ends:
+            return words.removesuffix(self.end_of_turn), self.turn_end
+        return words[: ends[-1]], words[ends[-1] :]
 
     def after_words(self, said: str, shown: str, *, has_calls: bool = False) -> str | None:
         """The rest of `shown` after the words `said`; None if `shown` does not begin with these words.

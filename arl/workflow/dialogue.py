@@ -53,6 +53,10 @@ class Shown:
             return length
         return bisect_left(range(length), True, key=lambda i: mine[: i + 1] != others[: i + 1])
 
+    @property
+    def text(self) -> str:
+        return self._whole()[: self.length]
+
     def keep_in(self, longer: Shown) -> None:
         """Keep no copy of a text that the longer one begins with."""
         if isinstance(self._text, str):
@@ -253,10 +257,18 @@ class Dialogue:
         text = self.template.text_until(output_ids, has_ended=has_ended)
         return self._add(prompt, output_ids, has_ended, response, text, message)
 
-    def demonstrate(self, prompt: Prompt, text: str) -> Turn:
-        """Add an answer to imitate, ended as the template ends turns. It has no logprobs."""
-        end = self.template.encode(self.template.end_of_turn)[:1]
-        return self._add(prompt, (*self.template.encode_said(text), *end), True, None, text, None)
+    def demonstrate(self, prompt: Prompt, said: str | Message) -> Turn:
+        """Add an answer to imitate, ended as the template ends turns. It has no logprobs.
+
+        said: the answer word for word, or a message, whose words are those that the template writes for it, with its
+        thinking and its tool calls. Raises ModelError as `ChatTemplate.words_of` does.
+        """
+        if isinstance(said, str):
+            end = self.template.encode(self.template.turn_end)[:1]
+            return self._add(prompt, (*self.template.encode_said(said), *end), True, None, said, None)
+        words, end_text = self.template.words_of(prompt.messages, said, prompt.tools, prompt.shown.text)
+        output_ids = (*self.template.encode(words), *self.template.encode(end_text)[:1])
+        return self._add(prompt, output_ids, bool(end_text), None, words, said)
 
     def forget(self, turn: Turn) -> None:
         """Remove a turn that nobody has read, unless another follows it."""

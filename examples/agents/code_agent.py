@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 import code_tasks
 from code_formats import Assignment, assignment, gym_rows
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
-from warm_start import Demonstration, warm_start
 
 from arl import (
     Example,
@@ -40,6 +39,7 @@ from arl import (
     SamplingParams,
     Setup,
     Shared,
+    finetuning,
     load_splits,
     load_tokenizer,
 )
@@ -198,11 +198,11 @@ async def prepare(config: CodeAgentConfig) -> Setup:
 def tiny_model(directory: Path, num_held_out: int, seed: int) -> Path:
     """A tiny model, warm-started on good and bad functions for tasks that are not held out."""
 
-    def lessons() -> list[list[Demonstration]]:
+    def lessons() -> list[list[Example]]:
         held_out = code_tasks.held_out(num_held_out)
         return code_tasks.lessons(lambda row: prompt(assignment(row, 1)), objection, held_out, seed)
 
-    return warm_start(directory, lessons, phrases=code_tasks.phrases(), seed=seed)
+    return finetuning.warm_start(directory, lessons, phrases=code_tasks.phrases(), seed=seed)
 
 
 experiment = Experiment(config=CodeAgentConfig, prepare=prepare)

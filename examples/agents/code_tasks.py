@@ -21,8 +21,6 @@ from math import prod
 from string import Formatter
 from typing import Any
 
-from warm_start import Demonstration
-
 from arl import Example
 
 Row = dict[str, Any]
@@ -258,7 +256,7 @@ def _some(seed: int, size: int, excluded: Sequence[Example]) -> list[Task]:
     return [next(stream) for _ in range(size)]
 
 
-def lessons(prompt: Prompt, objection: Objection, excluded: Sequence[Example], seed: int) -> list[list[Demonstration]]:
+def lessons(prompt: Prompt, objection: Objection, excluded: Sequence[Example], seed: int) -> list[list[Example]]:
     """For the warm start: careful demonstrations, then mixed ones; none is about an excluded task.
 
     prompt: makes the agent's prompt for a task. objection: makes the message about a failing test.
@@ -266,14 +264,14 @@ def lessons(prompt: Prompt, objection: Objection, excluded: Sequence[Example], s
     rng = random.Random(seed)
     shown = _some(DEMONSTRATION_SEED + 1000 * seed, NUM_CAREFUL + NUM_MIXED, excluded)
     habits = ["careful"] * NUM_CAREFUL + rng.choices(list(MIX), weights=list(MIX.values()), k=NUM_MIXED)
-    made: list[Demonstration] = []
+    made: list[Example] = []
     for task, habit in zip(shown, habits, strict=True):
         messages = prompt(task.row)
         for code in attempts(task, habit, rng):
             messages.append({"role": "assistant", "content": code if code == GIVEN_UP else fenced(code)})
             if failure := task.failure(code):
                 messages.append({"role": "user", "content": objection(task.tests[0], failure)})
-        made.append(Demonstration(messages=messages if messages[-1]["role"] == "assistant" else messages[:-1]))
+        made.append({"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]})
     return [made[:NUM_CAREFUL], made[NUM_CAREFUL:]]
 
 

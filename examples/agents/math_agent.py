@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import math_tasks
 from calculator import calculator
 from pydantic import PositiveFloat, PositiveInt
-from warm_start import warm_start
 
 from arl import (
     Conversation,
@@ -39,6 +38,7 @@ from arl import (
     Tool,
     Trajectory,
     acall_tools,
+    finetuning,
     load_splits,
     load_tokenizer,
     parse_tool_calls,
@@ -127,7 +127,7 @@ def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Exam
 
 def tiny_model(directory: Path, held_out: Sequence[Example], seed: int) -> Path:
     """A tiny model, warm-started on good and bad solutions of questions that are not held out."""
-    return warm_start(directory, lambda: math_tasks.lessons(prompt, CALCULATOR, held_out, seed), seed=seed)
+    return finetuning.warm_start(directory, lambda: math_tasks.lessons(prompt, CALCULATOR, held_out, seed), seed=seed)
 
 
 def prepare(config: MathAgentConfig) -> Setup:

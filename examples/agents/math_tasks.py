@@ -11,9 +11,8 @@ from typing import Any
 
 import reasoning_gym
 from calculator import calculator
-from warm_start import Demonstration, tool_call
 
-from arl import Example, Tool, ToolError
+from arl import Example, Tool, ToolError, finetuning
 from arl.rewards import last_number
 
 GENERATORS: dict[str, dict[str, Any]] = {
@@ -89,15 +88,15 @@ class Solution:
     calls: tuple[tuple[str, str], ...]
     answer: str
 
-    def demonstration(self, prompt: Prompt, tool: Tool) -> Demonstration:
+    def demonstration(self, prompt: Prompt, tool: Tool) -> Example:
         messages = prompt(self.question)
         for expression, result in self.calls:
-            messages.append({"role": "assistant", "content": tool_call(tool.name, expression=expression)})
+            messages.append({"role": "assistant", "content": finetuning.tool_call(tool.name, expression=expression)})
             messages.append({"role": "tool", "content": result})
-        return Demonstration(messages=[*messages, {"role": "assistant", "content": self.answer}], tools=[tool])
+        return {"messages": [*messages, {"role": "assistant", "content": self.answer}], "tools": [tool.spec]}
 
 
-def lessons(prompt: Prompt, tool: Tool, excluded: Sequence[Example], seed: int) -> list[list[Demonstration]]:
+def lessons(prompt: Prompt, tool: Tool, excluded: Sequence[Example], seed: int) -> list[list[Example]]:
     """For the warm start: careful demonstrations, then mixed ones; none is about an `excluded` question."""
     shown = [s.demonstration(prompt, tool) for s in solutions(NUM_CAREFUL, NUM_MIXED, excluded, seed)]
     return [shown[:NUM_CAREFUL], shown[NUM_CAREFUL:]]

@@ -27,7 +27,6 @@ import multi_tasks
 from math_agent import CALCULATOR, MathAgentConfig
 from multi_tasks import Teacher
 from pydantic import PositiveInt
-from warm_start import warm_start
 
 from arl import (
     Example,
@@ -36,6 +35,7 @@ from arl import (
     SamplingParams,
     Setup,
     SolverCheckerWorkflow,
+    finetuning,
     load_tokenizer,
     tiny_tokenizer,
 )
@@ -108,7 +108,7 @@ def prepare(config: MultiAgentConfig) -> Setup:
     model = config.model
     if config.is_tiny:
         teacher = Teacher(pair(config, tiny_tokenizer()), CALCULATOR, held_out, config.seed)
-        model = str(warm_start(config.run_dir / "model", teacher.lessons, seed=config.seed))
+        model = str(finetuning.warm_start(config.run_dir / "model", teacher.lessons, seed=config.seed))
     agents = pair(config, load_tokenizer(model))
     return Setup(model=model, workflow=agents, dataset=training, eval_dataset=held_out)
 

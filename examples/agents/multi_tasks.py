@@ -8,9 +8,8 @@ from typing import Any
 
 import math_tasks
 from calculator import calculator
-from warm_start import Demonstration, tool_call
 
-from arl import Example, SolverCheckerWorkflow, Tool
+from arl import Example, SolverCheckerWorkflow, Tool, finetuning
 
 NUM_CAREFUL, NUM_MIXED = 6000, 1500
 """Demonstrations of each role: careful ones, which teach a model to copy; then mixed ones, with bad habits."""
@@ -36,21 +35,21 @@ class Teacher:
         self._rng = random.Random(seed)
         self._seed = math_tasks.DEMONSTRATION_SEED + seed * 100_000_000
 
-    def lessons(self) -> list[list[Demonstration]]:
+    def lessons(self) -> list[list[Example]]:
         """Mostly careful demonstrations of both roles, then mostly hasty ones."""
         entries = short(math_tasks.training(2 * (NUM_CAREFUL + NUM_MIXED), self._excluded, self._seed))
         careful, mixed = entries[:NUM_CAREFUL], entries[NUM_CAREFUL : NUM_CAREFUL + NUM_MIXED]
         return [self._lesson(careful, SHARE_HASTY[0]), self._lesson(mixed, SHARE_HASTY[1])]
 
-    def _lesson(self, entries: Sequence[Example], hasty: float) -> list[Demonstration]:
+    def _lesson(self, entries: Sequence[Example], hasty: float) -> list[Example]:
         habits = (self.careful_solver, self.hasty_solver), (self.careful_checker, self.hasty_checker)
         return [role[self._rng.random() < hasty](entry) for entry in entries for role in habits]
 
-    def careful_solver(self, entry: Example) -> Demonstration:
+    def careful_solver(self, entry: Example) -> Example:
         (expression,) = math_tasks.expressions(entry)
         return self._shown(self._agents.messages(entry), *self._calculated(expression), said(solved(entry)))
 
-    def hasty_solver(self, entry: Example) -> Demonstration:
+    def hasty_solver(self, entry: Example) -> Example:
         """Answers at once, and calculates after a rejection."""
         guess = math_tasks.garbled(solved(entry), self._rng, 0.7)
         guessed = (self._agents.messages(entry), said(guess))
@@ -60,7 +59,7 @@ class Teacher:
         (expression,) = math_tasks.expressions(entry)
         return self._shown(*guessed, rejected, *self._calculated(expression), said(solved(entry)))
 
-    def careful_checker(self, entry: Example) -> Demonstration:
+    def careful_checker(self, entry: Example) -> Example:
         """Subtracts the answer from the right one; a difference of 0 means that it is right."""
         first, second = self._proposed(entry), self._proposed(entry)
         checked = (self._asked(entry, first, 0), *self._checked(entry, first))
@@ -68,7 +67,7 @@ class Teacher:
             return self._shown(*checked)
         return self._shown(*checked, self._asked(entry, second, 1), *self._checked(entry, second))
 
-    def hasty_checker(self, entry: Example) -> Demonstration:
+    def hasty_checker(self, entry: Example) -> Example:
         """Accepts or rejects at random."""
         return self._shown(self._asked(entry, self._proposed(entry), 0), verdict(self._rng.random() < 0.5))
 
@@ -85,11 +84,11 @@ class Teacher:
         return [*self._calculated(f"{expression} - {answer}"), verdict(answer == solved(entry))]
 
     def _calculated(self, expression: str) -> list[Sequence[Mapping[str, Any]]]:
-        call = tool_call(self._tool.name, expression=expression)
+        call = finetuning.tool_call(self._tool.name, expression=expression)
         return [said(call), [{"role": "tool", "content": calculator(expression)}]]
 
-    def _shown(self, *parts: Sequence[Mapping[str, Any]]) -> Demonstration:
-        return Demonstration(messages=[message for part in parts for message in part], tools=[self._tool])
+    def _shown(self, *parts: Sequence[Mapping[str, Any]]) -> Example:
+        return {"messages": [message for part in parts for message in part], "tools": [self._tool.spec]}
 
 
 def solved(entry: Example) -> str:

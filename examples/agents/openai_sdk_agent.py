@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 from agents import FunctionTool, OpenAIProvider
 from order_desk import CITIES, DESK, Order, reply, shop
 from pydantic import PositiveFloat, PositiveInt
-from warm_start import Demonstration, tool_call, warm_start
 
 from arl import (
     Example,
@@ -42,6 +41,7 @@ from arl import (
     Setup,
     TinyShape,
     Tool,
+    finetuning,
     load_tokenizer,
 )
 from arl.rewards import NumericMatch
@@ -94,11 +94,13 @@ def prepare(config: OpenAISDKAgentConfig) -> Setup:
 def tiny_model(config: OpenAISDKAgentConfig) -> Path:
     """A tiny model, warm-started on good and bad conversations about orders that no question is about."""
 
-    def demonstrations() -> list[list[Demonstration]]:
+    def demonstrations() -> list[list[Example]]:
         return lessons(config.seed)
 
     directory, shape = config.run_dir / "model", TinyShape()
-    return warm_start(directory, demonstrations, seed=config.seed, shape=shape, phrases=phrases(), batch_size=8)
+    return finetuning.warm_start(
+        directory, demonstrations, seed=config.seed, shape=shape, phrases=phrases(), batch_size=8
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +112,12 @@ class Kind:
 
 
 def _price(order: Order) -> tuple[str, str]:
-    call = tool_call("price", item=order.item, quantity=order.quantity)
+    call = finetuning.tool_call("price", item=order.item, quantity=order.quantity)
     return call, str(shop().prices[order.item] * order.quantity)
 
 
 def _delivery(order: Order) -> tuple[str, str]:
-    return tool_call("delivery_days", city=order.city), str(shop().days[order.city])
+    return finetuning.tool_call("delivery_days", city=order.city), str(shop().days[order.city])
 
 
 KINDS = (
@@ -145,13 +147,13 @@ def _row(kind: int, number: int) -> dict[str, Any]:
     return {"question": KINDS[kind].question.format(number), "answer": answer, "kind": kind, "order": number}
 
 
-def lessons(seed: int) -> list[list[Demonstration]]:
+def lessons(seed: int) -> list[list[Example]]:
     """The tiny model's demonstrations, in the messages that the SDK sends."""
     rng = random.Random(seed)
     rows = questions("demonstrations")
     by_kind = [[row for row in rows if row["kind"] == kind] for kind in range(len(KINDS))]
 
-    def shown(habit: str) -> Demonstration:
+    def shown(habit: str) -> Example:
         row = rng.choice(rows)
         return demonstration(row, habit, guess=rng.choice(by_kind[row["kind"]])["answer"])
 
@@ -159,15 +161,15 @@ def lessons(seed: int) -> list[list[Demonstration]]:
     return [[shown("careful") for _ in range(NUM_CAREFUL)], [shown(habit) for habit in habits]]
 
 
-def demonstration(row: Mapping[str, Any], habit: str, guess: str) -> Demonstration:
+def demonstration(row: Mapping[str, Any], habit: str, guess: str) -> Example:
     order = shop().orders[row["order"]]
-    calls = [(tool_call("find_order", number=row["order"]), str(order)), KINDS[row["kind"]].call(order)]
+    calls = [(finetuning.tool_call("find_order", number=row["order"]), str(order)), KINDS[row["kind"]].call(order)]
     calls = calls[: {"guess": 0, "halfway": 1}.get(habit)]
     answer = row["answer"] if habit == "careful" else guess
     messages = [{"role": "system", "content": str(DESK.instructions)}, {"role": "user", "content": row["question"]}]
     for call, result in calls:
         messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": result}]
-    return Demonstration(messages=[*messages, {"role": "assistant", "content": answer}], tools=tools())
+    return {"messages": [*messages, {"role": "assistant", "content": answer}], "tools": [tool.spec for tool in tools()]}
 
 
 @cache
@@ -186,9 +188,9 @@ def phrases() -> list[str]:
     """The tokens of the tiny model's tokenizer: names, the text around them, and pairs of digits, since a number then
     has fewer tokens to copy."""
     calls = (
-        tool_call("find_order", number=0),
-        tool_call("price", item="|", quantity=0),
-        tool_call("delivery_days", city="|"),
+        finetuning.tool_call("find_order", number=0),
+        finetuning.tool_call("price", item="|", quantity=0),
+        finetuning.tool_call("delivery_days", city="|"),
     )
     around = [piece for call in calls for piece in re.split(r"[|0]", call)]
     return [*dict.fromkeys(around), " x ", ", to ", *shop().prices, *CITIES, *(f"{pair:02}" for pair in range(100))]

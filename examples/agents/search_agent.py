@@ -32,7 +32,6 @@ from typing import Any, ClassVar
 import search_tasks
 from pydantic import PositiveFloat, PositiveInt
 from search_server import Document, Index, SearchEngine
-from warm_start import Demonstration, warm_start
 
 from arl import (
     DatasetError,
@@ -43,6 +42,7 @@ from arl import (
     Setup,
     Tool,
     ToolAgentWorkflow,
+    finetuning,
     load_splits,
     load_tokenizer,
 )
@@ -217,12 +217,12 @@ def prepare(config: SearchAgentConfig) -> Setup:
 def tiny_model(config: SearchAgentConfig, tool: Tool) -> Path:
     """A tiny model, warm-started on good and bad searches in a part of the encyclopedia that no question is about."""
 
-    def lessons() -> list[list[Demonstration]]:
+    def lessons() -> list[list[Example]]:
         index = Index(search_tasks.documents())
         search = cache(lambda query: shown(index.best(query, config.topk)))
         return search_tasks.lessons(prompt, tool, search, config.seed)
 
-    return warm_start(config.run_dir / "model", lessons, phrases=search_tasks.phrases(), seed=config.seed)
+    return finetuning.warm_start(config.run_dir / "model", lessons, phrases=search_tasks.phrases(), seed=config.seed)
 
 
 experiment = Experiment(config=SearchAgentConfig, prepare=prepare)

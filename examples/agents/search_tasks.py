@@ -18,9 +18,8 @@ from string import Formatter
 from typing import Any
 
 from search_server import Document
-from warm_start import Demonstration, tool_call
 
-from arl import Tool
+from arl import Example, Tool, finetuning
 
 Row = dict[str, Any]
 Prompt = Callable[[str], list[dict[str, str]]]
@@ -162,7 +161,7 @@ def _row(kind: Kind, start: Entry, entries: dict[str, Entry]) -> Row:
     }
 
 
-def lessons(prompt: Prompt, tool: Tool, search: Callable[[str], str], seed: int) -> list[list[Demonstration]]:
+def lessons(prompt: Prompt, tool: Tool, search: Callable[[str], str], seed: int) -> list[list[Example]]:
     """For the warm start: careful demonstrations, then mixed ones, about a separate region.
 
     search: returns the tool's result for a query.
@@ -170,14 +169,14 @@ def lessons(prompt: Prompt, tool: Tool, search: Callable[[str], str], seed: int)
     rng = random.Random(seed)
     rows = questions("demonstrations")
 
-    def shown(habit: str) -> Demonstration:
+    def shown(habit: str) -> Example:
         row = rng.choice(rows)
         queries, answer = _done(habit, row, other=rng.choice(rows))
         messages = prompt(row["question"])
         for query in queries:
-            messages.append({"role": "assistant", "content": tool_call(tool.name, query=query)})
+            messages.append({"role": "assistant", "content": finetuning.tool_call(tool.name, query=query)})
             messages.append({"role": "tool", "content": search(query)})
-        return Demonstration(messages=[*messages, {"role": "assistant", "content": answer}], tools=[tool])
+        return {"messages": [*messages, {"role": "assistant", "content": answer}], "tools": [tool.spec]}
 
     habits = rng.choices(list(MIX), weights=list(MIX.values()), k=NUM_MIXED)
     return [[shown("careful") for _ in range(NUM_CAREFUL)], [shown(habit) for habit in habits]]
@@ -198,4 +197,4 @@ def phrases() -> list[str]:
     """The tokens of the tiny model's tokenizer: parts of names, and the words around them."""
     templates = (*(f"{{title}}: {text}" for text in (*WORKS, *PEOPLE, *PLACES)), *(kind.question for kind in KINDS))
     around = [literal for template in templates for literal, *_ in Formatter().parse(template) if len(literal) > 1]
-    return [*dict.fromkeys(around), *tool_call("search", query="|").split("|"), *NAME_PARTS]
+    return [*dict.fromkeys(around), *finetuning.tool_call("search", query="|").split("|"), *NAME_PARTS]

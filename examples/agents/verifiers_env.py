@@ -25,14 +25,15 @@ from typing import Any, ClassVar
 
 from backwards_env import SYSTEM, TRY_AGAIN, question, words
 from pydantic import Field, PositiveFloat, PositiveInt
-from warm_start import Demonstration, warm_start
 
 from arl import (
+    Example,
     Experiment,
     ExperimentConfig,
     SamplingParams,
     Setup,
     VerifiersWorkflow,
+    finetuning,
     load_tokenizer,
 )
 
@@ -71,7 +72,7 @@ class VerifiersEnvConfig(ExperimentConfig):
 def prepare(config: VerifiersEnvConfig) -> Setup:
     model = config.model
     if config.is_tiny:
-        model = str(warm_start(config.run_dir / "model", lambda: lessons(config.seed), seed=config.seed))
+        model = str(finetuning.warm_start(config.run_dir / "model", lambda: lessons(config.seed), seed=config.seed))
     sampling = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     workflow = VerifiersWorkflow(config.env, load_tokenizer(model), sampling=sampling)
     dataset = workflow.rows(workflow.env.taskset.take(config.num_tasks))
@@ -79,7 +80,7 @@ def prepare(config: VerifiersEnvConfig) -> Setup:
     return Setup(model=model, workflow=workflow, dataset=dataset, eval_dataset=held_out)
 
 
-def lessons(seed: int) -> list[list[Demonstration]]:
+def lessons(seed: int) -> list[list[Example]]:
     """The tiny model's demonstrations: words spelled backwards, at first always with care."""
     rng = random.Random(seed)
     shown = list(islice(words(DEMONSTRATION_SEED, 4, 6), NUM_CAREFUL + NUM_MIXED))
@@ -87,7 +88,7 @@ def lessons(seed: int) -> list[list[Demonstration]]:
     return [careful, [spelling(word, rng, care=CARE) for word in shown[NUM_CAREFUL:]]]
 
 
-def spelling(word: str, rng: random.Random, care: float) -> Demonstration:
+def spelling(word: str, rng: random.Random, care: float) -> Example:
     """A spelling that is right at once, at the second try, or never. care: how likely each try is right."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(word)}]
     for _ in range(2):
@@ -96,7 +97,7 @@ def spelling(word: str, rng: random.Random, care: float) -> Demonstration:
         if is_right:
             break
         messages.append({"role": "user", "content": TRY_AGAIN})
-    return Demonstration(messages=messages if messages[-1]["role"] == "assistant" else messages[:-1])
+    return {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}
 
 
 def slip(word: str, rng: random.Random) -> str:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from arl.api.engine_config import TrainConfig
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.finetuning import warm_starts
 
 CONTEXT_LENGTH = 8192
 # Weights so large that the next token is seldom nearly a tie, and that other weights say something else.
@@ -60,14 +61,13 @@ def math_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
     import math_agent
     import math_tasks
-    import warm_start
 
     directory = tmp_path_factory.mktemp("math") / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(math_tasks, "NUM_CAREFUL", 5000)
         patch.setattr(math_tasks, "NUM_MIXED", 1000)
         # Two threads wait for each other at every matmul where other processes want the cores too.
-        patch.setattr(warm_start, "TrainConfig", lambda **settings: TrainConfig(**{**settings, "num_threads": 1}))
+        patch.setattr(warm_starts, "TrainConfig", lambda **settings: TrainConfig(**{**settings, "num_threads": 1}))
         return math_agent.tiny_model(directory, math_tasks.held_out(192), seed=0)
 
 

@@ -16,17 +16,18 @@ import openai_sdk_agent
 import pytest
 import search_agent
 import search_tasks
-import warm_start
 from multi_agent import MultiAgentConfig, pair, questions
 from multi_tasks import Teacher
 from played import TOKENIZER, played
-from warm_start import Demonstration, tool_call
 
 from arl.api.errors import DatasetError
+from arl.api.types import Example
 from arl.cli import load_config
 from arl.commands.command import load_experiment
 from arl.engine.model_files import load_tokenizer
 from arl.experiment import ExperimentConfig, Setup
+from arl.finetuning import warm_starts
+from arl.finetuning.warm_starts import tool_call
 from arl.workflow.call_formats import parse_tool_calls
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
@@ -79,7 +80,7 @@ def test_a_row_without_a_needed_column_is_refused(config: Any, read: Any, row: A
 
 async def prepared(agent: ModuleType, tasks: ModuleType, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Setup:
     """As a run prepares it, but its model learns nothing, from a few demonstrations."""
-    monkeypatch.setattr(warm_start.finetuning, "finetune", lambda *_, **__: None)
+    monkeypatch.setattr(warm_starts, "finetune", lambda *_, **__: None)
     for name in ("NUM_CAREFUL", "NUM_MIXED"):
         monkeypatch.setattr(tasks, name, 32)
     config = agent.experiment.config(**settings)
@@ -153,11 +154,11 @@ def teacher(monkeypatch: pytest.MonkeyPatch) -> Teacher:
     return Teacher(pair(MultiAgentConfig(), TOKENIZER), multi_agent.CALCULATOR, math_tasks.held_out(192), seed=0)
 
 
-def spoken(demonstration: Demonstration) -> list[str]:
-    return [message["content"] for message in demonstration.messages if message["role"] == "assistant"]
+def spoken(demonstration: Example) -> list[str]:
+    return [message["content"] for message in demonstration["messages"] if message["role"] == "assistant"]
 
 
-def is_hasty(demonstration: Demonstration) -> bool:
+def is_hasty(demonstration: Example) -> bool:
     return not parse_tool_calls(spoken(demonstration)[0])
 
 
@@ -168,14 +169,14 @@ def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher)
         if is_hasty(solver) or is_hasty(checker):
             continue
         answer = spoken(solver)[-1]
-        proposed = checker.messages[1]["content"].split("Answer:\n")[1].split("\n")[0]
+        proposed = checker["messages"][1]["content"].split("Answer:\n")[1].split("\n")[0]
         call, verdict, *again = spoken(checker)
         assert len(parse_tool_calls(call)) == 1
-        assert (checker.messages[3]["content"] == "0") == (proposed == answer)
+        assert (checker["messages"][3]["content"] == "0") == (proposed == answer)
         assert verdict == ("ACCEPT" if proposed == answer else "REJECT")
         assert bool(again) == (verdict == "REJECT")
         if again:
-            proposed = checker.messages[5]["content"].split("The next answer:\n")[1].split("\n")[0]
+            proposed = checker["messages"][5]["content"].split("The next answer:\n")[1].split("\n")[0]
             assert again[1] == ("ACCEPT" if proposed == answer else "REJECT")
 
 
@@ -187,7 +188,7 @@ def test_the_hasty_answer_and_judge_without_a_look_and_a_rejected_solver_calcula
             call, answer = again
             assert len(parse_tool_calls(call)) == 1
             assert guess != answer
-            assert "rejected" in solver.messages[3]["content"]
+            assert "rejected" in solver["messages"][3]["content"]
     assert {tuple(spoken(checker)) for checker in filter(is_hasty, lesson[1::2])} == {("ACCEPT",), ("REJECT",)}
 
 
@@ -199,9 +200,9 @@ def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:
 
 def test_lessons_have_the_workflows_prompts_and_nothing_held_out(teacher: Teacher) -> None:
     lessons = teacher.lessons()
-    openings = {demonstration.messages[0]["content"] for lesson in lessons for demonstration in lesson}
+    openings = {demonstration["messages"][0]["content"] for lesson in lessons for demonstration in lesson}
     assert openings == {multi_agent.SOLVER, multi_agent.CHECKER}
-    asked = {demonstration.messages[1]["content"] for lesson in lessons for demonstration in lesson}
+    asked = {demonstration["messages"][1]["content"] for lesson in lessons for demonstration in lesson}
     assert not any(entry["question"] in asked for entry in math_tasks.held_out(192))
 
 

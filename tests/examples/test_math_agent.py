@@ -5,9 +5,9 @@ import pytest
 from calculator import calculator
 from math_agent import MathAgent, MathAgentConfig, answer_score, questions
 from played import TOKENIZER, played
-from warm_start import tool_call
 
 from arl.api.types import SamplingParams
+from arl.finetuning.warm_starts import tool_call
 from arl.rewards import InlineReward
 from arl.workflow.tools import Tool
 
@@ -118,8 +118,8 @@ def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monk
     assert [len(careful), len(mixed)] == [20, 5]
     for shown, solution in zip(careful, math_tasks.solutions(20, 0, HELD_OUT), strict=True):
         (expression, result), *_ = solution.calls
-        assert shown.messages[0]["content"] == solution.question
-        assert shown.messages[1]["content"] == tool_call("calculator", expression=expression)
-        assert shown.messages[2] == {"role": "tool", "content": result}
-        assert shown.messages[-1] == {"role": "assistant", "content": solution.answer}
+        assert shown["messages"][0]["content"] == solution.question
+        assert shown["messages"][1]["content"] == tool_call("calculator", expression=expression)
+        assert shown["messages"][2] == {"role": "tool", "content": result}
+        assert shown["messages"][-1] == {"role": "assistant", "content": solution.answer}
         assert shown.tools == [tool]

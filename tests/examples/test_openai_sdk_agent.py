@@ -14,11 +14,12 @@ from openai import DefaultAsyncHttpxClient
 from openai_sdk_agent import KINDS, MIX, demonstration, lessons, phrases, program, questions
 from order_desk import shop
 from played import played
-from warm_start import demonstrated, tool_call
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams, Trajectory
 from arl.engine.tiny import tiny_tokenizer
+from arl.finetuning.chats import to_demonstrations
+from arl.finetuning.warm_starts import tool_call
 from arl.rewards import NumericMatch
 from arl.workflow.sdk_agent import SDKWorkflow
 
@@ -49,8 +50,8 @@ async def episode(*answers: str, row: Any = ROWS[0]) -> tuple[Trajectory, str]:
 @pytest.mark.parametrize("habit", MIX)
 async def test_a_demonstration_has_the_very_tokens_of_an_episode(row: Any, habit: str) -> None:
     shown = demonstration(row, habit, guess="7")
-    token_ids, mask = demonstrated(shown, TOKENIZER)
-    trajectory, _ = await episode(*(m["content"] for m in shown.messages if m["role"] == "assistant"), row=row)
+    ((token_ids, mask),) = to_demonstrations([shown], TOKENIZER)
+    trajectory, _ = await episode(*(m["content"] for m in shown["messages"] if m["role"] == "assistant"), row=row)
     assert list(trajectory.token_ids) == list(token_ids)
     assert list(trajectory.loss_mask) == list(mask)
     assert trajectory.reward == float(habit == "careful")
@@ -125,7 +126,7 @@ def test_no_order_is_in_two_regions_and_the_books_have_the_answers() -> None:
 
 
 def test_the_first_lesson_is_careful_and_the_second_is_mixed() -> None:
-    careful, mixed = ([len(shown.messages) for shown in lesson] for lesson in lessons(seed=0))
+    careful, mixed = ([len(shown["messages"]) for shown in lesson] for lesson in lessons(seed=0))
     assert set(careful) == {7}
     shares = {length: count / len(mixed) for length, count in Counter(mixed).items()}
     assert shares == pytest.approx({3: MIX["guess"], 5: MIX["halfway"], 7: MIX["careful"]}, abs=0.05)

@@ -18,11 +18,11 @@ from search_agent import (
     questions,
 )
 from search_server import Document, Index, SearchEngine
-from warm_start import tool_call
 
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.finetuning.warm_starts import tool_call
 from arl.rewards import InlineReward
 
 CONTEXT = [

@@ -21,7 +21,8 @@ from arl.api.scripted import ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer, model_limits
-from arl.training.finetuning import Demonstration, Preference, finetune, train_preferences, train_reward_model
+from arl.finetuning.demonstrations import Demonstration, finetune
+from arl.finetuning.pairs import Preference, train_preferences, train_reward_model
 
 GUIDE = Path(__file__).parents[3] / "docs" / "finetuning.md"
 DEMONSTRATIONS: list[Demonstration] = [([i, 200 + i, 100 + i, 7], [0, 0, 1, 1]) for i in range(10)]

@@ -4,16 +4,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warm_start import Demonstration, demonstrated, frequent_phrases, tool_call
 
+from arl.api.types import Example
 from arl.engine.tiny import TinyShape, tiny_tokenizer
+from arl.finetuning import warm_starts
+from arl.finetuning.chats import to_demonstrations
+from arl.finetuning.warm_starts import frequent_phrases, tool_call, warm_start
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
 
 small_warm_start = partial(
-    warm_start.warm_start,
+    warm_start,
     shape=TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8),
     seed=0,
     num_threads=1,
@@ -32,17 +34,17 @@ def opened(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": "You may count."}, {"role": "user", "content": question}]
 
 
-def lesson(size: int = 32) -> list[Demonstration]:
+def lesson(size: int = 32) -> list[Example]:
     return [
-        Demonstration(
-            messages=[
+        {
+            "messages": [
                 *opened(f"After {number} comes ..."),
                 {"role": "assistant", "content": tool_call("increase", number=number)},
                 {"role": "tool", "content": str(number + 1)},
                 {"role": "assistant", "content": f"It is {number + 1}."},
             ],
-            tools=[TOOL],
-        )
+            "tools": [TOOL.spec],
+        }
         for number in range(size)
     ]
 
@@ -52,7 +54,7 @@ def test_the_model_is_made_once_and_a_prompts_boilerplate_is_few_tokens(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     written = (directory / "model.safetensors").stat().st_mtime_ns
 
-    def never() -> list[list[Demonstration]]:
+    def never() -> list[list[Example]]:
         raise AssertionError("a model that is there needs no demonstrations")
 
     assert small_warm_start(directory, never) == directory
@@ -67,7 +69,7 @@ def test_an_interrupted_warm_start_leaves_no_model(tmp_path: Path, monkeypatch: 
     def interrupted(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(warm_start.finetuning, "finetune", interrupted)
+    monkeypatch.setattr(warm_starts, "finetune", interrupted)
     with pytest.raises(KeyboardInterrupt):
         small_warm_start(tmp_path / "model", lambda: [lesson()])
     assert list(tmp_path.iterdir()) == []
@@ -80,7 +82,7 @@ def test_frequent_phrases_are_what_many_texts_share_between_numbers_and_operator
 
 def test_only_the_assistants_words_are_learned() -> None:
     tokenizer = tiny_tokenizer()
-    token_ids, loss_mask = demonstrated(lesson(1)[0], tokenizer)
+    ((token_ids, loss_mask),) = to_demonstrations(lesson(1), tokenizer)
     learned = [token for token, bit in zip(token_ids, loss_mask, strict=True) if bit]
     assert tokenizer.decode(learned) == tool_call("increase", number=0) + "<|im_end|>It is 1.<|im_end|>"
     text = str(tokenizer.decode(list(token_ids)))
@@ -90,8 +92,8 @@ def test_only_the_assistants_words_are_learned() -> None:
 def test_phrases_of_a_conversation_without_an_opening_and_those_of_the_caller_are_one_token_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_start.finetuning, "finetune", lambda *_, **__: None)
+    monkeypatch.setattr(warm_starts, "finetune", lambda *_, **__: None)
     said = [{"role": "user", "content": "ready?"}, {"role": "assistant", "content": "steady"}]
-    model = small_warm_start(tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16], phrases=["seldom"])
+    model = small_warm_start(tmp_path / "model", lambda: [[{"messages": said}] * 16], phrases=["seldom"])
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert [len(tokenizer.encode(word)) for word in ("ready?", "steady", "seldom")] == [1, 1, 1]

@@ -1,12 +1,6 @@
-"""The examples' tiny model: made from a config, then fine-tuned on demonstrations until it is a mediocre agent.
+"""A warm start: a tiny model, made on the spot and fine-tuned on demonstrations until it is a mediocre agent.
 
-An example demonstrates whole conversations. The model learns the assistant's words, and only reads the rest:
-
-    def lessons() -> list[list[Demonstration]]:
-        shown = [{"role": "user", "content": "2 + 2 = ?"}, {"role": "assistant", "content": "4"}]
-        return [[Demonstration(messages=shown), ...]]
-
-    model = warm_start(config.run_dir / "model", lessons, seed=config.seed)
+It gives an example, a test or a trial of a reward something to improve in minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -16,25 +10,17 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from arl import (
-    Conversation,
-    OptimizerConfig,
-    TinyShape,
-    Tool,
-    TrainConfig,
-    finetuning,
-    load_train_engine,
-    progress,
-    tiny_tokenizer,
-    write_tiny_model,
-)
+from arl.api.engine_config import OptimizerConfig, TrainConfig
+from arl.api.types import Example
+from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.finetuning.chats import to_demonstrations
+from arl.finetuning.demonstrations import finetune
+from arl.trainer_process import load_train_engine
+from arl.training.display import progress
+from arl.workflow.chat_template import ChatTemplate, template_of
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
 _SEPARATOR = re.compile(r"(<\|\w+\|>|</?\w+>|\d| [-+*/=] |\b[a-z]\b|[-+*/=().])")
@@ -43,18 +29,9 @@ NUM_LOOKED_AT = 1000
 """The tokenizer's phrases come from this many demonstrations of each lesson."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstration:
-    """A conversation to learn from. messages: as chat templates take them. The model imitates the `content` of the
-    assistant's messages word for word, with tool calls as text (`tool_call`). tools: the tools that the model sees."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Tool] = ()
-
-
 def warm_start(
     directory: Path,
-    lessons: Callable[[], Sequence[Sequence[Demonstration]]],
+    lessons: Callable[[], Sequence[Sequence[Example]]],
     *,
     seed: int,
     shape: TinyShape = SHAPE,
@@ -65,11 +42,12 @@ def warm_start(
 ) -> Path:
     """Write the warm-started model to `directory`, and return its path. A model that is already there is reused.
 
-    lessons: makes demonstrations; called only if there is no model yet. The lessons are learned one after another:
-    first careful ones, say, which teach the model to copy, then mixed ones, which teach it bad habits. lr: the learning
-    rate of the first steps, each of `batch_size` demonstrations; it falls to a tenth by the end of the last lesson.
-    phrases: become one token each, as do every opening (system message and tools) and recurring phrases of the
-    demonstrations. num_threads: more threads than free cores make it slower, since they wait for each other.
+    lessons: makes demonstrations, rows with `messages` and perhaps `tools` as `to_demonstrations` takes them; called
+    only if there is no model yet. The lessons are learned one after another: first careful ones, say, which teach the
+    model to copy, then mixed ones, which teach it bad habits. phrases: become one token each, as do every opening
+    (system message and tools) and recurring phrases of the demonstrations. batch_size: demonstrations of a step. lr:
+    the learning rate of the first steps; it falls to a tenth by the end of the last lesson. num_threads: more threads
+    than free cores make it slower, since they wait for each other.
     """
     if directory.exists():
         return directory
@@ -91,8 +69,8 @@ def warm_start(
                 advance(loss=metrics["loss"])
 
             for lesson in taught:
-                examples = [demonstrated(demonstration, tokenizer) for demonstration in lesson]
-                finetuning.finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
+                examples = to_demonstrations(lesson, tokenizer)
+                finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
         engine.export(directory)
     finally:
         engine.close()
@@ -105,24 +83,13 @@ def tool_call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def demonstrated(
-    demonstration: Demonstration, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Sequence[int], Sequence[int]]:
-    """The token ids of a demonstration, and a mask of the tokens to learn."""
-    conversation = Conversation(tokenizer, [], tools=demonstration.tools)
-    for message in demonstration.messages:
-        if message["role"] == "assistant":
-            conversation.demonstrate(message["content"])
-        else:
-            conversation.add(message)
-    return conversation.token_ids, conversation.loss_mask
-
-
-def _phrases(lessons: Sequence[Sequence[Demonstration]]) -> list[str]:
+def _phrases(lessons: Sequence[Sequence[Example]]) -> list[str]:
     """The phrases that become one token each: every opening, and frequent phrases of the text after it."""
     looked_at = list(chain.from_iterable(islice(lesson, NUM_LOOKED_AT) for lesson in lessons))
-    said = (m["content"] for demonstration in looked_at for m in demonstration.messages if m["role"] != "system")
-    return [*dict.fromkeys(opening for opening in map(_opening, looked_at) if opening), *frequent_phrases(said)]
+    template = template_of(tiny_tokenizer())
+    openings = dict.fromkeys(filter(None, (_opening(row, template) for row in looked_at)))
+    said = (m["content"] for row in looked_at for m in row["messages"] if m["role"] != "system")
+    return [*openings, *frequent_phrases(said)]
 
 
 def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str, ...]:
@@ -135,10 +102,9 @@ def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str
     return tuple(sorted(piece for piece, count in counts.items() if count >= min_share * num_texts))
 
 
-def _opening(demonstration: Demonstration) -> str:
+def _opening(row: Example, template: ChatTemplate) -> str:
     """The system's turn, with the tools, without the tokens that begin and end it; empty if there is none."""
-    tokenizer = tiny_tokenizer()
-    first = Conversation(tokenizer, demonstration.messages[:1], tools=demonstration.tools)
-    text = str(tokenizer.decode(list(first.token_ids)))
+    first = template.encode(template.render(row["messages"][:1], row.get("tools") or ()))
+    text = str(template.tokenizer.decode(list(first)))
     opening = text.removeprefix("<|im_start|>").partition("<|im_end|>")[0]
     return opening if opening.startswith("system\n") else ""
