@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
     from arl.assembly import launch
     from arl.cli import load_config, run
-    from arl.data import load_dataset, load_splits
+    from arl.data.loading import load_dataset, load_splits
     from arl.engine.model_files import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.eventlog.run_record import read_run
@@ -62,7 +62,7 @@ _HOMES = {
     "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
     "arl.assembly": "launch",
     "arl.cli": "load_config run",
-    "arl.data": "load_dataset load_splits",
+    "arl.data.loading": "load_dataset load_splits",
     "arl.engine.model_files": "load_tokenizer",
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
     "arl.eventlog.run_record": "read_run",

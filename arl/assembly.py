@@ -27,7 +27,7 @@ from arl.api.engine_config import (
     DistributedWeightsConfig,
     LocalEngineConfig,
 )
-from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
+from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
@@ -35,6 +35,7 @@ from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.data.given import examples_of
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
@@ -106,8 +107,8 @@ async def launch(
     """
     given = _Given(
         workflow=workflow,
-        dataset=dataset,
-        eval_dataset=eval_dataset,
+        dataset=examples_of("dataset", dataset),
+        eval_dataset=None if eval_dataset is None else examples_of("eval_dataset", eval_dataset),
         keep=keep,
         curriculum=curriculum,
         trackers=trackers,
@@ -148,9 +149,6 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
 def _check(config: Config, given: _Given) -> None:
     check_workflow(given.workflow)
     check_trackers(config.log.trackers, given.trackers)
-    for name, examples in (("dataset", given.dataset), ("eval_dataset", given.eval_dataset)):
-        if examples is not None and len(examples) == 0:
-            raise DatasetError(f"{name} is empty; it needs at least one example")
     if config.evaluation.every and given.eval_dataset is None:
         raise ConfigError(
             f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "

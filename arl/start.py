@@ -18,13 +18,15 @@ from pydantic import ValidationError
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig
-from arl.api.errors import ConfigError, DatasetError
+from arl.api.errors import ConfigError
 from arl.api.settings import config_error, laid_over
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import Stopped, exit_with, run_until_stopped
-from arl.data import load_dataset
+from arl.data.given import examples_of
+from arl.data.lazy_rows import Columns, WithColumns
+from arl.data.loading import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
 from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
 from arl.json_console import json_console
@@ -39,7 +41,7 @@ T = TypeVar("T")
 Rewards = RewardLike | Mapping[str, RewardLike | tuple[float, RewardLike]]
 """A reward, or several by name, each with its weight (1 where none is given)."""
 Rows = str | Path | Dataset
-"""A list of dicts, a `datasets.Dataset`, a file, a directory, or a dataset's name on the hub."""
+"""A list of dicts, a `datasets.Dataset`, a table of pandas, a file, a directory, or a dataset's name on the hub."""
 
 
 async def atrain(  # noqa: PLR0913 - what most runs set, where an editor completes it
@@ -51,6 +53,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     eval_dataset: Rows | None = None,
     system: str | None = None,
     prompt: PromptFunction | None = None,
+    columns: Columns | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     algorithm: str | AlgorithmConfig | None = None,
@@ -78,6 +81,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     reward: a function of the answer's text and the example, or several: name -> function, or (weight, function).
     workflow: an agent, instead of a reward.
     system, prompt: the system prompt, and a function from an example to its question; only with a reward.
+    columns: columns that rows get, each by the name of another column or by a function of the row:
+        {"question": lambda row: row["problem"].strip(), "answer": "solution"}.
     max_new_tokens, temperature: how answers are sampled; only with a reward.
     algorithm: a name that `arl algorithms` lists, or settings.
     steps: batches to train. batch_size: examples in a batch. group_size: episodes of each example.
@@ -112,7 +117,10 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     _check_choice(reward, workflow, _given({"system": system, "prompt": prompt, **sampling}))
 
     def prepare(config: Config) -> Setup:
-        train, held_out = _rows("dataset", dataset, "train"), _rows("eval_dataset", eval_dataset, "test")
+        train, held_out = (
+            _rows("dataset", dataset, "train", columns),
+            _rows("eval_dataset", eval_dataset, "test", columns),
+        )
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
@@ -195,19 +203,13 @@ def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, obje
         raise ConfigError(f"{', '.join(of_reward)} cannot be given beside a workflow, which has its own; set it there")
 
 
-def _rows(name: str, rows: Any, split: str) -> Any:
-    if rows is None or isinstance(rows, str | Path):
-        return rows and load_dataset(rows, split=split)
-    if isinstance(rows, Mapping):
-        splits = ", ".join(map(repr, rows))
-        raise DatasetError(f"{name} is a mapping of {splits}; give one of its splits, such as {name}[{split!r}]")
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise DatasetError(f"{name} is a {type(rows).__name__}; give a list of dicts, a datasets.Dataset, or a name")
-    if len(rows) == 0:
-        raise DatasetError(f"{name} is empty; it needs at least one example")
-    if not isinstance(rows[0], Mapping):
-        raise DatasetError(f"{name} has {rows[0]!r:.80} in its first row; each row must be a dict")
-    return rows
+def _rows(name: str, rows: Any, split: str, columns: Columns | None) -> Any:
+    if rows is None:
+        return None
+    if isinstance(rows, str | Path):
+        return load_dataset(rows, split=split, columns=columns or {})
+    known = examples_of(name, rows)
+    return WithColumns(known, columns, name) if columns else known
 
 
 def _single_turn(

@@ -211,7 +211,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_importing_loads_nothing_heavy_before_it_is_needed() -> None:
-    flow = ("arl", "arl.api", "arl.cli", "arl.data", "arl.rollout.controller")
+    flow = ("arl", "arl.api", "arl.cli", "arl.data.loading", "arl.data.given", "arl.rollout.controller")
     light = (*flow, "arl.workflow.conversation", "arl.workflow.tools", "arl.experiment", "arl.commands.scoring")
     script = f"""
 import sys

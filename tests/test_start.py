@@ -117,7 +117,7 @@ async def test_several_rewards_are_named_and_weighted_and_a_file_is_a_dataset(
         ({"reward": right, "algorithm": "grop"}, ConfigError, "grpo"),
         ({"reward": right, "dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
         ({"reward": right, "dataset": {"train": SUMS, "test": SUMS}}, DatasetError, r"dataset\['train'\]"),
-        ({"reward": right, "dataset": iter(SUMS)}, DatasetError, "give a list of dicts"),
+        ({"reward": right, "dataset": iter(SUMS)}, DatasetError, r"give its rows: list\(dataset\)"),
         ({"reward": right, "dataset": []}, DatasetError, "dataset is empty"),
         ({"reward": right, "eval_dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
         ({"reward": right, "dataset": ["2 + 2"]}, DatasetError, "each row must be a dict"),

@@ -122,4 +122,4 @@ def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monk
         assert shown["messages"][1]["content"] == tool_call("calculator", expression=expression)
         assert shown["messages"][2] == {"role": "tool", "content": result}
         assert shown["messages"][-1] == {"role": "assistant", "content": solution.answer}
-        assert shown.tools == [tool]
+        assert shown["tools"] == [tool.spec]

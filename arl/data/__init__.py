@@ -1,0 +1,9 @@
+"""Datasets: rows by index, from files, the hub, or whatever a user has; their columns, checked, renamed or computed.
+
+| module | what lives there |
+|---|---|
+| loading | load_dataset and load_splits |
+| file_rows | one file's rows |
+| lazy_rows | rows that are made when they are read |
+| given | what a user gives as a dataset, checked |
+"""

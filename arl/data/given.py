@@ -1,0 +1,104 @@
+"""What users give as datasets: taken as rows by index, or refused by name, with what to give instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, cast
+
+from arl.api.errors import DatasetError
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMED = 1_000_000
+"""The most rows of a stream that are read into memory."""
+_SPLITS = ("DatasetDict", "IterableDatasetDict")
+_RESERVED = ("reward", "episode", "")
+
+
+def examples_of(name: str, given: Any) -> Any:
+    """The dataset as rows by index. name: what errors call it.
+
+    Taken are sequences of mappings (a list of dicts, a `datasets.Dataset`, rows of `load_dataset`, a torch Dataset of
+    dicts), tables of pandas, polars and pyarrow, and streams of `datasets`, which are read to their end. Raises
+    DatasetError for anything else.
+    """
+    rows = _taken(name, given)
+    if len(rows) == 0:
+        raise DatasetError(f"{name} is empty; it needs at least one example")
+    first = rows[0]
+    if not isinstance(first, Mapping):
+        kind = type(first).__name__
+        example = {"prompt": first} if isinstance(first, str) else "{'question': ..., 'answer': ...}"
+        raise DatasetError(f"{name} has {first!r:.80}, a {kind}, in its first row; each row must be a dict: {example}")
+    return rows
+
+
+def evaluations_of(given: Any) -> dict[str, Any]:
+    """The held-out datasets by name; one that has no name is called "". Raises DatasetError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or type(given).__name__ in _SPLITS:
+        return {"": examples_of("eval_dataset", given)}
+    named = cast("Mapping[Any, Any]", given)
+    if not named:
+        raise DatasetError("eval_dataset is an empty dict; name at least one dataset in it")
+    if _are_columns(named):
+        raise DatasetError(_COLUMNS.format(name="eval_dataset"))
+    for name in named:
+        if not isinstance(name, str) or name in _RESERVED or "/" in name:
+            raise DatasetError(
+                f"eval_dataset names a dataset {name!r}; a name is a text without '/', and not 'reward' or 'episode', "
+                "because it becomes the metric eval/NAME/reward"
+            )
+    return {name: examples_of(f"eval_dataset[{name!r}]", rows) for name, rows in named.items()}
+
+
+_COLUMNS = "{name} is a dict of columns; give its rows: datasets.Dataset.from_dict({name})"
+
+
+def _taken(name: str, given: Any) -> Any:
+    kind, library = type(given).__name__, type(given).__module__.partition(".")[0]
+    if isinstance(given, Mapping):
+        splits = cast("Mapping[Any, Any]", given)
+        if _are_columns(splits):
+            raise DatasetError(_COLUMNS.format(name=name))
+        of = ", ".join(map(repr, splits))
+        raise DatasetError(
+            f"{name} is a mapping of {of}; give one of its splits, such as {name}[{next(iter(splits), 0)!r}]"
+        )
+    if isinstance(given, str | bytes):
+        raise DatasetError(f"{name} is a text; load what it names: arl.load_dataset({given!r:.80})")
+    if library == "pandas" and hasattr(given, "to_dict"):
+        return given.to_dict(orient="records")
+    if library == "polars" and hasattr(given, "to_dicts"):
+        return given.to_dicts()
+    if library == "pyarrow" and hasattr(given, "to_pylist"):
+        return given.to_pylist()
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        return given
+    if library == "datasets":
+        return _read(name, given)
+    what = f"{name} is a {kind}, which has no {'rows by index' if hasattr(given, '__len__') else 'length'}"
+    if hasattr(given, "__iter__"):
+        raise DatasetError(f"{what}; if it ends, give its rows: list({name})")
+    raise DatasetError(f"{what}; give a list of dicts, a datasets.Dataset, or a name for arl.load_dataset")
+
+
+def _are_columns(given: Mapping[Any, Any]) -> bool:
+    """Whether it has a list of values for each column. A list of rows has mappings, and a split is no list."""
+    columns = [value for value in given.values() if isinstance(value, list | tuple) and value]
+    return bool(columns) and not any(isinstance(column[0], Mapping) for column in columns)
+
+
+def _read(name: str, stream: Iterable[Any]) -> list[Any]:
+    """Runs need a length and an order to return to, which a stream does not have."""
+    rows = list(islice(stream, MAX_STREAMED + 1))
+    if len(rows) > MAX_STREAMED:
+        raise DatasetError(
+            f"{name} is a stream of more than {MAX_STREAMED:,} rows, the most that are read into memory; give the "
+            f"first of them, {name}.take({MAX_STREAMED}), or load it without streaming=True, which maps its files"
+        )
+    log.warning("%s is a stream; its %d rows were read into memory", name, len(rows))
+    return rows

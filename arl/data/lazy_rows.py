@@ -1,0 +1,140 @@
+"""Sequences of rows that are made when they are read: lines of a file, parts and columns of other rows."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self, overload
+
+from arl.api.errors import DatasetError
+from arl.api.types import Example
+
+Columns = Mapping[str, str | Callable[[Example], Any]]
+"""Columns that rows get: each by the name of another column, or by a function of the row."""
+
+
+class LazyRows(Sequence[Example]):
+    """Rows by index. A slice is lazy too."""
+
+    @abstractmethod
+    def row(self, index: int) -> Example:
+        """index: from 0, below the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazyRows: ...
+    def __getitem__(self, index: int | slice) -> Example | LazyRows:
+        places = range(len(self))[index]
+        return Chosen(self, places) if isinstance(places, range) else self.row(places)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} rows>"
+
+
+class Chosen(LazyRows):
+    """Some of the rows, in another order perhaps."""
+
+    def __init__(self, rows: Any, places: Sequence[int]) -> None:
+        """rows: anything with integer indexing."""
+        self._rows, self._places = rows, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row(self, index: int) -> Example:
+        return self._rows[self._places[index]]
+
+
+class Joined(LazyRows):
+    """The rows of several parts, one after another."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        """parts: with a length and integer indexing."""
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> Example:
+        part = bisect_right(self._ends, index)
+        return self._parts[part][index - (self._ends[part - 1] if part else 0)]
+
+
+class WithColumns(LazyRows):
+    """Rows that have more columns, computed when a row is read."""
+
+    def __init__(self, rows: Any, columns: Columns, source: object) -> None:
+        """source: what errors call the rows. Raises DatasetError for columns that are neither names nor functions, and
+        those of the first row."""
+        for name, made in columns.items():
+            if not isinstance(made, str) and not callable(made):
+                raise DatasetError(
+                    f"columns[{name!r}] is {made!r:.80}; give the name of another column, or a function of the row"
+                )
+        self._rows, self._columns, self._source = rows, columns, source
+        if len(rows):
+            self.row(0)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Example:
+        given = self._rows[index]
+        return {**given, **{name: self._value(name, made, given, index) for name, made in self._columns.items()}}
+
+    def _value(self, name: str, made: str | Callable[[Example], Any], given: Example, index: int) -> Any:
+        if isinstance(made, str):
+            if made in given:
+                return given[made]
+            has = ", ".join(map(repr, given))
+            raise DatasetError(
+                f"row {index + 1} of {self._source} has no {made!r} for columns[{name!r}] (it has {has})"
+            )
+        try:
+            return made(given)
+        except Exception as error:
+            raise DatasetError(
+                f"columns[{name!r}] failed on row {index + 1} of {self._source}: {type(error).__name__}: {error}"
+            ) from error
+
+
+class JsonlRows(LazyRows):
+    """The rows of a JSONL file that is mapped into memory. It is pickled as the file's path and the places of lines."""
+
+    def __init__(self, path: Path, starts: array[int], stamp: tuple[int, int]) -> None:
+        """starts: where the lines begin, in bytes. stamp: `stamp_of` the file when they were found."""
+        self._path, self._starts, self._stamp = path, starts, stamp
+        with path.open("rb") as file:
+            if stamp_of(file.fileno()) != stamp:
+                raise DatasetError(f"{path} has changed since it was opened; start again with it as it is now")
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int) -> Example:
+        start = self._starts[index]
+        end = self._bytes.find(b"\n", start)
+        line = self._bytes[start : end if end >= 0 else len(self._bytes)]
+        try:
+            return json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:
+            raise DatasetError(f"{self._path} was changed while it was in use: row {index + 1}: {error}") from None
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._path, self._starts, self._stamp)
+
+
+def stamp_of(file: int) -> tuple[int, int]:
+    """The size and the time of the last change of an open file."""
+    known = os.fstat(file)
+    return known.st_size, known.st_mtime_ns
