@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -32,13 +32,14 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
+from arl.api.finetuning_config import FinetuneConfig
 from arl.api.notebook import kernel_shell
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
 from arl.in_cell import is_in_cell, run_in_cell
 from arl.json_console import is_json, json_console, tell
 from arl.stopping import SCRIPT_END, ScriptEnd, command_line
 
-ConfigT = TypeVar("ConfigT", bound=Config)
+ConfigT = TypeVar("ConfigT", bound=Config | FinetuneConfig)
 T = TypeVar("T")
 
 
@@ -108,12 +109,11 @@ def run(
     In a notebook's cell it raises errors, an interrupt as KeyboardInterrupt, and returns the result of `main`; in a
     script, None.
     """
-    flags = _flags(argv)
     if is_in_cell():
         return _run_in_cell(main, config_class, flags)
-    is_dry = DRY_RUN in flags
+    is_dry = DRY_RUN in flags and issubclass(config_class, Config)
     try:
-        config = load_config(config_class, [flag for flag in flags if flag != DRY_RUN])
+        config = load_config(config_class, [flag for flag in flags if not (is_dry and flag == DRY_RUN)])
     except ConfigError as error:
         with json_console(_names_json(flags)):
             exit_with(2, f"error: {error}")
@@ -121,7 +121,7 @@ def run(
     if is_dry:
         from arl.rehearsal import print_dry_run
 
-        begin = print_dry_run
+        begin = cast("Callable[[ConfigT], Awaitable[object]]", print_dry_run)
     threads = _UsersThreads()
     with json_console(config.log.format == "json"), asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(threads)
@@ -150,15 +150,16 @@ def run(
 def _run_in_cell(
     main: Callable[[ConfigT], Awaitable[T]], config_class: type[ConfigT], flags: Sequence[str]
 ) -> T | None:
-    config = load_config(config_class, [flag for flag in flags if flag != DRY_RUN])
+    is_dry = DRY_RUN in flags and issubclass(config_class, Config)
+    config = load_config(config_class, [flag for flag in flags if not (is_dry and flag == DRY_RUN)])
 
     async def begin() -> T | None:
-        if DRY_RUN not in flags:
+        if not is_dry:
             return await main(config)
         from arl.rehearsal import print_dry_run
 
         with suppress(SystemExit):  # the table itself counts the mistakes
-            await print_dry_run(config)
+            await print_dry_run(cast("Config", config))
         return None
 
     return run_in_cell(begin(), again="running the cell again")
@@ -300,7 +301,9 @@ def _names_json(argv: Sequence[str]) -> bool:
     return False
 
 
-def _settings_class(config_class: type[Config], flags: Sequence[str], from_file: dict[str, Any]) -> type[BaseSettings]:
+def _settings_class(
+    config_class: type[BaseModel], flags: Sequence[str], from_file: dict[str, Any]
+) -> type[BaseSettings]:
     class Settings(BaseSettings, config_class):  # pyright: ignore[reportIncompatibleVariableOverride]
         model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -335,7 +338,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _flag_source(
-    settings_class: type[BaseSettings], config_class: type[Config], flags: Sequence[str]
+    settings_class: type[BaseSettings], config_class: type[BaseModel], flags: Sequence[str]
 ) -> CliSettingsSource[_Parser]:
     settings = {setting.name: setting for setting in settings_of(config_class)}
     names = [name for name, setting in settings.items() if not setting.is_section]
@@ -363,7 +366,7 @@ def _flag_source(
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="Settings from a file; flags override them.")
-    if texts:
+    if texts and issubclass(config_class, Config):
         parser.add_argument(DRY_RUN, action="store_true", help="Show what would run where, and start nothing.")
     return CliSettingsSource(
         settings_class,
@@ -400,7 +403,7 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
     return f"{flag} is not a setting; {advice}"
 
 
-def _help_texts(config_class: type[Config]) -> dict[str, str]:
+def _help_texts(config_class: type[BaseModel]) -> dict[str, str]:
     try:
         defaults = config_class.model_validate({})
     except ValidationError:

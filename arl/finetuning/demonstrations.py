@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,15 @@ def train_minibatches(
         if on_step is not None:
             on_step(step, metrics)
     return metrics
+
+
+def write_model(engine: TrainEngine, directory: Path) -> None:
+    """Write the engine's weights as a Hugging Face directory, whole or not at all."""
+    snapshot = engine.snapshot()
+    try:
+        snapshot.write(directory)
+    finally:
+        snapshot.release()
 
 
 def shuffled_batches(items: Sequence[ItemT], epochs: int, batch_size: int, seed: int) -> Iterator[list[ItemT]]:

@@ -17,7 +17,7 @@ from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.types import Example
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.finetuning.chats import to_demonstrations
-from arl.finetuning.demonstrations import finetune
+from arl.finetuning.demonstrations import finetune, write_model
 from arl.trainer_process import load_train_engine
 from arl.training.display import progress
 from arl.workflow.chat_template import ChatTemplate, template_of
@@ -71,7 +71,7 @@ def warm_start(
             for lesson in taught:
                 examples = to_demonstrations(lesson, tokenizer)
                 finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
-        engine.export(directory)
+        write_model(engine, directory)
     finally:
         engine.close()
         shutil.rmtree(blank, ignore_errors=True)

@@ -1,0 +1,306 @@
+"""One run of `arl sft`, `arl dpo` or `arl rm`: read the rows, train, evaluate, save, export.
+
+    rows --chats--> Examples --shuffled--> minibatch --> train_batch --> metrics.jsonl
+                        |                                     |--> checkpoints/ (weights, optimizer, position)
+                    held-out rows ----------> evaluate ------ +--> evaluations.jsonl
+
+The engine's version is the position in the data: the order of the examples is a function of the seed. DPO's reference
+is computed from the start model at each start, before a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+from arl.api.engine import TrainEngine
+from arl.api.errors import ConfigError, DatasetError
+from arl.api.finetuning_config import FinetuneConfig
+from arl.api.types import Example
+from arl.data.lazy_rows import Chosen
+from arl.data.loading import load_dataset
+from arl.engine.model_files import load_part, load_tokenizer, model_digest, model_limits
+from arl.finetuning.demonstrations import shuffled_batches, write_model
+from arl.finetuning.tasks import Examples, Task, task_of
+from arl.offload import TrainThread, finished, offload
+from arl.stopping import SCRIPT_END
+from arl.trainer_process import load_train_engine
+from arl.training.checkpoint import Checkpoints, RunState
+from arl.training.display import Display, display_of
+from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, newest_checkpoint, usable
+from arl.training.run_end import END, RunEnd
+from arl.training.run_files import read_jsonl, write_atomically
+
+log = logging.getLogger(__name__)
+
+TRAINED = "trained"
+"""Where in run_dir the trained model is written, as a Hugging Face directory."""
+
+
+async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
+    """Train to the end in config.run_dir, or on from its newest checkpoint. Returns what summary.json says.
+
+    A cancellation saves a checkpoint. Raises ConfigError, DatasetError, ModelError, RunFileError, CheckpointError,
+    TrainingError.
+    """
+    lock, display = RunLock(config.run_dir), display_of(config.log)
+    await offload(lock.take)
+    end = {"began": _now(), "process": holder_of(config.run_dir / LOCK).removesuffix(THIS_ONE)}
+    thread, job = TrainThread(), Job(config, task_of(config), display)
+    error: BaseException | None = None
+    try:
+        (config.run_dir / END).unlink(missing_ok=True)
+        await thread(job.open)
+        return await job.run(thread)
+    except BaseException as failure:
+        error = failure
+        raise
+    finally:
+        await thread(job.close)
+        await finished(offload(thread.close))
+        said = job.end(error, **end)
+        with suppress(OSError):  # the lock's file tells what END.json does not
+            write_atomically(config.run_dir / END, json.dumps(asdict(said), indent=2) + "\n")
+        display.tell("end", "\n".join(filter(None, said.lines(config.run_dir)[:2])), **asdict(said))
+        display.close()
+        lock.release()
+
+
+class Job:
+    """The parts of one run. Its blocking methods run on the train thread, one after another."""
+
+    def __init__(self, config: FinetuneConfig, task: Task, display: Display) -> None:
+        self._config, self._task, self._display = config, task, display
+        self._rows = {name: config.run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
+        self._engine: TrainEngine | None = None
+        self._held_out: Examples | None = None
+        self._spent_s, self._began = 0.0, time.monotonic()
+        self._saved_at = time.monotonic()
+        self.num_steps: int | None = None
+
+    def open(self) -> None:
+        """Read the rows, load the model, and continue from the newest checkpoint, if any."""
+        config, task = self._config, self._task
+        with self._display.waiting(f"reading {config.dataset}"):
+            training, held_out = self._read()
+        self.num_steps = config.epochs * -(-len(training) // config.batch_size)
+        optimizer = config.train.optimizer
+        if optimizer.schedule != "constant" and optimizer.total_steps is None:
+            optimizer = optimizer.model_copy(update={"total_steps": self.num_steps})
+        settings = config.train.model_copy(update={"optimizer": optimizer})
+        with self._display.waiting(f"loading {config.model}"):
+            self._engine = engine = load_train_engine(config.model, settings, seed=config.seed, head=task.head)
+        self._training = Examples(task, training, engine.limits)
+        self._held_out = Examples(task, held_out, engine.limits) if held_out else None
+        if task.has_reference:
+            with self._display.waiting(f"computing the reference's logprobs with {config.model}"):
+                for examples in filter(None, (self._training, self._held_out)):
+                    examples.refer_to(engine)
+        self._checkpoints = Checkpoints(
+            config.run_dir / "checkpoints", config.checkpoint.keep, self._identity(training)
+        )
+        state = self._checkpoints.load_newest(engine.load)
+        self._spent_s = state.values["time_s"] if state else 0.0
+        self._forget_rows()
+        self._began = self._saved_at = time.monotonic()
+        if engine.version:
+            self._display.say(f"continuing {config.run_dir} from step {engine.version} of {self.num_steps}")
+
+    @property
+    def version(self) -> int:
+        """The steps trained."""
+        return self._opened.version
+
+    @property
+    def _opened(self) -> TrainEngine:
+        assert self._engine is not None
+        return self._engine
+
+    async def run(self, thread: TrainThread) -> dict[str, Any]:
+        """Train the steps that are left, and write the trained model."""
+        assert self.num_steps is not None
+        config = self._config
+        batches = shuffled_batches(range(len(self._training)), config.epochs, config.batch_size, config.seed)
+        left = islice(batches, self.version, None)
+        try:
+            await thread(self._evaluate_if_due)
+            with self._display.work(self._task.name, self.num_steps - self.version) as advance:
+                for batch in left:
+                    metrics = await thread(self._step, batch)
+                    advance(loss=metrics["loss"])
+                    await thread(self._evaluate_if_due)
+                    if self._is_save_due():
+                        await thread(self._save)
+        except asyncio.CancelledError:
+            await thread(self._save)
+            raise
+        await thread(self._save)
+        await thread(write_model, self._opened, config.run_dir / TRAINED)
+        return await thread(self._sum_up)
+
+    def _step(self, batch: Sequence[int]) -> dict[str, float]:
+        """One optimizer step, and its row: both, or neither."""
+        began = time.monotonic()
+        metrics = self._opened.train_batch([self._training.minibatch(batch)], self._task.loss)
+        seconds = time.monotonic() - began
+        known = {
+            "version": self.version,
+            "epoch": self.version * self._config.batch_size / max(len(self._training), 1),
+            "time_s": self._time_s(),
+            "tokens_per_s": metrics.get("tokens", 0.0) / max(seconds, 1e-9),
+        }
+        self._append("metrics", {**known, **metrics})
+        return metrics
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate the present weights if this version is one to evaluate, and it was not done."""
+        every = self._config.evaluation.every
+        is_due = self.version in (0, self.num_steps) or bool(every and self.version % every == 0)
+        is_done = any(row["version"] == self.version for row in self._evaluations()) if is_due else True
+        if self._held_out is None or is_done:
+            return
+        began = time.monotonic()
+        with self._display.waiting("evaluating"):
+            means = self._held_out.evaluate(self._opened)
+        row = {"version": self.version, **means, "num_examples": len(self._held_out)}
+        row["wall_s"] = time.monotonic() - began
+        self._append("evaluations", row)
+        said = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+        where = f"step {self.version} of {self.num_steps} ({len(self._held_out)} examples)"
+        self._display.tell("evaluation", f"held-out {said} at {where}", **row)
+
+    def _is_save_due(self) -> bool:
+        every, every_s = self._config.checkpoint.every, self._config.checkpoint.every_s
+        is_late = every_s is not None and time.monotonic() - self._saved_at >= every_s
+        return is_late or bool(every and self.version % every == 0)
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless there is one of this version."""
+        if self.version in (0, self._checkpoints.newest_version()):
+            return
+        state = RunState(values={"version": self.version, "time_s": self._time_s()})
+        self._checkpoints.begin(self.version, self._opened.save, state).wait()
+        self._saved_at = time.monotonic()
+
+    def _sum_up(self) -> dict[str, Any]:
+        rows = self._evaluations()
+        summary: dict[str, Any] = {"steps": self.version, "wall_s": self._time_s(), "num_examples": len(self._training)}
+        for when, row in (("before", rows[0]), ("after", rows[-1])) if rows else ():
+            summary |= {f"eval_{name}_{when}": row[name] for name in ("loss", "accuracy", "margin") if name in row}
+        write_atomically(self._config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def end(self, error: BaseException | None, *, began: str, process: str) -> RunEnd:
+        """How it ended, for END.json."""
+        script = SCRIPT_END.get()
+        number = script.signal if script else None
+        name = None if number is None else signal.Signals(number).name
+        version = None if self._engine is None else self.version
+        checkpoint = newest_checkpoint(self._config.run_dir)
+        goes_on = f"the same command continues from {checkpoint}" if checkpoint else "the same command starts over"
+        is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        if error is None:
+            why, what_next = "all steps are trained", f"the trained model is {self._config.run_dir / TRAINED}"
+        else:
+            why = f"{name} asked it to end" if is_cancelled and name else str(error) or type(error).__name__
+            what_next = goes_on
+        return RunEnd(
+            how="finished" if error is None else "interrupted" if is_cancelled else "failed",
+            why=why,
+            what_next=what_next,
+            signal=name,
+            error=type(error).__name__ if isinstance(error, Exception) else None,
+            began=began,
+            ended=_now(),
+            process=process,
+            version=version,
+            steps=self.num_steps,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        """The examples to train on, and the held-out ones."""
+        config = self._config
+        rows: Any = load_dataset(config.dataset, split=config.split, subset=config.subset, columns=config.columns)
+        held_out: Any = ()
+        if config.eval_dataset is not None:
+            held_out = load_dataset(
+                config.eval_dataset, split=config.eval_split, subset=config.subset, columns=config.columns
+            )
+        elif config.num_held_out:
+            num_trained = len(rows) - config.num_held_out
+            if num_trained < 1:
+                raise DatasetError(
+                    f"{config.dataset} has {len(rows)} rows, of which num_held_out={config.num_held_out} are held out; "
+                    "lower it, or name an eval_dataset"
+                )
+            rows, held_out = Chosen(rows, range(num_trained)), Chosen(rows, range(num_trained, len(rows)))
+        return self._examples(config.dataset, rows), self._examples("the held-out rows", held_out)
+
+    def _examples(self, name: str, rows: Sequence[Example]) -> list[Any]:
+        if not len(rows):
+            return []
+        from transformers import AutoConfig
+
+        config = self._config
+        limit = model_limits(load_part(AutoConfig, config.model, "its config")).context_length
+        if config.max_tokens and limit and config.max_tokens > limit:
+            raise ConfigError(f"max_tokens is {config.max_tokens}, but the context of {config.model} is {limit} tokens")
+        tokenizer = load_tokenizer(config.model)
+        try:
+            return self._task.read(rows, tokenizer, max_tokens=config.max_tokens or limit, too_long=config.too_long)
+        except DatasetError as error:
+            raise DatasetError(f"{name}: {error}") from error
+
+    def _identity(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """What must not change for a run to continue."""
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(repr(example).encode())
+        return {
+            "task": self._task.name,
+            "model": self._config.model,
+            "model_digest": model_digest(self._config.model),
+            "seed": self._config.seed,
+            "batch_size": self._config.batch_size,
+            "examples": f"{len(examples)} with digest {digest.hexdigest()[:16]}",
+        }
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return read_jsonl(self._rows["evaluations"])
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with usable(self._rows[name]), self._rows[name].open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _forget_rows(self) -> None:
+        """Remove the rows of steps that are trained again, and what a kill left of a row."""
+        for path in self._rows.values():
+            rows = read_jsonl(path)
+            kept = [row for row in rows if isinstance(row.get("version"), int) and row["version"] <= self.version]
+            if path.exists():
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+            if len(kept) < len(rows):
+                steps = f"{len(rows) - len(kept)} rows after step {self.version}, which is trained again from there"
+                self._display.say(f"{path.name}: removed {steps}")
+
+    def _time_s(self) -> float:
+        return self._spent_s + time.monotonic() - self._began
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
