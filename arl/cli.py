@@ -109,6 +109,7 @@ def run(
     In a notebook's cell it raises errors, an interrupt as KeyboardInterrupt, and returns the result of `main`; in a
     script, None.
     """
+    flags = _flags(argv)
     if is_in_cell():
         return _run_in_cell(main, config_class, flags)
     is_dry = DRY_RUN in flags and issubclass(config_class, Config)

@@ -4,6 +4,7 @@
 |---|---|
 | demonstrations, pairs | the checks of examples, and the loops over a train engine |
 | chats | rows of datasets -> examples, through the model's chat template |
+| tasks, job | the runs of `arl sft`, `arl dpo` and `arl rm` |
 | warm_starts | a tiny model, made on the spot and fine-tuned on demonstrations |
 """
 

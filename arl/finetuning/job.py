@@ -56,19 +56,19 @@ async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
     lock, display = RunLock(config.run_dir), display_of(config.log)
     await offload(lock.take)
     end = {"began": _now(), "process": holder_of(config.run_dir / LOCK).removesuffix(THIS_ONE)}
-    thread, job = TrainThread(), Job(config, task_of(config), display)
+    thread, run = TrainThread(), TuningRun(config, task_of(config), display)
     error: BaseException | None = None
     try:
         (config.run_dir / END).unlink(missing_ok=True)
-        await thread(job.open)
-        return await job.run(thread)
+        await thread(run.open)
+        return await run.run(thread)
     except BaseException as failure:
         error = failure
         raise
     finally:
-        await thread(job.close)
+        await thread(run.close)
         await finished(offload(thread.close))
-        said = job.end(error, **end)
+        said = run.end(error, **end)
         with suppress(OSError):  # the lock's file tells what END.json does not
             write_atomically(config.run_dir / END, json.dumps(asdict(said), indent=2) + "\n")
         display.tell("end", "\n".join(filter(None, said.lines(config.run_dir)[:2])), **asdict(said))
@@ -76,7 +76,7 @@ async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
         lock.release()
 
 
-class Job:
+class TuningRun:
     """The parts of one run. Its blocking methods run on the train thread, one after another."""
 
     def __init__(self, config: FinetuneConfig, task: Task, display: Display) -> None:

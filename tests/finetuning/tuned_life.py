@@ -8,17 +8,17 @@ import transformers  # noqa: F401 (lives that are forked find it loaded)
 
 import arl.engine.fsdp.train_engine  # noqa: F401
 from arl.__main__ import main
-from arl.finetuning.job import Job
+from arl.finetuning.job import TuningRun
 
 
 def live(argv: Sequence[str], number: int = 0, at: int = 0) -> None:
     """Run `arl` with these arguments. number: the signal that comes after the row of step `at`."""
-    append = Job._append
+    append = TuningRun._append
 
-    def appended(job: Job, name: str, row: dict[str, Any]) -> None:
-        append(job, name, row)
+    def appended(run: TuningRun, name: str, row: dict[str, Any]) -> None:
+        append(run, name, row)
         if name == "metrics" and row["version"] == at:
             os.kill(os.getpid(), number)
 
-    Job._append = appended  # type: ignore[method-assign]
+    TuningRun._append = appended  # type: ignore[method-assign]
     main(argv)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from guides import python_blocks
 from train_models import MakeEngine, load_twin
 from train_sequences import twin_logprobs
 from train_variants import PAIRS, pairs
@@ -20,11 +19,10 @@ from arl.api.errors import ConfigError, DatasetError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.engine.model_files import load_tokenizer, model_limits
+from arl.engine.model_files import model_limits
 from arl.finetuning.demonstrations import Demonstration, finetune
 from arl.finetuning.pairs import Preference, train_preferences, train_reward_model
 
-GUIDE = Path(__file__).parents[3] / "docs" / "finetuning.md"
 DEMONSTRATIONS: list[Demonstration] = [([i, 200 + i, 100 + i, 7], [0, 0, 1, 1]) for i in range(10)]
 CHOSEN, REJECTED = (11, 12, 7), (21, 22, 23, 24, 7)
 PROMPTS = [(3, 100 + i) for i in range(8)]
@@ -33,15 +31,6 @@ PREFERENCES = [
     for p in PROMPTS
 ]
 TEXTS = [((*p, *CHOSEN), (*p, *REJECTED)) for p in PROMPTS]
-
-
-def test_the_code_of_the_guide_runs(model_dir: Path, tmp_path: Path):
-    namespace = {"model": str(model_dir), "directory": tmp_path / "reward"}
-    for block in python_blocks(GUIDE):
-        exec(compile(block, GUIDE, "exec"), namespace)
-    for name in ("engine", "critic"):
-        namespace[name].close()  # type: ignore[attr-defined]
-    assert load_tokenizer(tmp_path / "reward")
 
 
 # Demonstrations
