@@ -158,13 +158,18 @@ class EventsConfig(Section):
         return crc32(str(group_id).encode()) < self.share * (1 << 32)
 
 
-class LogConfig(Section):
-    """The output of a run, on the console and in files."""
+class ConsoleConfig(Section):
+    """The output of a run on the console."""
 
     console: bool = True
     """Print a live table."""
     format: Literal["text", "json"] = "text"
     """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
+
+
+class LogConfig(ConsoleConfig):
+    """The output of a run, on the console and in files."""
+
     max_mb: PositiveFloat = 64.0
     """Largest size of each file in run_dir/logs, in MB (10^6 bytes). Older text moves to NAME.log.old, which has the
     same limit."""

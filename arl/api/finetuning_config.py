@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from arl.api.config import CheckpointConfig
+from arl.api.config import CheckpointConfig, ConsoleConfig
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.settings import Section, laid_over
 
@@ -49,15 +49,6 @@ class FinetuneEvaluationConfig(Section):
     """Evaluate each time this many steps were trained. Unset: before the first step and after the last one."""
 
 
-class FinetuneLogConfig(Section):
-    """The output on the console."""
-
-    console: bool = True
-    """Print progress."""
-    format: Literal["text", "json"] = "text"
-    """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
-
-
 class FinetuneConfig(Section):
     """Fine-tuning on a dataset. Run it again with the same run_dir, and it continues from the newest checkpoint."""
 
@@ -93,7 +84,7 @@ class FinetuneConfig(Section):
     train: FinetuneTrainConfig = FinetuneTrainConfig()
     evaluation: FinetuneEvaluationConfig = FinetuneEvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    log: FinetuneLogConfig = FinetuneLogConfig()
+    log: ConsoleConfig = ConsoleConfig()
 
     @model_validator(mode="before")
     @classmethod

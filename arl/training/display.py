@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from arl.api.config import LogConfig
+from arl.api.config import ConsoleConfig
 from arl.api.notebook import Point, ShownWork, curve_svg, kernel_shell, progress_html
 from arl.api.types import Evaluation, StepStats
 from arl.json_console import is_json, tell
@@ -43,7 +43,7 @@ Advance = Callable[..., None]
 """Called after each piece of work, with numbers to show: `advance(loss=0.3)`."""
 
 
-def display_of(config: LogConfig, num_steps: int | None = None) -> Display:
+def display_of(config: ConsoleConfig, num_steps: int | None = None) -> Display:
     """What shows a run on the console, as `config` has it. num_steps: of the run, if known."""
     return _display(num_steps, is_quiet=not config.console)
 
