@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from arl.api.engine import TrainEngine
@@ -39,7 +40,7 @@ from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.display import Display, display_of
 from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, newest_checkpoint, usable
 from arl.training.run_end import END, RunEnd
-from arl.training.run_files import read_jsonl, write_atomically
+from arl.training.run_files import cut_rows, read_jsonl, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class TuningRun:
         )
         state = self._checkpoints.load_newest(engine.load)
         self._spent_s = state.values["time_s"] if state else 0.0
-        self._forget_rows()
+        self._undo_rows()
         self._began = self._saved_at = time.monotonic()
         if engine.version:
             self._display.say(f"continuing {config.run_dir} from step {engine.version} of {self.num_steps}")
@@ -287,16 +288,12 @@ class TuningRun:
         with usable(self._rows[name]), self._rows[name].open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _forget_rows(self) -> None:
-        """Remove the rows of steps that are trained again, and what a kill left of a row."""
-        for path in self._rows.values():
-            rows = read_jsonl(path)
-            kept = [row for row in rows if isinstance(row.get("version"), int) and row["version"] <= self.version]
-            if path.exists():
-                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-            if len(kept) < len(rows):
-                steps = f"{len(rows) - len(kept)} rows after step {self.version}, which is trained again from there"
-                self._display.say(f"{path.name}: removed {steps}")
+    def _undo_rows(self) -> None:
+        """Move the rows of steps that are trained again aside, and remove what a kill left of a row."""
+        for path in filter(Path.exists, self._rows.values()):
+            if num_undone := cut_rows(path, self.version, None):
+                aside = f"moved to {path.stem}.undone.jsonl, as training goes on from there"
+                self._display.say(f"{path.name}: {num_undone} rows after step {self.version} {aside}")
 
     def _time_s(self) -> float:
         return self._spent_s + time.monotonic() - self._began

@@ -76,7 +76,7 @@ class RunLog:
             with usable(path):
                 if path.exists():
                     position = 0 if version == 0 and name != "evaluations" else positions.get(name)
-                    num_undone = _cut(path, version, position)
+                    num_undone = cut_rows(path, version, position)
                     self._ends[name] = path.stat().st_size
                     if num_undone:
                         rows = f"{num_undone} row{'s' * (num_undone > 1)}"
@@ -152,7 +152,7 @@ def _undone(path: Path) -> Path:
     return path.with_suffix(".undone.jsonl")
 
 
-def _cut(path: Path, version: int, position: int | None) -> int:
+def cut_rows(path: Path, version: int, position: int | None) -> int:
     """Cut the file at `position`, if the rows of later versions begin there; else keep the rows up to `version`.
 
     Returns how many rows it appended to the file of undone rows: before it cuts, so that a kill loses none.
