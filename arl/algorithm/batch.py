@@ -20,6 +20,7 @@ import torch
 
 from arl.algorithm.flat_sequences import TENSORS, FlatSequences, of_each
 from arl.api.algorithm import Aggregation
+from arl.api.kept_ids import KeptIds
 from arl.api.objective import OverlongConfig
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Group, Trajectory
@@ -53,6 +54,8 @@ class Batch:
     selected: torch.Tensor
     loss_weights: torch.Tensor
     versions: torch.Tensor
+    kept_ids: KeptIds | None = None
+    """[T] What each token was sampled among; None: all among the whole vocabulary."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], overlong: OverlongConfig = OverlongConfig()) -> Batch:  # noqa: B008 - frozen
@@ -91,6 +94,7 @@ class Batch:
             selected=unknown.bool(),
             loss_weights=unknown,
             versions=joined((t.versions for t in trajectories), np.int32).long(),
+            kept_ids=KeptIds.joined([len(t.token_ids) if t.kept_ids is None else t.kept_ids for t in trajectories]),
         )
 
     def __len__(self) -> int:
@@ -154,6 +158,7 @@ class Batch:
             episode=tuple(self.episode[i] for i in rows),
             lengths=tuple(self.lengths[i] for i in rows),
             **of_each(self._columns, of_these),
+            kept_ids=self.kept_ids and self.kept_ids.take(of_these(torch.arange(sum(self.lengths))).numpy()),
         )
 
     def sequences(self) -> FlatSequences:
@@ -163,6 +168,7 @@ class Batch:
             columns=self._columns,
             temperatures=tuple(t.temperature for t in self.trajectories),
             units=(-1,) * len(self),
+            kept_ids=self.kept_ids,
         )
 
     @property

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 
 TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
@@ -31,6 +32,8 @@ class FlatSequences(Sequence[TrainSequence]):
     """[S]"""
     units: tuple[int, ...]
     """[S]"""
+    kept_ids: KeptIds | None = None
+    """[T] What each token was sampled among; None: all among the whole vocabulary."""
 
     @classmethod
     def of(cls, sequences: Sequence[TrainSequence]) -> FlatSequences:
@@ -43,6 +46,7 @@ class FlatSequences(Sequence[TrainSequence]):
             columns={name: torch.cat([getattr(row, name) for row in rows]) for name in TENSORS},
             temperatures=tuple(sequence.temperature for sequence in sequences),
             units=tuple(sequence.unit for sequence in sequences),
+            kept_ids=KeptIds.joined([len(s) if s.kept_ids is None else s.kept_ids for s in sequences]),
         )
 
     def __len__(self) -> int:
@@ -54,11 +58,16 @@ class FlatSequences(Sequence[TrainSequence]):
             return [self[place] for place in places]
         start, stop = self.starts[places : places + 2].tolist()
         columns = {name: column[start:stop] for name, column in self.columns.items()}
-        return TrainSequence(**columns, temperature=self.temperatures[places], unit=self.units[places])
+        return TrainSequence(
+            **columns,
+            temperature=self.temperatures[places],
+            unit=self.units[places],
+            kept_ids=self.kept_ids and self.kept_ids.take(slice(start, stop)),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = of_each(self.columns, torch.Tensor.numpy)
-        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units)
+        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, self.kept_ids)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -70,7 +79,8 @@ class FlatSequences(Sequence[TrainSequence]):
 
     @property
     def num_bytes(self) -> int:
-        return sum({id(column): column.nbytes for column in self.columns.values()}.values())
+        of_sets = self.kept_ids.num_bytes if self.kept_ids else 0
+        return of_sets + sum({id(column): column.nbytes for column in self.columns.values()}.values())
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -88,6 +98,7 @@ class FlatSequences(Sequence[TrainSequence]):
             columns=of_each(self.columns, lambda column: column[places]),
             temperatures=tuple(self.temperatures[i] for i in indices),
             units=tuple(self.units[i] for i in indices),
+            kept_ids=self.kept_ids and self.kept_ids.take(places.numpy()),
         )
 
 
@@ -106,8 +117,12 @@ def runs(begins: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _from_arrays(
-    lengths: tuple[int, ...], arrays: Mapping[str, np.ndarray], temperatures: tuple[float, ...], units: tuple[int, ...]
+    lengths: tuple[int, ...],
+    arrays: Mapping[str, np.ndarray],
+    temperatures: tuple[float, ...],
+    units: tuple[int, ...],
+    kept_ids: KeptIds | None,
 ) -> FlatSequences:
     """The tensors are copies, because arrays in Ray's shared memory are read-only."""
     columns = of_each(arrays, lambda array: torch.from_numpy(array.copy()))
-    return FlatSequences(lengths=lengths, columns=columns, temperatures=temperatures, units=units)
+    return FlatSequences(lengths=lengths, columns=columns, temperatures=temperatures, units=units, kept_ids=kept_ids)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from arl.api.kept_ids import KeptIds
+
 
 def unset() -> torch.Tensor:
     """Default of a tensor field: replaced by zeros of the record's length when the record is built."""
@@ -63,9 +65,13 @@ class TrainSequence:
     temperature: float = 1.0
     unit: int = -1
     """Sequences with the same unit number lie in one microbatch, for a loss that compares them. -1: no unit."""
+    kept_ids: KeptIds | None = None
+    """What each token was sampled among: logprobs and entropies are over these ids. None: all the whole vocabulary."""
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)
+        if self.kept_ids is not None and len(self.kept_ids) != len(self):
+            raise ValueError(f"kept_ids has {len(self.kept_ids)} entries for {len(self)} tokens; they must be equal")
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])

@@ -17,6 +17,7 @@ from arl.api.grammar import Grammar
 
 if TYPE_CHECKING:
     from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
+    from arl.api.kept_ids import KeptIds
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -115,6 +116,8 @@ class ModelResponse:
     stop_reason: StopReason
     temperature: float = 1.0
     """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
+    kept_ids: KeptIds | None = None
+    """What each token was sampled among, if a grammar constrained it: the log-softmax is over these ids alone."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""
@@ -134,6 +137,21 @@ class ModelResponse:
                 f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions; "
                 "each token needs one of each"
             )
+        if self.kept_ids is not None and (flaw := _kept_ids_flaw(self.kept_ids, self.output_ids)):
+            raise ValueError(flaw)
+
+
+def _kept_ids_flaw(kept_ids: KeptIds, token_ids: Sequence[int]) -> str | None:
+    """Why these cannot be the sets that the tokens were sampled among; None if they can."""
+    import numpy as np
+
+    if len(kept_ids) != len(token_ids):
+        return f"kept_ids has {len(kept_ids)} entries for {len(token_ids)} tokens; they must be equal"
+    is_allowed = kept_ids.allows(np.asarray(token_ids, dtype=np.int32))
+    if is_allowed.all():
+        return None
+    t = int(is_allowed.argmin())
+    return f"token {t} has id {token_ids[t]}, which is not among the kept_ids that it was sampled among"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +245,8 @@ class Trajectory:
     """The agent's role, in multi-agent episodes."""
     temperature: float = 1.0
     """Logits are divided by this before logprobs, for every sampled token."""
+    kept_ids: KeptIds | None = None
+    """What each token was sampled among; None: every one among the whole vocabulary. Logprobs are over these alone."""
     num_trained_tokens: int = field(init=False, repr=False)
     oldest_version: int | None = field(init=False, repr=False)
     """The smallest version among trained tokens; None when no token is trained."""
@@ -238,6 +258,8 @@ class Trajectory:
         self._build_columns()
         self._check_numbers()
         self._check_turns()
+        if self.kept_ids is not None and (flaw := _kept_ids_flaw(self.kept_ids, self.token_ids)):
+            raise TrajectoryError(flaw)
         if self.loss_mask.item(0):
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from arl.api.types import COLUMNS, Group, Trajectory, TurnSpan
+from arl.api.kept_ids import KeptIds
+from arl.api.types import Group, Trajectory, TurnSpan
 
 Array = npt.NDArray[Any]
 _RecordT = TypeVar("_RecordT")
@@ -27,19 +28,26 @@ _EMPTY = {
     "behavior_logprobs": np.zeros(0, np.float32),
     "versions": np.zeros(0, np.int32),
     "token_rewards": np.zeros(0, np.float64),
+    "kept_ids": np.zeros(0, np.uint8),
 }
-"""The arrays of no group. token_rewards are those of the trajectories that have them."""
+"""The arrays of no group. token_rewards and kept_ids (as bytes) are those of the trajectories that have them."""
+
+_LENGTHS = {"token_rewards": "num_token_rewards", "kept_ids": "num_kept_bytes"}
+"""The field with the number of each trajectory's entries, where it is not the number of its tokens."""
 
 
 def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     """The header and the arrays from which `restore` makes the groups again."""
     trajectories = [t for group in groups for t in group.trajectories]
     fields = {name: [getattr(t, name) for t in trajectories] for name in Trajectory.__slots__}
-    rows = {name: [row for row in fields.pop(name) if row is not None] for name in COLUMNS}
+    kept = [None if t.kept_ids is None else np.frombuffer(t.kept_ids.encode(), np.uint8) for t in trajectories]
+    fields["kept_ids"] = kept
+    rows = {name: [row for row in fields.pop(name) if row is not None] for name in _EMPTY}
     fields |= {
         "turns": [[(turn.start, turn.stop, turn.reward, turn.state) for turn in t.turns] for t in trajectories],
         "length": [len(t.token_ids) for t in trajectories],
         "num_token_rewards": [0 if t.token_rewards is None else len(t.token_rewards) for t in trajectories],
+        "num_kept_bytes": [0 if encoded is None else len(encoded) for encoded in kept],
     }
     of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
     header = json.dumps({"groups": of_groups, "trajectories": fields}, default=dict).encode()
@@ -53,9 +61,9 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     """
     known = json.loads(header)
     fields = known["trajectories"]
-    for name in COLUMNS:
-        lengths = fields["num_token_rewards" if name == "token_rewards" else "length"]
-        fields[name] = _views(name, arrays[name], lengths)
+    for name in _EMPTY:
+        fields[name] = _views(name, arrays[name], fields[_LENGTHS.get(name, "length")])
+    fields["kept_ids"] = [None if kept is None else KeptIds.decode(kept.tobytes()) for kept in fields["kept_ids"]]
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
@@ -75,7 +83,7 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBatch:
-    """The groups of a batch, flat: 13 bytes a token, and few objects for the garbage collector."""
+    """The groups of a batch, flat: 13 bytes a token and its kept ids, and few objects for the garbage collector."""
 
     header: bytes
     arrays: dict[str, Array]
@@ -106,9 +114,9 @@ def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
 def read_groups(file: BinaryIO) -> list[Group]:
     """Read the groups that `write_groups` wrote. Raises one of checkpoint.UNREADABLE for anything else."""
     with np.load(file, allow_pickle=False) as arrays:
-        if missing := {"header", *COLUMNS} - set(arrays.files):
+        if missing := {"header", *_EMPTY} - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in COLUMNS})
+        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in _EMPTY})
 
 
 def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None]:

@@ -248,7 +248,7 @@ def _trajectory(
     is_truncated: bool,
 ) -> Trajectory:
     """columns: of turns that several paths share, made once; None for an only path."""
-    from arl.workflow.turn_columns import flat, joined
+    from arl.workflow.turn_columns import flat, joined, kept_ids
 
     owned: list[TurnSpan] = []
     trained = set(map(id, path.owned))
@@ -276,6 +276,7 @@ def _trajectory(
         metrics=metrics,
         role=role,
         temperature=_temperature(path.owned[0]),
+        kept_ids=kept_ids(parts),
     )
 
 

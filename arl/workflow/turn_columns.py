@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arl.api import columns
+from arl.api.kept_ids import KeptIds
 from arl.api.types import MAX_NUMBER, NOT_SAMPLED, ModelResponse
 
 Ids = npt.NDArray[np.int32]
@@ -71,6 +72,14 @@ def joined(
     for column in (token_ids, loss_mask, logprobs, versions):
         column.flags.writeable = False  # so that a trajectory takes it as it is
     return token_ids, loss_mask, logprobs, versions
+
+
+def kept_ids(turns: Sequence[Part]) -> KeptIds | None:
+    """What each token of the turns was sampled among; None if all of them among the whole vocabulary."""
+    parts: list[KeptIds | int] = []
+    for given_ids, response, _ in turns:
+        parts += [len(given_ids), len(response.output_ids) if response.kept_ids is None else response.kept_ids]
+    return KeptIds.joined(parts)
 
 
 class TokenLine:

@@ -16,6 +16,7 @@ from arl.algorithm.flat_sequences import FlatSequences, of_each, runs
 from arl.algorithm.packing import balanced_shares, pack
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, last_trained, prefix_order
 from arl.api.engine import PackedTokens, TokenLosses
+from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
 
@@ -52,6 +53,8 @@ class Microbatch:
     temperatures: torch.Tensor
     """float32[M]"""
     tokens: PackedTokens
+    kept_ids: KeptIds | None = None
+    """[M] What each trained token was sampled among; None: all among the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +122,7 @@ def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Mi
             sequence_ids=sequence_ids.to(device),
             unit_ids=_unit_numbers(flat.units)[sequence_ids].to(device),
         ),
+        kept_ids=flat.kept_ids and flat.kept_ids.take(places.numpy()),
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import register_dataclass
 from transformers import PreTrainedModel
 
 from arl.api.engine import TokenOutputs
+from arl.api.kept_ids import KeptIds
 from arl.engine.fsdp.attention import PackedLayout
 from arl.engine.fsdp.minibatch import Microbatch
 
@@ -54,6 +55,7 @@ class Policy(TokenModel):
             batch.targets,
             batch.temperatures,
             self.logprob_chunk_size,
+            batch.kept_ids,
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy, values=torch.zeros_like(logprobs, requires_grad=False))
 
@@ -100,6 +102,9 @@ def score_weight(model: PreTrainedModel) -> torch.Tensor:
 
 # Log-probabilities
 
+_EXCLUDED = -1e30
+"""The logit of an excluded id: its probability is 0, and unlike with minus infinity so is its share of an entropy."""
+
 
 def token_logprobs(
     hidden: torch.Tensor,
@@ -107,17 +112,22 @@ def token_logprobs(
     targets: torch.Tensor,
     temperatures: torch.Tensor,
     chunk_size: int,
+    kept_ids: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprob of each target, entropy of each distribution), float32[M] in nats, both differentiable.
 
     hidden [M, H] and weight [V, H] (the language-model head) in the compute dtype; targets int64[M];
-    temperatures float32[M]: the divisor of each row's logits. With l = hidden W^T / temperature:
+    temperatures float32[M]: the divisor of each row's logits; kept_ids [M]: the set K of ids that each distribution is
+    over, None for the whole vocabulary. With l = hidden W^T / temperature, and sums over v in K:
 
         logprob = l[target] - logsumexp(l)        entropy = logsumexp(l) - sum_v softmax(l)_v l_v
 
     It never holds [M, V]: logits live for `chunk_size` rows, in float32, and the backward pass computes them again.
+    Raises ValueError if a set holds an id that the model does not have.
     """
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperatures, chunk_size)  # pyright: ignore[reportReturnType]
+    if kept_ids is not None and len(kept_ids.ids) and (last := int(kept_ids.ids.max())) >= len(weight):
+        raise ValueError(f"kept_ids names token id {last}, but the model has {len(weight)} tokens")
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperatures, chunk_size, kept_ids)  # pyright: ignore[reportReturnType]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -137,12 +147,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperatures: torch.Tensor,
         chunk_size: int,
+        kept_ids: KeptIds | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprob = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprob)
         normaliser = torch.empty_like(logprob)
         for rows in _chunks(len(hidden), chunk_size):
-            logits = _logits(hidden[rows], weight, temperatures[rows])
+            logits = _logits(hidden[rows], weight, temperatures[rows], kept_ids and kept_ids.take(rows))
             peak = logits.amax(dim=-1)
             relative = logits.sub_(peak[:, None])
             unnormalised = relative.exp()
@@ -151,23 +162,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprob[rows] = relative.gather(-1, targets[rows, None])[:, 0] - total.log()
             entropy[rows] = total.log() - torch.linalg.vecdot(unnormalised, relative) / total
         ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
-        ctx.chunk_size = chunk_size
+        ctx.chunk_size, ctx.kept_ids = chunk_size, kept_ids
         ctx.set_materialize_grads(False)
         return logprob, entropy
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         if grad_logprob is None and grad_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
         g = grad_logprob / temperatures if grad_logprob is not None else torch.zeros_like(temperatures)
         grad_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]  # not beside adapters, whose model is frozen
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if is_trained else None
         for rows in _chunks(len(hidden), ctx.chunk_size):
-            logp = _logits(hidden[rows], weight, temperatures[rows]).sub_(normaliser[rows, None])
+            kept_ids = ctx.kept_ids and ctx.kept_ids.take(rows)
+            logp = _logits(hidden[rows], weight, temperatures[rows], kept_ids).sub_(normaliser[rows, None])
             if grad_entropy is None:
                 grad_logits = logp.exp_().mul_(-g[rows, None])
             else:
@@ -179,16 +191,37 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor, kept_ids: KeptIds | None
+) -> torch.Tensor:
     """float32. On a GPU the product is not rounded to half precision first; on a CPU torch cannot avoid that."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:
         logits = hidden @ weight.T
-    return torch.div(logits, temperatures[:, None], out=logits if logits.dtype == torch.float32 else None)
+    logits = torch.div(logits, temperatures[:, None], out=logits if logits.dtype == torch.float32 else None)
+    if kept_ids is not None:
+        _exclude(logits, kept_ids)
+    return logits
+
+
+def _exclude(logits: torch.Tensor, kept_ids: KeptIds) -> None:
+    """Give the ids that a row's set lacks a logit so low that they have no part in it."""
+    is_kept = torch.from_numpy(kept_ids.lists_excluded).to(logits.device)
+    listing, listed = (torch.from_numpy(column).to(logits.device) for column in kept_ids.listed())
+    excluded = ~is_kept[:, None].repeat(1, logits.shape[1])
+    excluded[listing, listed] = is_kept[listing]
+    index = torch.from_numpy(kept_ids.index.astype("int64"))
+    rows = (index >= 0).nonzero()[:, 0]
+    sets = index[rows].to(logits.device)
+    if len(rows) == len(logits):
+        logits.masked_fill_(excluded[sets], _EXCLUDED)
+    else:
+        rows = rows.to(logits.device)
+        logits[rows] = logits[rows].masked_fill_(excluded[sets], _EXCLUDED)
 
 
 def _chunks(num_rows: int, chunk_size: int) -> list[slice]:

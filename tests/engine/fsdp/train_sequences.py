@@ -15,6 +15,7 @@ from arl.algorithm.packing import balanced_shares
 from arl.api.algorithm import Aggregation, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig
+from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.train_engine import learning_rate
 
@@ -48,6 +49,22 @@ def family_sequences(seed: int = 0) -> list[TrainSequence]:
     return weigh_tokens([*sequences, again])
 
 
+def constrained_sequences(seed: int = 0) -> list[TrainSequence]:
+    """Families in which two of three tokens were sampled among some ids alone, few or nearly all. Sequences that share a
+    token have different sets for it."""
+    generator = torch.Generator().manual_seed(seed)
+    return [replace(s, kept_ids=random_kept_ids(s.token_ids, generator)) for s in family_sequences(seed)]
+
+
+def random_kept_ids(token_ids: torch.Tensor, generator: torch.Generator, vocab_size: int = VOCABULARY) -> KeptIds:
+    sets: list[list[int] | None] = []
+    for token in token_ids.tolist():
+        kind, count = torch.randint(0, 3, (2,), generator=generator).tolist()
+        others = torch.randperm(vocab_size, generator=generator)[: count + 1 if kind == 1 else vocab_size - count - 2]
+        sets.append(None if kind == 0 else sorted({token, *others.tolist()}))
+    return KeptIds.of(sets, vocab_size)
+
+
 def _random_sequence(generator: torch.Generator, stem: Sequence[int] = ()) -> TrainSequence:
     """A sequence that goes on after `stem`."""
     length = int(torch.randint(2, 25, (1,), generator=generator)) + len(stem)
@@ -71,9 +88,12 @@ def _random_sequence(generator: torch.Generator, stem: Sequence[int] = ()) -> Tr
 def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, entropies) of the trained tokens of one sequence, by the model's own forward and a full softmax."""
     logits = model(input_ids=sequence.token_ids[None]).logits[0, :-1] / sequence.temperature
+    if sequence.kept_ids is not None:
+        mask = torch.from_numpy(sequence.kept_ids.mask(logits.shape[-1]))[1:]
+        logits = logits.masked_fill(~mask, -torch.inf)
     logp = torch.log_softmax(logits, dim=-1)
     chosen = logp.gather(-1, sequence.token_ids[1:, None])[:, 0]
-    entropy = -(logp.exp() * logp).sum(-1)
+    entropy = torch.special.entr(logp.exp()).sum(-1)
     trained = sequence.loss_mask[1:]
     return chosen[trained], entropy[trained]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from train_sequences import LOSS, family_sequences, random_sequences
+from train_sequences import LOSS, constrained_sequences, family_sequences, random_sequences
 
 from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
@@ -70,6 +70,7 @@ VARIANTS = {
     "token mean": Variant(minibatch=partial(random_sequences, 9, seed=1)),
     "sequence mean": Variant(minibatch=partial(random_sequences, 9, seed=1, aggregation="sequence_mean")),
     "shared prefixes": Variant(minibatch=partial(family_sequences, 4)),
+    "constrained": Variant(minibatch=partial(constrained_sequences, 4)),
     "adapters": Variant(minibatch=partial(random_sequences, 9, seed=1), options={"lora": LORA}),
     "value": Variant(minibatch=sequences_with_returns, loss=VALUE, head="value"),
     "pairs": Variant(minibatch=pairs, loss=PAIRS),

@@ -1,0 +1,94 @@
+"""Kept ids say of each token what a plain list of sets says, whatever is done with them."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arl.api.kept_ids import KeptIds
+
+VOCAB = 12
+Sets = list[list[int] | None]
+some_sets = st.lists(st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1, unique=True), max_size=8)
+
+
+def slow_mask(sets: Sets) -> list[list[bool]]:
+    return [[of_token is None or i in of_token for i in range(VOCAB)] for of_token in sets]
+
+
+@given(some_sets)
+def test_a_set_is_the_same_whether_its_own_ids_or_the_others_are_stored(sets: Sets) -> None:
+    for kept in (KeptIds.of(sets), KeptIds.of(sets, VOCAB)):
+        assert kept.mask(VOCAB).tolist() == slow_mask(sets)
+
+
+@given(some_sets, st.data())
+def test_a_token_is_allowed_where_its_set_holds_it(sets: Sets, data: st.DataObject) -> None:
+    ids = [data.draw(st.integers(0, VOCAB - 1)) for _ in sets]
+    wanted = [row[i] for row, i in zip(slow_mask(sets), ids, strict=True)]
+    assert KeptIds.of(sets, VOCAB).allows(np.array(ids, np.int32)).tolist() == wanted
+
+
+@given(some_sets, st.data())
+def test_some_of_the_tokens_keep_their_sets_and_no_others(sets: Sets, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=10)) if sets else []
+    taken = KeptIds.of(sets, VOCAB).take(np.array(places, np.int64))
+    chosen = [sets[place] for place in places]
+    if taken is None:
+        assert all(of_token is None for of_token in chosen)
+    else:
+        assert taken == KeptIds.of(chosen, VOCAB)
+        assert set(taken.index.tolist()) - {-1} == set(range(len(taken.sizes)))
+
+
+@given(st.lists(some_sets | st.integers(0, 4), max_size=5))
+def test_parts_end_to_end_are_the_tokens_of_all(parts: list[Sets | int]) -> None:
+    joined = KeptIds.joined([part if isinstance(part, int) else KeptIds.of(part, VOCAB) for part in parts])
+    sets = [one for part in parts for one in ([None] * part if isinstance(part, int) else part)]
+    if all(isinstance(part, int) for part in parts):
+        assert joined is None
+    else:
+        assert joined == KeptIds.of(sets, VOCAB)
+
+
+@given(some_sets)
+def test_bytes_and_pickles_give_them_back(sets: Sets) -> None:
+    kept = KeptIds.of(sets, VOCAB)
+    assert KeptIds.decode(kept.encode()) == kept
+    assert pickle.loads(pickle.dumps(kept)) == kept
+
+
+def test_a_grammars_states_are_stored_once_and_a_string_costs_little() -> None:
+    inside = np.delete(np.arange(150_000), [0, 34])
+    kept = KeptIds.of([[7], *[inside] * 200, [7]], 150_000)
+    assert kept.num_bytes < 1_000
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"index": [2]}, "names a set of kept ids that does not exist; there are 2"),
+        ({"index": [-2]}, "names a set of kept ids that does not exist"),
+        ({"ids": [3, 1, 2]}, "do not ascend"),
+        ({"ids": [1, 1, 2]}, "do not ascend"),
+        ({"ids": [-1, 1, 2]}, "do not ascend"),
+        ({"ids": [1, 2]}, "list 3 ids together, but 2 came"),
+        ({"sizes": [3, 0], "ids": [1, 2, 3]}, "is empty: nothing could be sampled"),
+        ({"lists_excluded": [True]}, "2 sets of kept ids came with 1 marks"),
+    ],
+)
+def test_numbers_that_describe_no_sets_are_an_error(change: dict[str, Any], sentence: str) -> None:
+    numbers: dict[str, Any] = {"index": [0, 1], "sizes": [2, 1], "lists_excluded": [False, False], "ids": [1, 3, 2]}
+    numbers |= change
+    kinds = {"lists_excluded": np.bool_}
+    with pytest.raises(ValueError, match=sentence):
+        KeptIds(**{name: np.array(values, kinds.get(name, np.int32)) for name, values in numbers.items()})
+
+
+@pytest.mark.parametrize("cut", [5, 20, -1])
+def test_bytes_that_were_cut_are_an_error(cut: int) -> None:
+    with pytest.raises(ValueError, match="kept ids"):
+        KeptIds.decode(KeptIds.of([[1, 2], None]).encode()[:cut])
