@@ -24,6 +24,8 @@ $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 $(STAMP): $(RUN_STAMP)
 	@echo 'Installing the tools of its tests: about a minute, once.'
 	@$(BIN)/pip install $(PIP_SHOWS) -e '.[cpu,dev]' -c constraints/cpu.txt
+	@# The extra `structured` without triton, 1 GB that only GPUs need.
+	@$(BIN)/pip install $(PIP_SHOWS) --no-deps xgrammar apache-tvm-ffi -c constraints/cpu.txt
 	@touch $(STAMP)
 
 quickstart: $(RUN_STAMP)

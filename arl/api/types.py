@@ -141,7 +141,7 @@ class ModelResponse:
             raise ValueError(flaw)
 
 
-def _kept_ids_flaw(kept_ids: KeptIds, token_ids: Sequence[int]) -> str | None:
+def _kept_ids_flaw(kept_ids: KeptIds, token_ids: Any) -> str | None:
     """Why these cannot be the sets that the tokens were sampled among; None if they can."""
     import numpy as np
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMAT = 2
+FORMAT = 3
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 32 << 20
@@ -34,7 +34,7 @@ _BATCH_BYTES = 1 << 20
 """A message ends when it is as long as this, however much more there is."""
 _CALL = struct.Struct("<BQQIIHHI")
 _CANCEL = struct.Struct("<BQ")
-_RESULT = struct.Struct("<QHIII")
+_RESULT = struct.Struct("<QHIIII")
 _MOST = (1 << 32) - 1
 _IS_CALL, _IS_CANCEL = 1, 2
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
@@ -47,7 +47,7 @@ class Call:
     number: int
     rid: str
     settings: bytes
-    """JSON: sampling_params, extra_key, lora_path."""
+    """JSON: sampling_params, extra_key, lora_path, continued_tokens."""
     session: bytes = b""
     """The sequence of this call is kept under this name in the place of the last; empty: it is not kept."""
     base: int = 0
@@ -88,13 +88,16 @@ class Result:
     """JSON: finish_reason, weight_version, weight_versions, cached_tokens and, if the call has stop strings, text."""
     ids: np.ndarray = field(default_factory=_nothing)
     logprobs: np.ndarray = field(default_factory=_nothing)
+    kept_ids: bytes = b""
+    """What each token was sampled among, as KeptIds.encode writes it; empty without a grammar."""
     microseconds: int = 0
     """From the call's coming to its result."""
 
     def encode(self) -> bytes:
         lasted = min(self.microseconds, _MOST)
-        head = _RESULT.pack(self.number, self.status, lasted, len(self.ids), len(self.head))
-        return b"".join((head, self.head, self.ids.astype(_IDS).tobytes(), self.logprobs.astype(_LOGPROBS).tobytes()))
+        head = _RESULT.pack(self.number, self.status, lasted, len(self.ids), len(self.head), len(self.kept_ids))
+        numbers = (self.ids.astype(_IDS).tobytes(), self.logprobs.astype(_LOGPROBS).tobytes())
+        return b"".join((head, self.head, *numbers, self.kept_ids))
 
 
 class BrokenFrameError(Exception):
@@ -162,10 +165,18 @@ def results_of(message: bytes) -> Iterator[Result]:
     """Raises BrokenFrameError."""
     cursor = _Cursor(message)
     while not cursor.is_at_end:
-        number, status, lasted, num_ids, len_head = cursor.unpack(_RESULT)
+        number, status, lasted, num_ids, len_head, len_kept = cursor.unpack(_RESULT)
         head, ids = cursor.take(len_head), cursor.numbers(_IDS, num_ids)
         logprobs = cursor.numbers(_LOGPROBS, num_ids)
-        yield Result(number=number, status=status, microseconds=lasted, head=head, ids=ids, logprobs=logprobs)
+        yield Result(
+            number=number,
+            status=status,
+            microseconds=lasted,
+            head=head,
+            ids=ids,
+            logprobs=logprobs,
+            kept_ids=cursor.take(len_kept),
+        )
 
 
 def messages_of(frames: list[bytes]) -> list[bytes]:

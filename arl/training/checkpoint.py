@@ -29,7 +29,7 @@ from arl.training.run_dir import checkpoint_of, saved_versions
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """The format of the files here and of the states in them: +1 for each change that this reader cannot read."""
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
 """The errors of the standard library and numpy for a damaged file."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arl.api.kept_ids import KeptIds
 from arl.api.types import COLUMNS, MAX_REWARD, Group, Trajectory, TurnSpan
 from arl.training.checkpoint import UNREADABLE
 from arl.training.flat_groups import flatten, read_groups, restore, write_groups
@@ -30,8 +31,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     n = draw(st.integers(1, 12))
     versions = draw(st.lists(st.integers(-1, 5), min_size=n, max_size=n))
     mask = [int(t > 0 and v >= 0 and draw(st.booleans())) for t, v in enumerate(versions)]
+    token_ids = draw(st.lists(st.integers(0, 200_000), min_size=n, max_size=n))
+    others = st.none() | st.sets(st.integers(0, 9), max_size=3)
+    kept = [others_of if others_of is None else others_of | {t} for t in token_ids for others_of in (draw(others),)]
     return Trajectory(
-        token_ids=tuple(draw(st.lists(st.integers(0, 200_000), min_size=n, max_size=n))),
+        token_ids=tuple(token_ids),
         loss_mask=tuple(mask),
         behavior_logprobs=tuple(
             draw(st.lists(st.floats(-50, 0, width=draw(st.sampled_from([32, 64]))), min_size=n, max_size=n))
@@ -45,6 +49,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         metrics=draw(st.dictionaries(st.text(), numbers, max_size=2)),
         role=draw(st.text(max_size=3)),
         temperature=draw(st.floats(0.1, 2)),
+        kept_ids=KeptIds.of([ids and sorted(ids) for ids in kept]) if draw(st.booleans()) else None,
     )
 
 

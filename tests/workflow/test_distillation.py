@@ -15,6 +15,7 @@ from arl.api.config import Config, LogConfig, RolloutConfig
 from arl.api.engine import Sampler
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ServerError
+from arl.api.kept_ids import KeptIds
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, SamplingParams, Trajectory, TurnSpan
 from arl.api.workflow import RolloutWorkflow
@@ -126,6 +127,9 @@ async def test_each_token_of_an_episode_that_branched_is_judged_once_and_its_met
 async def test_a_temperature_or_a_coefficient_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sampled at temperature 0\.7"):
         await distilled(replace(TWO_TURNS, temperature=0.7))
+    constrained = KeptIds.of([None] * (len(TWO_TURNS.token_ids) - 1) + [[int(TWO_TURNS.token_ids[-1])]])
+    with pytest.raises(ConfigError, match="the student sampled under a grammar"):
+        await distilled(replace(TWO_TURNS, kept_ids=constrained))
     for coefficient in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="coefficient"):
             DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient, keep_reward=True)

@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 
 from arl.api.errors import TrajectoryError
+from arl.api.kept_ids import KeptIds
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
 from arl.engine.client.server_client import Answer
 
 _MAX_DIGITS = 19
+
+MOST_CONSTRAINED = 1024
+"""The top_k of a constrained request to SGLang that names none. Its kept ids are listed in the answer, 4 bytes each."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -110,6 +114,9 @@ class PartialResponse:
     the text is searched here. (Text that ends inside a character of several tokens matches nothing.) An abort just
     after an end token or a stop string ends the response all the same. In SGLang the noise is a function of seed and
     position, so the same seed continues the same stream.
+
+    Under a grammar a server must know which tokens are the response's own, to go on behind them. An embedded server is
+    told; SGLang takes all of them for the prompt, so there the response begins again.
     """
 
     def __init__(self, request: ModelRequest) -> None:
@@ -120,6 +127,7 @@ class PartialResponse:
         self._output_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._kept_ids: list[KeptIds | int] = []
         self._asked = request.sampling.max_new_tokens
         self.may_cut = request.sampling.seed is None
         """It was not cut before, and another server may continue it."""
@@ -137,22 +145,40 @@ class PartialResponse:
     def num_tokens(self) -> int:
         return len(self._output_ids)
 
-    def payload(self, rid: str, cache_key: str, adapter: str | None = None) -> dict[str, Any]:
-        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone."""
+    @property
+    def is_constrained(self) -> bool:
+        return self._sampling.grammar is not None
+
+    def payload(
+        self, rid: str, cache_key: str, adapter: str | None = None, *, most_kept: int | None = None
+    ) -> dict[str, Any]:
+        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
+
+        most_kept: SGLang's limit on the kept ids of a token; None for an embedded server.
+        """
+        if self.is_constrained and most_kept is not None:
+            self._begin_again()
         budget = self._sampling.max_new_tokens - self.num_tokens
         if _ends_with_beginning_of(self._sampling.stop, self._tail):
             budget = 1
         self._asked = budget
-        named = {} if adapter is None else {"lora_path": adapter}
+        named: dict[str, Any] = {} if adapter is None else {"lora_path": adapter}
+        if self.is_constrained:
+            named["return_sampling_mask"] = True
+            if most_kept is None:
+                named["continued_tokens"] = self.num_tokens
         return {
             "rid": rid,
             "input_ids": self._ids_so_far(),
-            "sampling_params": _sampling_params(self._sampling, budget),
+            "sampling_params": _sampling_params(self._sampling, budget, most_kept),
             "return_logprob": True,
             "stream": False,
             "extra_key": cache_key,
             **named,
         }
+
+    def _begin_again(self) -> None:
+        self._output_ids, self._logprobs, self._versions, self._kept_ids, self._tail = [], [], [], [], ""
 
     def _ids_so_far(self) -> np.ndarray:
         if not self._output_ids:
@@ -165,6 +191,8 @@ class PartialResponse:
             return f"answered with {len(answer.output_ids)} tokens, but was asked for at most {self._asked}"
         if vocab_size is not None and max(answer.output_ids, default=0) >= vocab_size:
             return f"sampled token id {max(answer.output_ids)}, but the model has {vocab_size} tokens"
+        if self.is_constrained and answer.output_ids and answer.kept_ids is None:
+            return "sampled under a grammar, and does not say which ids it allowed"
         return None
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
@@ -175,6 +203,7 @@ class PartialResponse:
         self._output_ids += answer.output_ids
         self._logprobs += answer.output_logprobs
         self._versions += versions
+        self._kept_ids.append(len(answer.output_ids) if answer.kept_ids is None else answer.kept_ids)
         self.stop_reason = self._judge(answer, eos_token_ids)
 
     def stop_at_context_end(self) -> None:
@@ -191,6 +220,7 @@ class PartialResponse:
             output_versions=tuple(self._versions),
             stop_reason=self.stop_reason,
             temperature=self._sampling.logprob_temperature,
+            kept_ids=KeptIds.joined(self._kept_ids),
             server=self.server,
             queued_s=self.queued_s,
             sends=self.sends,
@@ -243,7 +273,7 @@ def _ends_with_beginning_of(stops: Collection[str], tail: str) -> bool:
     return any(tail.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
 
 
-def _sampling_params(sampling: SamplingParams, max_new_tokens: int) -> dict[str, Any]:
+def _sampling_params(sampling: SamplingParams, max_new_tokens: int, most_kept: int | None) -> dict[str, Any]:
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
@@ -259,4 +289,9 @@ def _sampling_params(sampling: SamplingParams, max_new_tokens: int) -> dict[str,
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
+    if (grammar := sampling.grammar) is not None:
+        params[grammar.kind] = grammar.text
+        if most_kept is not None and sampling.top_k == -1:
+            # SGLang lists kept ids only under a finite top_k, and needs room for logits that are equal to the last.
+            params["top_k"] = max(2, min(MOST_CONSTRAINED, most_kept // 2))
     return params

@@ -56,6 +56,8 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
     try:
         client.num_ranks = int(settings.get("tp_size") or 1)
         client.takes_frames = info.get("frames") == FORMAT
+        client.is_embedded = "frames" in info
+        client.most_kept = int(settings.get("sampling_mask_max_tokens") or 0) or None
         return _greeting(client.address, info, settings, models[0], tokens)
     except NONSENSE as error:
         what = f"{client.address} describes itself in a way that makes no sense ({type(error).__name__}: {error})"

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import orjson
 
 from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
 from arl.api.events import ServerWorked
+from arl.api.kept_ids import KeptIds
 from arl.engine.client.frame_client import FrameClient
 from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
 from arl.web.client import JsonClient, Reply, encoded
@@ -43,7 +45,7 @@ _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
 
 
-_SETTINGS = ("sampling_params", "extra_key", "lora_path")
+_SETTINGS = ("sampling_params", "extra_key", "lora_path", "continued_tokens")
 """What frames carry of a request beside its tokens and its name."""
 
 _MAX_CACHED_BYTES = 1024
@@ -81,6 +83,8 @@ class Answer:
     """Of the prompt, that the server did not compute; 0 if it does not say."""
     server_s: float = 0.0
     """How long the server had it; 0 if it does not say."""
+    kept_ids: KeptIds | None = None
+    """What each token was sampled among, if a grammar constrained it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,10 @@ class ServerClient(JsonClient):
         """Until `greet` has asked."""
         self.takes_frames = False
         """It speaks arl.engine.frames; until `greet` has asked, it does not."""
+        self.is_embedded = False
+        """It is arl's own; until `greet` has asked, it is not."""
+        self.most_kept: int | None = None
+        """How many kept ids of a token it can list; None if it is SGLang and too old to, or until `greet` has asked."""
         self._spawn = spawn
         self._frames: FrameClient | None = None
         self._opening = asyncio.Lock()
@@ -314,7 +322,11 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
     ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if (entries or not is_abort) and len(body.get("output_ids", ids)) != len(ids):
         raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
-    return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"))
+    kept_ids = None
+    if (masks := meta.get("output_token_sampling_mask")) is not None:
+        # The others are of the grammar's distribution before top_k, top_p and min_p.
+        kept_ids, logprobs = KeptIds.of(masks), meta["output_token_sampling_logprobs"]
+    return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"), kept_ids)
 
 
 @lru_cache(maxsize=256)
@@ -327,13 +339,18 @@ def _answer_of(result: Result) -> Answer:
     """Raises as `_answer` does."""
     is_short = len(result.head) <= _MAX_CACHED_BYTES
     meta = _cached_meta(result.head) if is_short else orjson.loads(result.head)
-    return _answer(
-        meta, meta.get("text") or "", result.ids.tolist(), result.logprobs.tolist(), result.microseconds / 1e6
-    )
+    kept_ids = KeptIds.decode(result.kept_ids) if result.kept_ids else None
+    text, server_s = meta.get("text") or "", result.microseconds / 1e6
+    return _answer(meta, text, result.ids.tolist(), result.logprobs.tolist(), server_s, kept_ids)
 
 
 def _answer(
-    meta: Mapping[str, Any], text: str, ids: list[int], logprobs: list[float], server_s: float | None
+    meta: Mapping[str, Any],
+    text: str,
+    ids: list[int],
+    logprobs: list[float],
+    server_s: float | None,
+    kept_ids: KeptIds | None,
 ) -> Answer:
     """Raises LookupError, TypeError or ValueError for an impossible answer."""
     finish = meta["finish_reason"]["type"]
@@ -347,6 +364,10 @@ def _answer(
     spans = [(str(span["version"]), span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
     if wrong := [s for s in spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:
         raise ValueError(f"the span {wrong[0]} of weight_versions")
+    if len(logprobs) != len(ids):
+        raise ValueError(f"{len(logprobs)} logprobs for {len(ids)} output_ids")
+    if kept_ids is not None and not (len(kept_ids) == len(ids) and kept_ids.allows(np.array(ids, np.int32)).all()):
+        raise ValueError("the ids that its tokens were sampled among lack a token")
     cached = meta.get("cached_tokens")
     return Answer(
         output_ids=ids,
@@ -356,6 +377,7 @@ def _answer(
         label=str(meta.get("weight_version", "")),
         spans=spans,
         cached_tokens=cached if type(cached) is int and cached > 0 else 0,
+        kept_ids=kept_ids,
         server_s=server_s if type(server_s) is float and 0 < server_s < math.inf else 0.0,
     )
 

@@ -77,7 +77,7 @@ def build_app(
     scheduler: Scheduler, inflight: Inflight, settings: Mapping[str, Any], api_key: str | None
 ) -> web.Application:
     """The application. settings: what the server was started with; device, model_path, update_timeout_s are used."""
-    info, control, generation = Info(scheduler, settings), Control(scheduler), Generation(scheduler, inflight)
+    info, control, generation = Info(scheduler, settings), Control(scheduler, inflight), Generation(scheduler, inflight)
     weights = Weights(scheduler, settings["device"], settings["update_timeout_s"])
     key = [require_key(api_key)] if api_key else []
     app = web.Application(middlewares=[boundary(path_error), *key], client_max_size=_MAX_BODY_BYTES)

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from arl.api.engine import WeightGroup
 from arl.api.engine_config import PauseMode
+from arl.engine.local.generate import Inflight
 from arl.engine.local.received_weights import WeightReceiver, WeightsError, named, read_directory
 from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import Name, RequestBody, RequestError
@@ -39,11 +40,12 @@ class PauseBody(RequestBody):
 
 
 class Control:
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, inflight: Inflight) -> None:
         self._scheduler = scheduler
+        self._inflight = inflight
 
     async def abort_request(self, body: AbortBody) -> Any:
-        self._scheduler.abort(body.rid)
+        self._inflight.abort(self._scheduler, body.rid)
         return web.Response()
 
     async def pause_generation(self, body: PauseBody) -> Any:

@@ -112,7 +112,15 @@ class FrameServer:
             head["text"] = self._generation.text(job, _settings(call.settings)[0].sampling_params)
         ids, logprobs = np.array(job.output_ids, dtype=np.int32), np.array(job.output_logprobs, dtype=np.float32)
         lasted = int(1e6 * (time.monotonic() - job.began))
-        return Result(number=call.number, microseconds=lasted, head=orjson.dumps(head), ids=ids, logprobs=logprobs)
+        kept_ids = b"" if job.sets is None else job.sets.kept_ids().encode()
+        return Result(
+            number=call.number,
+            microseconds=lasted,
+            head=orjson.dumps(head),
+            ids=ids,
+            logprobs=logprobs,
+            kept_ids=kept_ids,
+        )
 
     def failure(self, call: Call, error: Exception) -> Result:
         failure = request_error(error, {EngineClosedError: 503})

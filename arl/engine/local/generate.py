@@ -15,16 +15,23 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from arl.api.grammar import Grammar, GrammarKind
 from arl.api.types import SamplingParams
+from arl.engine.local.grammars import Grammars
 from arl.engine.local.scheduler import Scheduler
 from arl.engine.local.sequences import Job
 from arl.web.bodies import Integers, Name, RequestBody, RequestError, Strings
 
 _MAX_STOP_TOKENS = 4096
+_MAX_GRAMMAR = 1 << 20
+"""Most characters of a grammar."""
 _MAX_REQUESTS = 1 << 16
 """Most requests that may wait or run at once."""
 _MAX_CHARACTERS = 32
 """Most characters of a text to tokenize, per token of the model's context."""
+
+
+GrammarText = Annotated[str, Field(max_length=_MAX_GRAMMAR)]
 
 
 class SamplingBody(RequestBody):
@@ -42,6 +49,9 @@ class SamplingBody(RequestBody):
     """Leave special tokens out of the text."""
     no_stop_trim: bool = False
     """Keep in the text the stop string or stop token that ended it."""
+    json_schema: GrammarText | None = None
+    regex: GrammarText | None = None
+    structural_tag: GrammarText | None = None
 
     def params(self) -> SamplingParams:
         """Raises RequestError for impossible values."""
@@ -56,9 +66,21 @@ class SamplingBody(RequestBody):
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
                 seed=self.sampling_seed,
+                grammar=self._grammar(),
             )
         except ValueError as error:
             raise RequestError(str(error)) from None
+
+    def _grammar(self) -> Grammar | None:
+        texts: dict[GrammarKind, str | None] = {
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "structural_tag": self.structural_tag,
+        }
+        given = [Grammar(kind=kind, text=text) for kind, text in texts.items() if text is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0].kind} and {given[1].kind} are both set; a response can match only one grammar")
+        return given[0] if given else None
 
 
 class ClassifyBody(RequestBody):
@@ -73,12 +95,16 @@ class SettingsBody(RequestBody):
     extra_key: Name = ""
     lora_path: Name = ""
     """The name of a loaded adapter."""
+    continued_tokens: Annotated[int, Field(ge=0)] = 0
+    """So many tokens at the end of input_ids belong to the response; its grammar goes on after them."""
 
 
 class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     """The first token of the prompt whose logprob is returned; -1 for none of them."""
+    return_sampling_mask: bool = False
+    """Return what each token was sampled among."""
 
 
 class TokenizeBody(RequestBody):
@@ -92,6 +118,8 @@ class Inflight:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: dict[str, tuple[Job, Callable[[Job], object]]] = {}
+        self._compiling: dict[str, Job] = {}
+        """Those whose grammar is not compiled yet. The model thread does not know them."""
 
     def deliver(self, jobs: Sequence[Job]) -> None:
         """Called on the model thread with jobs that have ended."""
@@ -112,14 +140,39 @@ class Inflight:
             raise RequestError(f"The request queue is full: this server takes {_MAX_REQUESTS} requests at once", 503)
         if not scheduler.is_alive:
             raise RequestError("the model thread of this server has died; its log says why", 503)
-        scheduler.submit(job)
         self._waiting[job.rid] = job, ended
+        if job.compiled is None or (job.compiled.done() and not job.compiled.exception()):
+            scheduler.submit(job)
+            return
+        self._compiling[job.rid] = job
+        job.compiled.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._compiled, scheduler, job))
+
+    def _compiled(self, scheduler: Scheduler, job: Job) -> None:
+        """Let a job run whose grammar is compiled now, or fail if that was impossible."""
+        if self._compiling.get(job.rid) is not job:
+            return  # it was withdrawn or aborted meanwhile
+        del self._compiling[job.rid]
+        assert job.compiled is not None
+        if (error := job.compiled.exception()) is None:
+            scheduler.submit(job)
+            return
+        job.abort(str(error), error.status if isinstance(error, RequestError) else 500)
+        self._notice([job])
+
+    def abort(self, scheduler: Scheduler, rid: str) -> None:
+        """Finish the job `rid` with its tokens so far."""
+        if (job := self._compiling.pop(rid, None)) is not None:
+            job.abort("Aborted by request")
+            self._notice([job])
+        else:
+            scheduler.abort(rid)
 
     def withdraw(self, scheduler: Scheduler, job: Job) -> None:
         """Abort a job, if it has not ended."""
         if self._waiting.get(job.rid, (None,))[0] is job:
             del self._waiting[job.rid]
-            scheduler.abort(job.rid)
+            if self._compiling.pop(job.rid, None) is None:
+                scheduler.abort(job.rid)
 
     async def run(self, scheduler: Scheduler, job: Job) -> None:
         """Run a job to its end; cancelling the call aborts it. Raises RequestError if it fails."""
@@ -145,6 +198,7 @@ class Generation:
         self._model = scheduler.runner
         self._tokenizer: Any = self._model.tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        self._grammars = Grammars(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
 
     async def generate(self, body: GenerateBody) -> Any:
         start = body.logprob_start_len
@@ -153,9 +207,13 @@ class Generation:
                 f"logprob_start_len={start} is higher than the number of input tokens {len(body.input_ids)}."
             )
         job = self.job(body.rid, body.input_ids, body, body.sampling_params.params())
+        if body.return_sampling_mask and job.compiled is None:
+            raise RequestError("return_sampling_mask needs a grammar here: json_schema, regex or structural_tag")
         job.logprob_start = start if body.return_logprob and start >= 0 else None
         await self._inflight.run(self._scheduler, job)
         answer = {"output_ids": job.output_ids, "meta_info": self._meta_info(job, body.return_logprob)}
+        if body.return_sampling_mask:
+            answer["meta_info"] |= self._sampling_mask(job)
         if self._tokenizer is not None:
             answer["text"] = self.text(job, body.sampling_params)
         return answer
@@ -176,6 +234,8 @@ class Generation:
                 f"Requested token count exceeds the model's maximum context length of {limit} tokens: "
                 f"{num_prompt} of the prompt and {num_new} new ones."
             )
+        if body.continued_tokens >= num_prompt:
+            raise RequestError(f"continued_tokens={body.continued_tokens} leaves no prompt of {num_prompt} input_ids")
         return Job(
             rid=rid,
             input_ids=input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids,
@@ -183,6 +243,8 @@ class Generation:
             extra_key=body.extra_key,
             adapter=body.lora_path,
             is_prefill_only=num_new == 0,
+            num_continued=body.continued_tokens,
+            compiled=self._grammars.compiled(sampling.grammar) if sampling.grammar else None,
         )
 
     def _check_prompt(self, input_ids: Sequence[int] | np.ndarray) -> None:
@@ -222,6 +284,16 @@ class Generation:
             info["input_token_logprobs"] = _input_logprobs(job)
             info["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
         return info
+
+    def _sampling_mask(self, job: Job) -> dict[str, Any]:
+        """As SGLang writes it: the kept ids of each token, and its logprob among them."""
+        size = self._model.vocab_size
+        masks = [] if job.sets is None else [row.nonzero()[0].tolist() for row in job.sets.kept_ids().mask(size)]
+        return {
+            "output_token_sampling_mask": masks,
+            "output_token_sampling_logprobs": job.output_logprobs,
+            "output_token_sampling_mask_length": len(masks),
+        }
 
     async def classify(self, body: ClassifyBody) -> Any:
         if not self._model.is_scorer:

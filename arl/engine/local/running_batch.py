@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
+from arl.engine.local.constraints import Allowed, Constraint, StepSets
 from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream
+from arl.engine.local.sampler import BatchSampler, StopStrings, is_filtered, random_stream
 from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
 
 
@@ -32,6 +33,8 @@ class Computed:
     """For each sampled row, one number for each label."""
     given: Sequence[float] = ()
     """Logprobs of given tokens, chunk after chunk."""
+    kept: StepSets | None = None
+    """What constrained rows were sampled among."""
 
 
 class RunningBatch:
@@ -85,6 +88,9 @@ class RunningBatch:
             job.abort(f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}", 400)
             return
         sampling = job.sampling
+        constraint = self._constraint(job)
+        if job.is_done:
+            return
         tokens = [*job.input_ids, *job.output_ids]
         extra_key = f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key
         stop_ids = self._runner.eos_ids.union(sampling.stop_token_ids)
@@ -99,8 +105,23 @@ class RunningBatch:
                 stream=random_stream(sampling.seed),
                 stop=tuple(string for string in sampling.stop if string),
                 stop_ids=frozenset() if sampling.ignore_eos else stop_ids,
+                constraint=constraint,
             )
         )
+
+    def _constraint(self, job: Job) -> Constraint | None:
+        """The job's place in its grammar, after the tokens that it continues. If these do not match, it is aborted."""
+        if job.compiled is None or job.is_prefill_only:
+            return None
+        has_end = bool(self._runner.eos_ids)
+        constraint = Constraint(job.compiled.result(), self._runner.vocab_size, has_end=has_end)
+        begun = job.input_ids[len(job.input_ids) - job.num_continued :]
+        for number, token in enumerate(begun):
+            if constraint.has_ended or not constraint.accept(token):
+                job.abort(f"token {number} of the {len(begun)} that the response begins with breaks its grammar", 400)
+                return None
+        job.sets = constraint.sets
+        return constraint
 
     # ---- a step: plan, run, take ------------------------------------------------------------------------------
 
@@ -140,8 +161,9 @@ class RunningBatch:
             computed = Computed(scores=logits.tolist())
         else:
             positions = [len(row.tokens) for row in plan.sampled]
-            tokens, logprobs = self._sampler_of(plan.sampled).sample(logits, positions)
-            computed = Computed(tokens=tokens, logprobs=logprobs, given=given)
+            sampler, allowed = self._sampler_of(plan.sampled), self._allowed(plan.sampled)
+            tokens, logprobs, kept = sampler.sample(logits, positions, allowed)
+            computed = Computed(tokens=tokens, logprobs=logprobs, given=given, kept=kept)
         if math.isnan(sum(computed.logprobs) + sum(computed.given) + sum(map(sum, computed.scores))):
             raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
         return computed
@@ -154,6 +176,14 @@ class RunningBatch:
             self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device)
             self._sampled = rows
         return self._sampler
+
+    def _allowed(self, rows: Sequence[Row]) -> Allowed | None:
+        """What these rows may sample; None if no row has a grammar."""
+        constraints = [row.constraint for row in rows]
+        if not any(constraints):
+            return None
+        filtered = [is_filtered(row.job.sampling) for row in rows]
+        return Allowed.of(constraints, filtered, self._runner.vocab_size, self._runner.device)
 
     def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
         for row, length in zip(plan.rows, plan.lengths, strict=True):
@@ -181,21 +211,37 @@ class RunningBatch:
         """Hand out the step's samples; returns the rows that end with them."""
         version = self.weight_version
         ended: list[Row] = []
-        for row, token, logprob in zip(rows, computed.tokens, computed.logprobs, strict=True):
+        constrained = dict(self._noted(rows, computed)) if computed.kept else {}
+        for number, (row, token, logprob) in enumerate(zip(rows, computed.tokens, computed.logprobs, strict=True)):
             job, tokens = row.job, row.tokens
             if job.is_prefill_only:
                 job.finish_reason = {"type": "length", "length": 0}
+                ended.append(row)
+                continue
+            if not constrained.get(number, True):
+                job.abort(f"its grammar allows no token of this model after {len(job.output_ids)} sampled ones", 400)
                 ended.append(row)
                 continue
             tokens.append(token)
             job.output_ids.append(token)
             job.output_logprobs.append(logprob)
             job.versions.append(version)
-            if row.stop or token in row.stop_ids or len(tokens) >= row.max_length:
+            if row.stop or token in row.stop_ids or len(tokens) >= row.max_length or _has_matched(row):
                 job.finish_reason = self._finish_reason(row, token)
                 if job.is_done:
                     ended.append(row)
         return ended
+
+    def _noted(self, rows: Sequence[Row], computed: Computed) -> Iterator[tuple[int, bool]]:
+        """Take constrained rows on in their grammars. Gives (place of a row, whether there was anything to sample)."""
+        assert computed.kept is not None
+        for place, number in enumerate(computed.kept.allowed.rows):
+            constraint = rows[number].constraint
+            assert constraint is not None
+            is_alive = computed.kept.note(place, constraint.sets)
+            if is_alive and not constraint.accept(computed.tokens[number]):
+                raise RuntimeError(f"a grammar refused token {computed.tokens[number]}, which it had allowed")
+            yield number, is_alive
 
     def _take_scores(self, rows: Sequence[Row], computed: Computed) -> Sequence[Row]:
         for row, of_labels in zip(rows, computed.scores, strict=True):
@@ -204,11 +250,13 @@ class RunningBatch:
             row.job.finish_reason = {"type": "length", "length": 0}
         return rows
 
-    def _finish_reason(self, row: Row, token: int) -> dict[str, str | int] | None:
+    def _finish_reason(self, row: Row, token: int) -> dict[str, str | int | None] | None:
         if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
             return {"type": "stop", "matched": matched}
         if token in row.stop_ids:
             return {"type": "stop", "matched": token}
+        if _has_matched(row):
+            return {"type": "stop", "matched": token if token in self._runner.eos_ids else None}
         if len(row.tokens) >= row.max_length:
             return {"type": "length", "length": len(row.job.output_ids)}
         return None
@@ -347,3 +395,8 @@ class RunningBatch:
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""
         self._prefixes.clear()
+
+
+def _has_matched(row: Row) -> bool:
+    """Whether its grammar lets nothing follow."""
+    return row.constraint is not None and row.constraint.has_ended

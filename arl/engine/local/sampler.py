@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from arl.api.types import SamplingParams
+from arl.engine.local.constraints import Allowed, StepSets
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -40,6 +41,12 @@ def random_stream(seed: int | None) -> int:
     z = ((z ^ (z >> 33)) * 0xFF51AFD7ED558CCD) & (2**64 - 1)
     z = ((z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53) & (2**64 - 1)
     return z ^ (z >> 33)
+
+
+def is_filtered(sampling: SamplingParams) -> bool:
+    """Whether top_k, top_p or min_p narrow what is sampled."""
+    is_off = sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0
+    return not is_off and sampling.temperature > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,27 +108,40 @@ class BatchSampler:
             streams=np.array(streams, dtype=np.uint64),
         )
 
-    def sample(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
-        """One token for each row of logits [B, V], and its logprob under logits / temperature, before any filter.
+    def sample(
+        self, logits: torch.Tensor, positions: Sequence[int], allowed: Allowed | None = None
+    ) -> tuple[list[int], list[float], StepSets | None]:
+        """One token for each row of logits [B, V], its logprob under logits / temperature, and what rows were sampled
+        among.
 
-        positions: where in its sequence each sampled token will stand.
+        positions: where in its sequence each sampled token will stand. allowed: what constrained rows may sample. Their
+        logprobs are of the distribution that they are drawn from; those of other rows are from before any filter.
         """
-        logits = logits.float()
+        logits = logits.float() if allowed is None else allowed.only(logits.float())
         scaled = logits if self.temperature is None else logits / self.temperature
         logprobs = scaled.log_softmax(-1)
+        kept: torch.Tensor | None = None
         if self.is_all_greedy:
             tokens = logits.argmax(-1)
         else:
-            tokens = self._draw(logprobs.exp(), positions)
+            probs = logprobs.exp()
+            if self.filter is not None:
+                probs = self.filter.apply(probs)
+                if allowed is not None:
+                    kept = probs[allowed.rows] > 0
+            tokens = self._draw(probs, positions)
             if self.greedy is not None:
                 tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
-        chosen = logprobs.gather(1, tokens[:, None])
-        return tokens.tolist(), chosen[:, 0].tolist()
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        if allowed is None:
+            return tokens.tolist(), chosen.tolist(), None
+        if kept is not None:
+            of_kept = logprobs[allowed.rows].masked_fill(~kept, -torch.inf).logsumexp(-1)
+            chosen[allowed.rows] -= of_kept.where(allowed.is_filtered, 0.0)
+        return tokens.tolist(), chosen.tolist(), StepSets(allowed=allowed, filtered=kept)
 
     def _draw(self, probs: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """Invert the cumulative distribution in token order, so that filters of other rows cannot change a draw."""
-        if self.filter is not None:
-            probs = self.filter.apply(probs)
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         u = torch.from_numpy(uniforms(self.streams, np.array(positions, dtype=np.uint64)))
         targets = u.to(probs.device)[:, None] * cumulative[:, -1:]

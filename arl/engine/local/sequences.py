@@ -8,14 +8,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 
+from arl.api.kept_ids import SetTable
 from arl.api.types import SamplingParams
 from arl.engine.local.adapters import Adapter
+from arl.engine.local.constraints import Constraint
 from arl.engine.local.runner import StepInput
 from arl.engine.local.slot_attention import Chunk
 
@@ -41,6 +44,10 @@ class Job:
     """Also compute the logprobs of the prompt's tokens after this index."""
     is_prefill_only: bool = False
     """The job samples nothing and ends with its prompt."""
+    num_continued: int = 0
+    """So many tokens at the end of input_ids belong to the response: its grammar goes on after them."""
+    compiled: Future[Any] | None = None
+    """The compiled grammar that the response must match, if any; done when the model thread gets the job."""
 
     input_logprobs: list[float] = field(default_factory=list[float])
     """Logprobs of input_ids[logprob_start + 1:], from the unscaled logits, whatever the temperature."""
@@ -49,9 +56,11 @@ class Job:
     output_ids: list[int] = field(default_factory=list[int])
     """The sampled tokens, with the stop token."""
     output_logprobs: list[float] = field(default_factory=list[float])
-    """Natural log, of logits / temperature, before top_p, top_k and min_p."""
+    """Natural log, of logits / temperature, before top_p, top_k and min_p; under a grammar, after it and these."""
     versions: list[str] = field(default_factory=list[str])
     """The weight version that sampled each token."""
+    sets: SetTable | None = None
+    """What each token was sampled among, under a grammar."""
     cached_tokens: int = 0
     began: float = field(default_factory=time.monotonic)
     """When it came, by the monotonic clock."""
@@ -198,6 +207,8 @@ class Row(Prefix):
     stop_ids: frozenset[int] = field(kw_only=True)
     index: int = field(default=-1, kw_only=True)
     """Its row of the cache; -1 outside the batch."""
+    constraint: Constraint | None = field(default=None, kw_only=True)
+    """Its place in its grammar, if it has one."""
     is_mixed: bool = field(default=False, kw_only=True)
     """Whether some of its keys and values are of older weights."""
 

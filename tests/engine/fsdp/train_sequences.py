@@ -50,8 +50,8 @@ def family_sequences(seed: int = 0) -> list[TrainSequence]:
 
 
 def constrained_sequences(seed: int = 0) -> list[TrainSequence]:
-    """Families in which two of three tokens were sampled among some ids alone, few or nearly all. Sequences that share a
-    token have different sets for it."""
+    """Families in which two of three tokens were sampled among some ids alone, few or nearly all. Sequences that share
+    a token have different sets for it."""
     generator = torch.Generator().manual_seed(seed)
     return [replace(s, kept_ids=random_kept_ids(s.token_ids, generator)) for s in family_sequences(seed)]
 

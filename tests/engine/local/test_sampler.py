@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def draw(logits: torch.Tensor, num_draws: int, **params: Any) -> torch.Tensor:
     """Token counts over `num_draws` positions of one seeded stream."""
     sampler = BatchSampler.of([SamplingParams(**params)] * num_draws, [random_stream(5)] * num_draws, len(logits), CPU)
-    tokens, _ = sampler.sample(logits.expand(num_draws, -1), list(range(num_draws)))
+    tokens, _, _ = sampler.sample(logits.expand(num_draws, -1), list(range(num_draws)))
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
 
 
@@ -73,8 +73,8 @@ def test_rows_of_a_mixed_batch_are_sampled_as_each_would_be_alone() -> None:
     logits = torch.randn(len(params), 30)
     streams = [random_stream(index) for index in range(len(params))]
     positions = list(range(100, 100 + len(params)))
-    together = BatchSampler.of(params, streams, 30, CPU).sample(logits, positions)
-    for row, (token, logprob) in enumerate(zip(*together, strict=True)):
+    tokens, logprobs, _ = BatchSampler.of(params, streams, 30, CPU).sample(logits, positions)
+    for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         alone = BatchSampler.of([params[row]], [streams[row]], 30, CPU).sample(logits[row : row + 1], [positions[row]])
         assert alone[0] == [token]
         assert alone[1] == pytest.approx([logprob], abs=1e-6)

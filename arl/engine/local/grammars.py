@@ -1,0 +1,160 @@
+"""Compiled grammars: what a request's grammar allows, in this model's tokens. xgrammar does the work, as in SGLang.
+
+request --> cached? --> compiled on the thread `arl-grammars` --> one Constraint for each sequence (constraints.py)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from arl.api.grammar import Grammar
+from arl.api.installing import install_command
+from arl.web.bodies import RequestError
+
+_MAX_CACHED = 256
+_STRING_FORMATS = frozenset(
+    (
+        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
+        "time", "uri", "uri-reference", "uri-template", "uuid",
+    )
+)  # fmt: skip
+_UNHEEDED = frozenset(
+    (
+        "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
+        "multipleOf", "not", "then", "uniqueItems",
+    )
+)  # fmt: skip
+"""Keywords that xgrammar takes without a word and does not enforce."""
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Keywords whose values are data, not schemas."""
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+"""Keywords whose values are schemas by name."""
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps those that were used last. Belongs to one event loop.
+
+    eos_ids: the tokens that end a response; they are allowed where a grammar may end, and nowhere else.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._compiler: Any = None
+        self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
+        self._compiling = ThreadPoolExecutor(1, "arl-grammars")
+
+    def compiled(self, grammar: Grammar) -> Future[Any]:
+        """The grammar as xgrammar's matchers take it; the future fails with RequestError if it cannot be honoured."""
+        future = self._compiled.get(grammar)
+        if future is None:
+            future = self._compiled[grammar] = self._compiling.submit(self._compile, grammar)
+            if len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return future
+
+    def _compile(self, grammar: Grammar) -> Any:
+        try:
+            import xgrammar
+        except ImportError:
+            raise RequestError(
+                f"a grammar needs xgrammar: {install_command('structured')}, where the server runs"
+            ) from None
+        if self._tokenizer is None:
+            raise RequestError("a grammar needs a tokenizer, which this model was saved without")
+        check_grammar(grammar)
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos_ids
+            )
+            # Without xgrammar's own cache, which takes token-level structural tags of different shapes for the same.
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        compile_kind: dict[str, Callable[[str], Any]] = {
+            "json_schema": self._compiler.compile_json_schema,
+            "regex": self._compiler.compile_regex,
+            "structural_tag": self._compiler.compile_structural_tag,
+        }
+        try:
+            compiled = compile_kind[grammar.kind](grammar.text)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise RequestError(f"the {grammar.kind} cannot be compiled: {_reason(error)}") from None
+        bitmask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bitmask)
+        if not bitmask.any():
+            raise RequestError(f"the {grammar.kind} allows no token of this model to begin with: nothing matches it")
+        return compiled
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raise RequestError for what xgrammar would ignore, or crash on."""
+    text = grammar.text if grammar.kind == "regex" else json.dumps(json.loads(grammar.text), ensure_ascii=False)
+    if "\0" in text or "\\u0000" in text:
+        raise RequestError(f"the {grammar.kind} holds a NUL character, which xgrammar cannot take")
+    if grammar.kind == "json_schema":
+        check_schema(json.loads(text))
+    elif grammar.kind == "structural_tag":
+        for schema in _schemas_in(json.loads(text)):
+            check_schema(schema)
+
+
+def check_schema(schema: Any) -> None:
+    """Raise RequestError for a constraint that xgrammar would ignore."""
+    for part, path in _parts_of(schema):
+        if unheeded := sorted(_UNHEEDED.intersection(part)):
+            raise _unsupported(path, f"{', '.join(unheeded)} would be ignored")
+        if len(part.get("allOf") or ()) > 1:
+            raise _unsupported(path, "allOf of several schemas would be ignored; write them as one")
+        if empty := [name for name in ("anyOf", "oneOf", "allOf") if part.get(name) == []]:
+            raise _unsupported(path, f"{empty[0]} is empty")
+        if part.get("type") not in (None, "string") and "string" not in part["type"]:
+            continue
+        if "format" in part and part["format"] not in _STRING_FORMATS:
+            raise _unsupported(path, f"the format {part['format']!r} would be ignored")
+        limits = [name for name in ("format", "pattern") if name in part]
+        limits += ["minLength or maxLength"] * bool({"minLength", "maxLength"} & part.keys())
+        if len(limits) > 1:
+            raise _unsupported(path, f"only one of {', '.join(limits)} would be enforced")
+
+
+def _unsupported(path: str, reason: str) -> RequestError:
+    return RequestError(f"the JSON schema at {path} cannot be honoured: {reason}")
+
+
+def _parts_of(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """The schema and every schema inside it, with its place."""
+    left: list[tuple[Any, str, bool]] = [(schema, "#", False)]
+    while left:
+        value, path, is_map = left.pop()
+        if isinstance(value, list):
+            left += [(one, f"{path}/{i}", False) for i, one in enumerate(value)]
+        elif isinstance(value, dict):
+            if not is_map:
+                yield value, path
+            left += [
+                (one, f"{path}/{name}", not is_map and name in _NAMED)
+                for name, one in value.items()
+                if is_map or name not in _VALUES
+            ]
+
+
+def _schemas_in(tag: Any) -> Iterator[Any]:
+    """The JSON schemas within a structural tag."""
+    left = [tag]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            yield from (value[name] for name in ("json_schema", "schema") if isinstance(value.get(name), dict))
+            left += [one for name, one in value.items() if name not in ("json_schema", "schema")]
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar's own words, without the place in its sources."""
+    return str(error).strip().partition(".cc:")[2].partition(": ")[2] or str(error).strip()
