@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from heapq import heappop, heappush
 from http import HTTPStatus
 from typing import Literal
 
@@ -125,17 +125,18 @@ class PlayedEpisodes:
     def __init__(self) -> None:
         self.is_over = False
         self._offers: list[tuple[float, int, PlayedEpisode]] = []
+        """By when they began; the number tells apart those that began at once."""
         self._numbers = itertools.count()
         self._takers: deque[asyncio.Future[PlayedEpisode | None]] = deque()
         self._running: dict[str, PlayedEpisode] = {}
         self._past: dict[str, tuple[Outcome, bytes]] = {}
         self._untold: set[str] = set()
-        """Episodes that the run's end took from their programs, which do not know it yet."""
+        """Episodes that are gone, and whose programs do not know it yet."""
         self._all_told = asyncio.Event()
 
     @property
     def num_offered(self) -> int:
-        return sum(episode.state == "offered" for _, _, episode in self._offers)
+        return len(self._offers)
 
     @property
     def num_running(self) -> int:
@@ -167,12 +168,10 @@ class PlayedEpisodes:
 
     async def take(self, wait_s: float) -> PlayedEpisode | None:
         """The oldest offer; waits for one. None if none came, or the run is over. Then call `sent`, or `give_back`."""
-        while self._offers:
-            _, _, episode = heappop(self._offers)
-            if episode.state == "offered":
-                return self._begin(episode)
         if self.is_over:
             return None
+        if self._offers:
+            return self._begin(self._offers.pop(0)[-1])
         taker = asyncio.get_running_loop().create_future()
         self._takers.append(taker)
         try:
@@ -247,7 +246,7 @@ class PlayedEpisodes:
                 taker.set_result(self._begin(episode))
                 return
         episode.state = "offered"
-        heappush(self._offers, (episode.began, next(self._numbers), episode))
+        insort(self._offers, (episode.began, next(self._numbers), episode))
 
     def _begin(self, episode: PlayedEpisode) -> PlayedEpisode:
         episode.state = "running"
@@ -256,8 +255,9 @@ class PlayedEpisodes:
 
     def _settle(self, episode: PlayedEpisode, error: BaseException | None) -> None:
         was = episode.state
-        if was == "offered":  # no program knows of it; `take` passes it over
+        if was == "offered":  # no program knows of it
             episode.state = "gone"
+            self._offers = [offer for offer in self._offers if offer[-1] is not episode]
             return
         outcome = _outcome_of(episode, error)
         episode.state = outcome.state

@@ -321,6 +321,15 @@ async def test_an_episode_that_the_run_needs_no_more_is_gone_for_its_program() -
         assert (ended.status, "the run does not need it any more" in ended.body["error"]) == (410, True)
 
 
+async def test_an_episode_that_ends_before_a_program_took_it_is_offered_no_more() -> None:
+    async with served() as arl:
+        running = arl.run()
+        await arl.shows(waiting=1)
+        running.cancel()
+        await arl.shows(waiting=0)
+        assert (await arl.ask("POST", "/episodes", {"wait_s": 0})).status == 503
+
+
 async def test_programs_that_wait_when_the_run_ends_learn_that_it_is_over() -> None:
     async with served() as arl:
         asking = asyncio.ensure_future(arl.ask("POST", "/episodes", {"wait_s": 60}))
