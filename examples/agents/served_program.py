@@ -41,16 +41,18 @@ def main(url: str) -> None:
             if refused.status == HTTPStatus.SERVICE_UNAVAILABLE:  # none is free now; arl has waited already
                 continue
             if refused.status == HTTPStatus.GONE:
-                print(f"the run is over; this program played {num_played} episodes")
-                return
+                break
             raise
-        except OSError:  # arl has not begun to listen, or has ended
-            if num_played or time.monotonic() - began > PATIENCE_S:
-                return
+        except OSError as error:  # arl has not begun to listen, or has ended
+            if num_played:
+                break
+            if time.monotonic() - began > PATIENCE_S:
+                raise SystemExit(f"{url} cannot be reached: {error}") from None
             time.sleep(0.2)
             continue
         end_with(f"{url}/episodes/{episode['id']}/end", episode)
         num_played += 1
+    print(f"the run is over; this program played {num_played} episodes")
 
 
 def end_with(url: str, episode: dict[str, Any]) -> None:

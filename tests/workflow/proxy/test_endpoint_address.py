@@ -1,7 +1,5 @@
 """Where the endpoint listens, what programs are told, and how it is encrypted; with the errors of wrong settings."""
 
-import datetime
-import ipaddress
 import logging
 import socket
 import ssl
@@ -10,9 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from certificates import certified
 from one_turn import OneTurn
 from programs import ASK, saying
 from pydantic import ValidationError
@@ -87,25 +83,6 @@ async def test_programs_get_the_public_url_and_it_leads_to_the_same_paths() -> N
 def test_a_public_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match=r"public_url is .*; write http\(s\)://HOST"):
         endpoint(public_url=url)
-
-
-def certified(directory: Path, password: bytes | None = None) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that certifies itself, and its key."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(names, critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    lock = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    (directory / "cert.pem").write_bytes(made.public_bytes(pem))
-    (directory / "key.pem").write_bytes(key.private_bytes(pem, pkcs8, lock))
-    return directory / "cert.pem", directory / "key.pem"
 
 
 async def test_with_a_certificate_it_speaks_tls_and_nothing_else(tmp_path: Path) -> None:
