@@ -35,7 +35,7 @@ class EndpointConfig(Section):
     """The port to listen on. 0: any free one."""
     certificate: Path | None = None
     """A PEM file with the certificate of this host, and those that it depends on. Unset: plain HTTP."""
-    certificate_key: Path | None = None
+    certificate_key_file: Path | None = None
     """A PEM file with the certificate's private key, without a password. Unset: it is in the file of `certificate`."""
     public_url: str | None = None
     """What programs get for the address, where they reach it by another one: behind a proxy, or from a container. The
@@ -77,7 +77,7 @@ class EndpointConfig(Section):
     @property
     def changed(self) -> list[str]:
         """The settings of its address that have other values than their defaults."""
-        return self._changed("host", "port", "certificate", "certificate_key", "public_url")
+        return self._changed("host", "port", "certificate", "certificate_key_file", "public_url")
 
     def url(self, port: int) -> str:
         """What programs get, if it listens on this port."""
@@ -104,10 +104,11 @@ class EndpointConfig(Section):
         return given.rstrip("/")
 
     @model_validator(mode="after")
-    def _key_has_a_certificate(self) -> Self:
-        if self.certificate_key is not None and self.certificate is None:
+    def _a_key_has_its_certificate(self) -> Self:
+        if self.certificate_key_file is not None and self.certificate is None:
             raise ValueError(
-                f"certificate_key is {self.certificate_key}, but certificate is unset, so there is no TLS; set both"
+                f"certificate_key_file is {self.certificate_key_file}, but certificate is unset, so there is no TLS; "
+                "set both"
             )
         return self
 

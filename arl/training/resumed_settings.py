@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 _HARMLESS = frozenset(
     (
         "model",  # another name of the same model: another model is an error
-        "run_dir", "steps", "log", "checkpoint", "stall", "evaluation", "engine", "weights",
+        "run_dir", "steps", "log", "checkpoint", "stall", "evaluation", "engine", "weights", "endpoint",
         "rollout.num_workers", "rollout.max_concurrent_episodes", "rollout.max_failure_rate",
         "train.device", "train.num_threads", "train.num_ranks", "train.min_ranks", "train.ray_address",
         "train.startup_timeout_s", "train.rank_timeout_s", "train.replace_timeout_s", "train.max_recoveries",

@@ -21,7 +21,7 @@ from arl.api.endpoint import EndpointConfig, entered
 
 async def main() -> None:
     certificate, key = sys.argv[1:]
-    address = {"host": "0.0.0.0", "port": 8443, "certificate": certificate, "certificate_key": key}
+    address = {"host": "0.0.0.0", "port": 8443, "certificate": certificate, "certificate_key_file": key}
     tokenizer = tiny_tokenizer()
     workflow = ServedWorkflow(tokenizer)
     async with entered(workflow, EndpointConfig.model_validate(address)):

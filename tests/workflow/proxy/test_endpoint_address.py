@@ -89,7 +89,7 @@ async def test_with_a_certificate_it_speaks_tls_and_nothing_else(tmp_path: Path)
     certificate, key = certified(tmp_path)
     (tmp_path / "both.pem").write_bytes(certificate.read_bytes() + key.read_bytes())
     trusting = ssl.create_default_context(cafile=str(certificate))
-    for files in ({"certificate": certificate, "certificate_key": key}, {"certificate": tmp_path / "both.pem"}):
+    for files in ({"certificate": certificate, "certificate_key_file": key}, {"certificate": tmp_path / "both.pem"}):
         async with OpenAIProxy(TOKENIZER, endpoint=endpoint(**files)) as proxy:
             assert proxy.url.startswith("https://127.0.0.1:")
             assert await asked(proxy, tls=trusting) == 200
@@ -105,14 +105,14 @@ def test_files_that_are_no_certificate_or_no_key_of_it_are_errors_that_name_them
     _, locked = certified(tmp_path / "other", password=b"secret")
     for files in (
         {"certificate": tmp_path / "none.pem"},
-        {"certificate": key, "certificate_key": key},
+        {"certificate": key, "certificate_key_file": key},
         {"certificate": certificate},
-        {"certificate": certificate, "certificate_key": locked},
+        {"certificate": certificate, "certificate_key_file": locked},
     ):
         with pytest.raises(ConfigError, match=r"endpoint.certificate: .*\.pem cannot be used"):
             check_endpoint(endpoint(**files))
     with pytest.raises(ValidationError, match="certificate is unset, so there is no TLS"):
-        endpoint(certificate_key=key)
+        endpoint(certificate_key_file=key)
 
 
 @pytest.mark.parametrize(
