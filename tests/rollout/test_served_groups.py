@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from itertools import cycle
 from typing import Any
 
 import aiohttp
@@ -31,6 +32,7 @@ class Programs:
         self.most_open = 0
         self._url = url
         self._random = random.Random(seed)
+        self._ends = cycle(self._random.sample(list(ENDS), sum(ENDS.values()), counts=list(ENDS.values())))
 
     async def run(self, client: aiohttp.ClientSession) -> None:
         while True:
@@ -45,7 +47,7 @@ class Programs:
         async with client.get(self._url, headers={"Authorization": f"Bearer {KEY}"}) as answer:
             counts = await answer.json()
         self.most_open = max(self.most_open, counts["running"] + counts["waiting"])
-        (how,) = self._random.choices(list(ENDS), list(ENDS.values()))
+        how = next(self._ends)
         if how != "without a call":
             url = f"{episode['base_url']}/chat/completions"
             chat = {"messages": [{"role": "user", "content": str(episode["example"]["number"])}]}
@@ -88,6 +90,7 @@ async def test_the_bound_holds_and_every_example_ends_once_however_programs_end_
     outcomes = controller.ledger.outcomes(0)
     settled = Counter(row for rows in outcomes.values() for row in rows)
     assert set(settled.values()) == {1}
-    assert sorted(outcomes[GroupOutcome.TRAINED]) == sorted(group.example_id[1] for group in groups)
+    trained = [row for epoch, row in (group.example_id for group in groups) if epoch == 0]
+    assert sorted(outcomes[GroupOutcome.TRAINED]) == sorted(trained)
     assert programs.ends["reward 200"] >= sum(group.num_episodes for group in groups)
-    assert programs.ends["without a call 409"] + programs.ends["error 200"] + programs.ends["rejected 200"] > 0
+    assert programs.ends["error 200"] > 0
