@@ -32,7 +32,10 @@ from arl.engine.client.server_watch import ServerWatch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.run_files import read_jsonl
-from arl.workflow.proxy import anthropic, chat, responses
+from arl.workflow.proxy.anthropic import MessagesRequest
+from arl.workflow.proxy.chat import ChatRequest
+from arl.workflow.proxy.completions import CompletionRequest
+from arl.workflow.proxy.responses import ResponsesRequest
 from arl.workflow.teachers import ModelServer, TeacherClient
 
 ROOT = Path(__file__).parents[1]
@@ -143,11 +146,12 @@ def test_every_example_is_in_the_table() -> None:
 
 def test_every_field_that_the_endpoint_knows_is_in_its_table() -> None:
     page = (ROOT / "docs" / "endpoint.md").read_text().partition("## What is honoured")[2]
-    known: set[str] = set()
-    for module in (chat, responses, anthropic):
-        for fields in ("_HARMLESS", "_NEUTRAL", "_REFUSED"):
-            known |= set(getattr(module, fields, ()))
-    assert {name for name in known if f"`{name}" not in page and not name.startswith("prompt_cache_")} == set()
+    bodies = (ChatRequest, ResponsesRequest, MessagesRequest, CompletionRequest)
+    known: set[str] = {"chat_template_kwargs"}
+    for body in bodies:
+        known |= {*body.model_fields, *body._ignored, *body._only, *body._refused}
+    unnamed = {"model", "messages", "input", "tools"}
+    assert {name for name in known - unnamed if f"`{name}" not in page} == set()
 
 
 async def answer_of_a_model(server: ModelServer, path: str, payload: Any = None, **_: object) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
@@ -58,12 +59,16 @@ class BodyError(RequestError):
 
     param: the field, as in messages[0].role; None for the body as a whole.
     code: invalid_value, unsupported_value or unsupported_parameter.
+    can_be_dropped: the request without the field asks for the same thing, but less of it.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value", can_be_dropped: bool = False
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
+        self.can_be_dropped = can_be_dropped
 
 
 class RequestBody(BaseModel):
@@ -73,7 +78,8 @@ class RequestBody(BaseModel):
 
     ignored: fields without effect, whatever their value.
     only: field -> its allowed values, which have no effect.
-    refused: field -> why it cannot be honoured.
+    refused: field -> why it, or another value than those in `only`, cannot be honoured.
+    vital: of the refused fields, those without which a request would mean something else.
     takes_empty: an unknown field may be false or empty, because it then asks for nothing.
     takes_others: unknown fields are dropped.
     """
@@ -83,6 +89,7 @@ class RequestBody(BaseModel):
     _ignored: ClassVar[Collection[str]] = ()
     _only: ClassVar[Mapping[str, Sequence[Any]]] = {}
     _refused: ClassVar[Mapping[str, str]] = {}
+    _vital: ClassVar[Collection[str]] = ()
     _takes_empty: ClassVar[bool] = False
     _takes_others: ClassVar[bool] = False
 
@@ -92,11 +99,12 @@ class RequestBody(BaseModel):
         ignored: Collection[str] | None = None,
         only: Mapping[str, Sequence[Any]] | None = None,
         refused: Mapping[str, str] | None = None,
+        vital: Collection[str] | None = None,
         takes_empty: bool | None = None,
         takes_others: bool | None = None,
     ) -> None:
         super().__init_subclass__()
-        given = {"ignored": ignored, "only": only, "refused": refused}
+        given = {"ignored": ignored, "only": only, "refused": refused, "vital": vital}
         for name, value in {**given, "takes_empty": takes_empty, "takes_others": takes_others}.items():
             if value is not None:  # else it keeps its base's value
                 setattr(cls, f"_{name}", value)
@@ -106,7 +114,7 @@ class RequestBody(BaseModel):
     def _check_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        own = cls.model_fields
+        own = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in values.items():
             if name not in own and value is not None:
                 cls._check_unknown(name, value)
@@ -117,19 +125,25 @@ class RequestBody(BaseModel):
         is_empty = value is False or value in ("", [], {})
         if cls._takes_others or name in cls._ignored or (is_empty and cls._takes_empty):
             return
+        why, kind = cls._refused.get(name), "unsupported_parameter"
+        reason = f": {why}; leave it out" if why else f" (here {shown(value)}): it is not known here; leave it out"
         if name in cls._only:
             if value in cls._only[name]:
                 return
+            kind, because = "unsupported_value", f": {why}" if why else ""
             allowed = " or ".join(map(shown, cls._only[name]))
-            reason = f"is {shown(value)}, which cannot be honoured here; leave it out, or set it to {allowed}"
-            raise PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, "field": name})
-        why = cls._refused.get(name)
-        reason = f": {why}; leave it out" if why else f" (here {shown(value)}): it is not known here; leave it out"
-        raise PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason, "field": name})
+            reason = f" is {shown(value)}, which cannot be honoured here{because}; leave it out, or set it to {allowed}"
+        context = {"reason": reason, "field": name, "is_vital": name in cls._vital}
+        raise PydanticCustomError(kind, "{reason}", context)
 
 
 def parse(model: type[B], raw: bytes) -> B:
     """The model in a body; an empty body counts as an empty object. Raises BodyError."""
+    return validated(model, loaded(raw))
+
+
+def loaded(raw: bytes) -> Any:
+    """The JSON in a body. Raises BodyError."""
     try:
         content = json.loads(raw.decode(), parse_constant=_refuse_constant) if raw else {}
         if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
@@ -138,7 +152,7 @@ def parse(model: type[B], raw: bytes) -> B:
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BodyError(f"the request body is not JSON: {error}") from error
-    return validated(model, content)
+    return content
 
 
 def _check_depth(content: Any) -> None:
@@ -170,9 +184,12 @@ def body_error(error: ValidationError, where: str = "") -> BodyError:
     names = (*fault["loc"], context["field"]) if "field" in context else fault["loc"]
     path = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = f"{where}{path}" if where else path.lstrip(".")
-    code = kind if kind.startswith("unsupported") else "invalid_value"
+    is_unsupported = kind.startswith("unsupported")
     return BodyError(
-        f"{param or 'the request body'}{_fault(kind, context, fault['input'])}", param=param or None, code=code
+        f"{param or 'the request body'}{_fault(kind, context, fault['input'])}",
+        param=param or None,
+        code=kind if is_unsupported else "invalid_value",
+        can_be_dropped=is_unsupported and not context["is_vital"],
     )
 
 
@@ -180,14 +197,39 @@ def _fault(kind: str, context: Mapping[str, Any], value: Any) -> str:
     match kind:
         case "missing":
             return " is missing"
-        case "unsupported_value":
-            return f" {context['reason']}"
-        case "unsupported_parameter":
+        case "unsupported_value" | "unsupported_parameter":
             return context["reason"]
         case "value_error":
             return f" is {shown(value)}: {context['error']}"
     expected = context.get("described") or _EXPECTED.get(kind) or _BOUNDS.get(kind, kind).format(**context)
     return f" is {shown(value)}; it must be {expected}"
+
+
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+
+
+def dropped(content: Any, param: str) -> bool:
+    """Take a field out of parsed JSON. param: its place, as in tools[0].strict. False if there is no such field."""
+    steps = [found[1] if found[1] is not None else int(found[2]) for found in _STEP.finditer(param)]
+    inner = content
+    try:
+        for step in steps[:-1]:
+            inner = inner[step]
+        if not isinstance(inner, dict):
+            return False
+        del inner[steps[-1]]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def wrong(where: str, value: Any, described: str) -> BodyError:
+    return BodyError(f"{where} is {shown(value)}; it must be {described}", param=where)
+
+
+def refused(where: str, reason: str, *, can_be_dropped: bool = False) -> BodyError:
+    """The error for a known field or value that the server cannot honour."""
+    return BodyError(f"{where} {reason}", param=where, code="unsupported_value", can_be_dropped=can_be_dropped)
 
 
 def must_be(described: str) -> PydanticCustomError:

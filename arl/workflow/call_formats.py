@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -58,8 +58,43 @@ class ParsedAnswer:
     calls: tuple[ToolCall | MalformedCall, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """How a model writes a call, for grammars that let it write nothing else: begin, the arguments as JSON, end."""
+
+    begin: str
+    """NAME stands for the name of the tool as JSON."""
+    end: str
+    separator: str
+    """Between two calls."""
+    trigger: str = ""
+    """The text with which every call begins, and no other text; empty if there is none."""
+
+    def tag(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The call of one tool as a tag of a structural tag. arguments: their JSON schema."""
+        begin = self.begin.replace("NAME", json.dumps(name, ensure_ascii=False))
+        return {"type": "tag", "begin": begin, "content": _json(arguments), "end": self.end}
+
+    def calls(self, tags: Sequence[Mapping[str, Any]], *, only_one: bool) -> dict[str, Any]:
+        """An answer that is one of these calls, or several, and nothing else, as a format of a structural tag."""
+        form = {"type": "tags_with_separator", "separator": self.separator, "tags": tags}
+        return {**form, "at_least_one": True, "stop_after_first": only_one}
+
+    def text_with_calls(self, tags: Sequence[Mapping[str, Any]], *, only_one: bool) -> dict[str, Any]:
+        """Any text, in which each call is one of these."""
+        form = {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags}
+        return {**form, "at_least_one": False, "stop_after_first": only_one}
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
+
+
 class CallFormat(Protocol):
-    """A way to write tool calls. Pass one of your own for a model that has another."""
+    """A way to write tool calls. Pass one of your own for a model that has another.
+
+    It may have `syntax`, a CallSyntax. Without it, calls in this format cannot be forced.
+    """
 
     def parse(self, text: str) -> ParsedAnswer:
         """Read an answer, whatever its text; never raise."""
@@ -67,6 +102,10 @@ class CallFormat(Protocol):
 
 
 class _Hermes:
+    syntax = CallSyntax(
+        begin='<tool_call>\n{"name": NAME, "arguments": ', end="}\n</tool_call>", separator="\n", trigger="<tool_call>"
+    )
+
     def __repr__(self) -> str:
         return "HERMES"
 
@@ -88,6 +127,8 @@ class _Hermes:
 
 
 class _Llama:
+    syntax = CallSyntax(begin='{"name": NAME, "parameters": ', end="}", separator="; ")
+
     def __repr__(self) -> str:
         return "LLAMA"
 
@@ -136,6 +177,12 @@ def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         f"the chat template of {tokenizer.name_or_path or 'this tokenizer'} asks for tool calls in an unknown form "
         "(known: HERMES, LLAMA); pass call_format=, one of these or an object with parse(text) -> ParsedAnswer"
     )
+
+
+def syntax_of(form: CallFormat) -> CallSyntax | None:
+    """How calls in this format are written; None if the format does not say."""
+    syntax = getattr(form, "syntax", None)
+    return syntax if isinstance(syntax, CallSyntax) else None
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:

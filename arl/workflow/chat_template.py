@@ -85,6 +85,10 @@ class ChatTemplate:
         """A copy in another process remembers texts of its own."""
         return ChatTemplate, (self.tokenizer, self._options)
 
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with these options, beside or in the place of its own."""
+        return template_of(self.tokenizer, {**self._options, **options})
+
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
         shown, specs = self.as_texts(map(normalised, messages)), self.specs_as_texts(tools)
@@ -181,7 +185,11 @@ class ChatTemplate:
 
     def encode_said(self, text: str) -> tuple[int, ...]:
         """The tokens of an assistant's words."""
-        return self.encode(self._as_text(text, by="assistant"))
+        return self.encode(self.as_said(text))
+
+    def as_said(self, text: str) -> str:
+        """An assistant's words as `render` shows them."""
+        return self._as_text(text, by="assistant")
 
     def _as_text(self, said: Any, by: str = "") -> Any:
         """`said`, with cuts in the texts of control tokens. by: the role of the speaker."""

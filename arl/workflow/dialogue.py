@@ -90,6 +90,8 @@ class Prompt:
     """Renders this prompt's messages, and those of prompts that continue it."""
     key: bytes
     """Equal for equal histories of messages and tools."""
+    num_prefilled: int = 0
+    """The last of given_ids are the beginning of the answer, which the model continues."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -187,8 +189,12 @@ class Dialogue:
         """All turns, in the order in which they were recorded."""
         return tuple(self._turns)
 
-    def prompt(self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None, prefill: str = ""
+    ) -> Prompt:
         """The model's next input, given all `messages` of the dialogue; the last of them are new.
+
+        prefill: the beginning of the answer, for the model to continue. It is given, not sampled.
 
         after: the turn that the messages continue, if the caller knows it; else the last recorded turn that they
         continue, if any. The turn's messages are used as they were recorded. Raises ModelError for messages that the
@@ -209,24 +215,28 @@ class Dialogue:
             if self._rewriting == "error":
                 raise _rewritten(parent, said)
             parent, given_ids = said, self._kept(said, new, specs)
+        begun = self.template.encode_said(prefill) if prefill else ()
         return Prompt(
             parent=parent,
             after=said,
-            given_ids=given_ids,
+            given_ids=(*given_ids, *begun) if begun else given_ids,
             new_messages=tuple(new),
             num_messages=num_known + len(new),
             tools=specs,
-            shown=shown,
+            shown=Shown(text + self.template.as_said(prefill)) if begun else shown,
             history=history,
             key=key,
+            num_prefilled=len(begun),
         )
 
-    async def aprompt(self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None) -> Prompt:
+    async def aprompt(
+        self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None, prefill: str = ""
+    ) -> Prompt:
         """As `prompt`; a long one is rendered on a thread, so that the event loop goes on."""
         is_long = len(messages) * _MESSAGE >= _LONG_PROMPT
         if not is_long and sum(_MESSAGE + len(m.get("content") or "") for m in messages) < _LONG_PROMPT:
-            return self.prompt(messages, tools, after=after)
-        call = functools.partial(self.prompt, messages, tools, after=after)
+            return self.prompt(messages, tools, after=after, prefill=prefill)
+        call = functools.partial(self.prompt, messages, tools, after=after, prefill=prefill)
         return await asyncio.get_running_loop().run_in_executor(_RENDERING, call)
 
     def input_array(self, prompt: Prompt) -> Ids:

@@ -1,4 +1,4 @@
-"""POST /v1/messages: turns a request of Anthropic's Messages API into a call of the model."""
+"""POST /v1/messages: turns a request of Anthropic's Messages API into a call of the model, or counts its tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from aiohttp import web
 from pydantic import Field
 
 from arl.api.types import new_id
-from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, parse, shown, validated
+from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
 from arl.web.server import event
 from arl.workflow.messages import Message
-from arl.workflow.proxy.calls import CallAnswer, ChatCall, joined, pieces, refused, tool_call, wrong
-from arl.workflow.proxy.exchange import CallBody, Exchange, completing
+from arl.workflow.proxy.answer_forms import Asked, Form, ToolChoice, json_schema, one_of
+from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, ChatCall, Count, joined, pieces, tool_call
+from arl.workflow.proxy.exchange import CallBody, Endpoint, Exchange, completing
 
 _HARMLESS = ("cache_control",)
 """Fields that any block, tool or request may have without effect on the answer."""
@@ -53,21 +55,35 @@ B = TypeVar("B", bound=ContentBlock)
 
 class CustomTool(
     RequestBody,
-    ignored=(*_HARMLESS, "type", "strict", "eager_input_streaming", "input_examples"),
+    ignored=(*_HARMLESS, "type", "eager_input_streaming", "input_examples"),
     only={"defer_loading": (False,), "allowed_callers": (["direct"],)},
 ):
     name: str = ""
     description: str = ""
     input_schema: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
 
 
-class ToolChoice(RequestBody):
+class MessagesChoice(RequestBody):
     type: str = "auto"
+    name: str = ""
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(RequestBody, only={"display": ("summarized",)}, ignored=("budget_tokens",)):
+class Thinking(RequestBody, only={"display": ("summarized",)}):
     type: str = "disabled"
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(RequestBody):
+    """The form of an answer's text."""
+
+    type: str = "json_schema"
+    json_schema: Any = Field(default=None, alias="schema")
+
+
+class OutputConfig(RequestBody, ignored=("effort",)):
+    format: OutputFormat | None = None
 
 
 class MessagesRequest(
@@ -78,34 +94,33 @@ class MessagesRequest(
         "container": "this endpoint runs no code",
         "context_management": "this endpoint compacts nothing",
         "mcp_servers": "the program calls MCP servers itself",
-        "output_config": "the model's output cannot be constrained here",
-        "output_format": "the model's output cannot be constrained here",
     },
+    vital=("mcp_servers",),
 ):
     """The body of a request."""
 
     messages: list[Any]
-    max_tokens: int
+    max_tokens: Count
     system: Any = ""
     tools: list[Any] = Field(default_factory=list)
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: MessagesChoice = MessagesChoice()
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: Strings = ()
     thinking: Thinking = Thinking()
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None
 
 
 def _messages(asked: MessagesRequest) -> list[Message]:
+    """The conversation. If the last message is an assistant's, the model continues it."""
     system = _text("system", asked.system)
     made: list[Message] = [{"role": "system", "content": system}] if system else []
     if not asked.messages:
         raise BodyError("messages is empty; it must be a list of messages", param="messages")
     for i, message in enumerate(asked.messages):
         made += _message(f"messages[{i}]", message)
-    if made[-1]["role"] == "assistant":
-        reason = "end with an assistant's message, and an answer cannot be prefilled here; end with a user's message"
-        raise refused("messages", reason)
     return made
 
 
@@ -211,7 +226,7 @@ class MessagesWire:
 
     def _blocks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
         spoken = answer.spoken
-        if spoken.reasoning and self.asked.thinking.type == "adaptive":
+        if spoken.reasoning and self.asked.thinking.type != "disabled":
             yield {"type": "thinking", "thinking": spoken.reasoning, "signature": ""}
         if spoken.content or not spoken.tool_calls:
             yield {"type": "text", "text": spoken.content}
@@ -261,16 +276,27 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 def read(exchange: Exchange) -> MessagesWire:
-    asked = parse(MessagesRequest, exchange.body)
-    if (kind := asked.thinking.type) not in ("adaptive", "disabled"):
-        raise refused(
-            "thinking", f"is {shown(kind)}; the length of thinking cannot be limited: say adaptive or disabled"
-        )
+    return _read(exchange, exchange.parsed(MessagesRequest))
+
+
+def _read(exchange: Exchange, asked: MessagesRequest) -> MessagesWire:
+    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
+    messages, prefill = _without_prefill(_messages(asked))
+    where, output = _form(asked)
+    if prefill and output:
+        raise BodyError(f"{where} contradicts a prefilled answer; end messages with a user's message", param=where)
     call = exchange.session.policy.call(
-        _messages(asked),
-        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
-        asked.tool_choice.type,
-        one_tool_call=asked.tool_choice.disable_parallel_tool_use,
+        messages,
+        [_spec(tool) for tool in tools],
+        Asked(
+            output=output,
+            where=where,
+            choice=_choice(asked.tool_choice),
+            strict=frozenset(tool.name for tool in tools if tool.strict),
+            only_one=asked.tool_choice.disable_parallel_tool_use,
+        ),
+        prefill=prefill,
+        thinking_budget=_budget(asked),
         max_new_tokens=asked.max_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -280,14 +306,67 @@ def read(exchange: Exchange) -> MessagesWire:
     return MessagesWire(asked=asked, call=call)
 
 
-def _tool(where: str, tool: Any) -> Mapping[str, Any]:
+def _without_prefill(messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages before the answer that the last of them begins, and its beginning."""
+    if messages[-1]["role"] != "assistant":
+        return messages, ""
+    *before, last = messages
+    for name in ("tool_calls", "reasoning_content"):
+        if name in last:
+            reason = f"end with an assistant's message with {name}; only text can be continued"
+            raise refused("messages", f"{reason}: answer the calls, or end with a user's message")
+    if not last["content"]:
+        raise BodyError("messages end with an assistant's message without text; leave it out", param="messages")
+    return before, last["content"]
+
+
+def _form(asked: MessagesRequest) -> tuple[str, Form | None]:
+    given = {"output_config.format": asked.output_config.format, "output_format": asked.output_format}
+    forms: list[tuple[str, Form]] = []
+    for where, form in given.items():
+        if form is None:
+            continue
+        if form.type != "json_schema":
+            raise wrong(f"{where}.type", form.type, "json_schema")
+        forms.append((where, json_schema(f"{where}.schema", form.json_schema)))
+    return one_of(forms)
+
+
+def _choice(given: MessagesChoice) -> ToolChoice:
+    match given.type:
+        case "auto" | "none":
+            return ToolChoice(mode=given.type)
+        case "any":
+            return ToolChoice(mode="required")
+        case "tool":
+            return ToolChoice(mode="required", names=(given.name,), is_named=True)
+    raise wrong("tool_choice.type", given.type, "auto, any, tool or none")
+
+
+def _budget(asked: MessagesRequest) -> int | None:
+    """The most tokens of thinking."""
+    match asked.thinking:
+        case Thinking(type="disabled" | "adaptive"):
+            return None
+        case Thinking(type="enabled", budget_tokens=int(budget)) if budget < asked.max_tokens:
+            return budget
+        case Thinking(type="enabled", budget_tokens=budget):
+            raise wrong("thinking.budget_tokens", budget, "at least 1, and below max_tokens")
+        case Thinking(type=kind):
+            raise wrong("thinking.type", kind, "adaptive, disabled or enabled")
+
+
+def _tool(where: str, tool: Any) -> CustomTool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in (None, "custom"):
         raise refused(
             where, f"is of type {shown(kind)}; Anthropic's own tools are not available; send tools with an input_schema"
         )
-    given = validated(CustomTool, tool, where)
-    function = {"name": given.name, "description": given.description, "parameters": given.input_schema}
+    return validated(CustomTool, tool, where)
+
+
+def _spec(tool: CustomTool) -> Mapping[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
@@ -301,4 +380,18 @@ def error_event(error: RequestError) -> str:
     return _event("error", error=error_of(error)["error"])
 
 
+class CountRequest(MessagesRequest):
+    """The body of a request for the number of tokens in a prompt."""
+
+    max_tokens: Count = MAX_SEED
+
+
+async def _count(exchange: Exchange) -> web.StreamResponse:
+    wire = exchange.understood(lambda exchange: _read(exchange, exchange.parsed(CountRequest)))
+    return await exchange.respond({"input_tokens": await exchange.session.anum_prompt_tokens(exchange.role, wire.call)})
+
+
 ENDPOINT = completing("/v1/messages", read, error_of, error_event)
+COUNT_ENDPOINT = Endpoint(
+    method="POST", path="/v1/messages/count_tokens", answer=_count, error=error_of, error_event=error_event
+)

@@ -5,24 +5,36 @@ request --protocol--> ChatCall --EpisodeSession.acomplete--> CallAnswers --proto
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from arl.api.errors import ArlError, PromptTooLongError
+from arl.api.errors import ArlError, ConfigError, ModelError, PromptTooLongError
 from arl.api.types import ModelResponse, SamplingParams
-from arl.web.bodies import BodyError, RequestError, shown
-from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of
+from arl.web.bodies import BodyError, RequestError, refused, wrong
+from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of, syntax_of
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Prompt, Rewriting, Turn
 from arl.workflow.messages import Message, ToolSpecs
+from arl.workflow.proxy.answer_forms import Asked, Form, Thought, form_of
+from arl.workflow.proxy.text_dialogue import GivenText
+
+log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+MAX_SAMPLES = 128
 MAX_SEED = (1 << 31) - 1
 """The largest seed that every server takes."""
+
+ALTERS = "tokens sampled under it do not have the policy's logprobs, so training could not follow it"
+ONLY_SAMPLED = "servers give the logprobs of the sampled tokens alone"
+"""Why the endpoint refuses a field."""
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -39,8 +51,28 @@ class ChatCall:
     """The tools that the model may call, in OpenAI's form."""
     n: int = 1
     """How many answers to sample at once."""
-    one_tool_call: bool = False
-    """Cut an answer that calls several tools to the first call."""
+    asked: Asked
+    form: Form | None = None
+    """Of the answer, after its thinking; None: it is free."""
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the chat template, beside the endpoint's."""
+    prefill: str = ""
+    """The beginning of the answer, which the model continues."""
+    thinking_budget: int | None = None
+    """At most this many tokens of thinking; None: any number."""
+    text: GivenText | None = None
+    """A text to continue as it is, in the place of messages."""
+
+    def without_grammar(self, reason: str) -> BodyError:
+        """The error for an engine that cannot decode under the grammar of this call; it names the field at fault."""
+        choice = self.asked.choice
+        if choice.mode == "required" or choice.names:
+            field = "tool_choice"
+        elif self.asked.output:
+            field = self.asked.where
+        else:
+            field = "tools" if self.form else "thinking"
+        return refused(field, f"cannot be honoured here: {reason}", can_be_dropped=field != "tools")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +137,6 @@ class EpisodeOverError(RefusedCallError):
         super().__init__("the episode that this key was made for is over", status=401, code="invalid_api_key")
 
 
-def wrong(where: str, value: Any, described: str) -> BodyError:
-    return BodyError(f"{where} is {shown(value)}; it must be {described}", param=where)
-
-
-def refused(where: str, reason: str) -> BodyError:
-    """The error for a known field or value that the endpoint cannot honour."""
-    return BodyError(f"{where} {reason}", param=where, code="unsupported_value")
-
-
 def joined(where: str, content: Any, part: Callable[[str, Any], str], separator: str) -> str:
     """Content as one text: a string, or parts that `part` reads, given the place and the value of each."""
     if isinstance(content, str):
@@ -126,6 +149,13 @@ def joined(where: str, content: Any, part: Callable[[str, Any], str], separator:
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     """A call in OpenAI's form. arguments: JSON."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
+    """Prompt tokens, counted once for all answers, and sampled tokens."""
+    shown = answers[0].num_prompt_tokens
+    sampled = sum(len(answer.response.output_ids) for answer in answers)
+    return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
 
 
 _SHORTEST_PIECE = 4
@@ -164,8 +194,25 @@ def _split_reasoning(text: str, *, is_thinking: bool) -> tuple[str | None, str]:
 
 
 _TAIL = 8
-"""This many of a prompt's last tokens hold a <think> at its end."""
+"""This many of a prompt's last tokens hold a <think> or a </think> at its end."""
 _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+class Unsupported:
+    """What becomes of fields that the endpoint cannot honour: refuse the call, or ignore the field with a warning."""
+
+    def __init__(self, policy: Literal["refuse", "ignore"]) -> None:
+        if policy not in ("refuse", "ignore"):
+            raise ConfigError(f'unsupported is {policy!r}; it must be "refuse" or "ignore"')
+        self.is_ignored = policy == "ignore"
+        self._warned = set[tuple[str, str]]()
+
+    def warn(self, path: str, field: str, reason: str) -> None:
+        """Warn of a field that is ignored, once for each path."""
+        place = path, re.sub(r"\[\d+\]", "[]", field)
+        if place not in self._warned:
+            self._warned.add(place)
+            log.warning("%s: %s. It is ignored here and in later calls.", path, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,28 +230,47 @@ class CallPolicy:
     """Tokens that the model can hold; None: unknown."""
     call_format: CallFormat | None = None
     """How the model writes tool calls; None: as its chat template says."""
+    unsupported: Unsupported = field(default_factory=lambda: Unsupported("refuse"))
+    embeddings: str | None = None
+    """The base URL of a server of embeddings."""
+    constrains_strict_tools: bool = False
+    """Whether calls of tools with strict: true are held to their schemas."""
 
     def call(
         self,
         messages: Sequence[Message],
         tools: ToolSpecs,
-        tool_choice: Any,
+        asked: Asked,
         *,
         n: int = 1,
-        one_tool_call: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        prefill: str = "",
+        thinking_budget: int | None = None,
+        text: GivenText | None = None,
         **sampling: Any,
     ) -> ChatCall:
         """A call. sampling: fields of SamplingParams, None if not named. Raises BodyError for unusable values."""
-        if tool_choice not in ("auto", "none"):
-            reason = f'is {shown(tool_choice)}; a call cannot be forced here, so it must be "auto" or "none"'
-            raise refused("tool_choice", reason)
+        if not self.constrains_strict_tools:
+            asked = replace(asked, strict=frozenset[str]())
         return ChatCall(
             messages=messages,
-            tools=tools if tool_choice == "auto" else (),
+            tools=tools if asked.choice.mode != "none" else (),
             sampling=self._sampling_of(sampling),
             n=n,
-            one_tool_call=one_tool_call,
+            asked=asked,
+            form=self._form(asked, tools),
+            template_options=template_options or {},
+            prefill=prefill,
+            thinking_budget=thinking_budget,
+            text=text,
         )
+
+    def _form(self, asked: Asked, tools: ToolSpecs) -> Form | None:
+        try:
+            call_format = self._call_format
+        except ModelError as error:  # it is told once the call is made
+            return form_of(asked, tools, None, f"unknown to arl ({error})")
+        return form_of(asked, tools, syntax_of(call_format), repr(call_format))
 
     def _sampling_of(self, asked: dict[str, Any]) -> SamplingParams:
         given = {name: value for name, value in asked.items() if value is not None}
@@ -217,6 +283,16 @@ class CallPolicy:
             return sampling
         return replace(sampling, **{name: getattr(self.sampling, name) for name in _CLIENTS_FIELDS})
 
+    def template_with(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """The template with a call's options. Raises BodyError for an option that is not the template's."""
+        if not options:
+            return self.template
+        settings = inspect.signature(type(self.template.tokenizer).apply_chat_template).parameters
+        for name in options.keys() & settings:
+            where = f"chat_template_kwargs.{name}"
+            raise refused(where, "is a setting of the tokenizer, not a variable of the chat template; leave it out")
+        return self.template.with_options(options)
+
     def within_context(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Ask for no more tokens than fit. Raises PromptTooLongError if none fits."""
         if self.context_length is None:
@@ -228,16 +304,25 @@ class CallPolicy:
             )
         return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
 
-    def opens_thinking(self, prompt: Prompt) -> bool:
-        """Whether the prompt ends with <think>, so that the answer begins with thinking."""
-        if self.reasoning == "inline" or _THINK not in str(self.template.tokenizer.chat_template):
-            return False
-        return str(self.template.tokenizer.decode(list(prompt.given_ids[-_TAIL:]))).rstrip().endswith(_THINK)
+    def thinking_of(self, prompt: Prompt, call: ChatCall) -> Thought:
+        """How the answer to a prompt begins. A prompt may end with <think>, or with </think> to have no thinking."""
+        if call.text is not None or _THINK not in str(self.template.tokenizer.chat_template):
+            return Thought()
+        given = prompt.given_ids[: len(prompt.given_ids) - prompt.num_prefilled]
+        end = str(self.template.tokenizer.decode(list(given[-_TAIL:]))).rstrip()
+        is_open = end.endswith(_THINK)
+        if call.prefill and is_open:
+            reason = (
+                "end with an assistant's message, but the chat template begins the answer with <think>, within which"
+            )
+            raise refused("messages", f"{reason} it would stand; end with a user's message")
+        is_possible = not is_open and not end.endswith(_END_OF_THINK) and not call.prefill and self.reasoning == "apart"
+        return Thought(is_open=is_open, is_possible=is_possible, budget=call.thinking_budget)
 
     def spoken(self, text: str, response: ModelResponse, call: ChatCall, *, is_thinking: bool) -> Spoken:
         """The parts of a sampled text, as the program receives them."""
         said, reasoning = _before_stop(text, call.sampling.stop), None
-        if self.reasoning == "apart":
+        if self.reasoning == "apart" and call.text is None:
             reasoning, said = _split_reasoning(said, is_thinking=is_thinking)
         said, calls = self._calls(said, call) if call.tools else (said, ())
         ended = "stop" if response.stop_reason == "stop" else "length"  # an aborted answer is as incomplete
@@ -247,12 +332,16 @@ class CallPolicy:
 
     def check_tools(self, call: ChatCall) -> None:
         """Raise ModelError if the model's call format is unknown."""
-        if call.tools and self.call_format is None:
-            call_format_of(self.template.tokenizer)
+        if call.tools:
+            _ = self._call_format
+
+    @property
+    def _call_format(self) -> CallFormat:
+        return self.call_format or call_format_of(self.template.tokenizer)
 
     def _calls(self, said: str, call: ChatCall) -> tuple[str, tuple[CalledTool, ...]]:
         """The text outside tool calls, and the calls. An answer with an unreadable call stays text."""
-        parsed = (self.call_format or call_format_of(self.template.tokenizer)).parse(said)
+        parsed = self._call_format.parse(said)
         read = [one for one in parsed.calls if isinstance(one, ToolCall)]
         if len(read) < len(parsed.calls) or not read:
             return said, ()
@@ -260,4 +349,4 @@ class CallPolicy:
             CalledTool(id=one.id, name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False))
             for one in read
         ]
-        return parsed.content, tuple(called[:1] if call.one_tool_call else called)
+        return parsed.content, tuple(called[:1] if call.asked.only_one else called)

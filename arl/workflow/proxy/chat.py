@@ -10,23 +10,56 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from arl.api.types import new_id
-from arl.web.bodies import Integers, RequestBody, Strings, parse, shown
+from arl.web.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
 from arl.web.server import DONE, event
-from arl.workflow.proxy.calls import CallAnswer, CallPolicy, ChatCall, Count, Seed, joined, pieces, refused, wrong
+from arl.workflow.proxy.answer_forms import (
+    ANY_OBJECT,
+    Asked,
+    Form,
+    json_schema,
+    openai_choice,
+)
+from arl.workflow.proxy.calls import (
+    ALTERS,
+    MAX_SAMPLES,
+    ONLY_SAMPLED,
+    CallAnswer,
+    CallPolicy,
+    ChatCall,
+    Count,
+    Seed,
+    joined,
+    pieces,
+    usage,
+)
 from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
+from arl.workflow.proxy.form_fields import FormFields
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Kinds of text content -> the field that holds the text."""
-_MAX_SAMPLES = 128
 
 
 class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
     include_usage: bool = False
 
 
+class Schema(RequestBody, ignored=("name", "description", "strict")):
+    """A JSON schema and its name."""
+
+    json_schema: Any = Field(default=None, alias="schema")
+
+
+class ResponseFormat(RequestBody):
+    """The form of an answer's text."""
+
+    type: str = "text"
+    json_schema: Schema | None = None
+
+
 class ChatRequest(
     CallBody,
+    FormFields,
     # Agents send these fields of style by default; the model decides how to think and to write.
     ignored=(
         "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
@@ -40,9 +73,16 @@ class ChatRequest(
         "modalities": (["text"],),
         "presence_penalty": (0,),
         "repetition_penalty": (1,),
-        "response_format": ({"type": "text"},),
         "top_logprobs": (0,),
     },
+    refused={
+        "frequency_penalty": ALTERS, "logit_bias": ALTERS, "presence_penalty": ALTERS, "repetition_penalty": ALTERS,
+        "functions": "it is the older form of tools; send tools",
+        "function_call": "it is the older form of tool_choice; send tool_choice",
+        "modalities": "the model reads and writes text",
+        "top_logprobs": ONLY_SAMPLED,
+    },
+    vital=("functions", "function_call", "modalities"),
 ):  # fmt: skip
     """The body of a chat completion."""
 
@@ -60,9 +100,11 @@ class ChatRequest(
     stop_token_ids: Integers = ()
     ignore_eos: bool = False
     seed: Seed | None = None
-    n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     stream_options: ChatStreamOptions = ChatStreamOptions()
     logprobs: bool = False
+    response_format: ResponseFormat = ResponseFormat()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
@@ -129,7 +171,7 @@ class ChatWire:
                 "index": i,
                 "message": {**answer.spoken.message, "refusal": None},
                 "logprobs": self._logprobs(answer),
-                "finish_reason": answer.spoken.finish_reason,
+                "finish_reason": self._finish_reason(answer),
             }
             for i, answer in enumerate(answers)
         ]
@@ -156,7 +198,12 @@ class ChatWire:
             yield _chunk({"tool_calls": [{"index": k, "id": call.id, "type": "function", "function": opening}]})
             for piece in pieces(call.arguments):
                 yield _chunk({"tool_calls": [{"index": k, "function": {"arguments": piece}}]})
-        yield _chunk({}, finish_reason=spoken.finish_reason)
+        yield _chunk({}, finish_reason=self._finish_reason(answer))
+
+    def _finish_reason(self, answer: CallAnswer) -> str:
+        """As OpenAI has it: a call that the program named is a stop."""
+        reason = answer.spoken.finish_reason
+        return "stop" if reason == "tool_calls" and self.call.asked.choice.is_named else reason
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.asked.model}
@@ -178,21 +225,37 @@ def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str
     return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
-    """Prompt tokens, counted once for all answers, and sampled tokens."""
-    shown = answers[0].num_prompt_tokens
-    sampled = sum(len(answer.response.output_ids) for answer in answers)
-    return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
+def _response_format(asked: ResponseFormat) -> Form | None:
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return ANY_OBJECT
+        case "json_schema":
+            where = "response_format.json_schema"
+            if asked.json_schema is None:
+                raise BodyError(f"{where} is missing", param=where)
+            return json_schema(f"{where}.schema", asked.json_schema.json_schema)
+    raise wrong("response_format.type", asked.type, "text, json_object or json_schema")
 
 
 def read(exchange: Exchange) -> ChatWire:
-    asked, policy = parse(ChatRequest, exchange.body), exchange.session.policy
+    asked, policy = exchange.parsed(ChatRequest), exchange.session.policy
+    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
+    form = _response_format(asked.response_format)
+    where, output = asked.form(*([] if form is None else [("response_format", form)]))
     call = policy.call(
         tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
-        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
-        asked.tool_choice,
+        tools,
+        Asked(
+            output=output,
+            where=where,
+            choice=openai_choice(asked.tool_choice),
+            strict=frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict")),
+            only_one=not asked.parallel_tool_calls,
+        ),
         n=asked.n,
-        one_tool_call=not asked.parallel_tool_calls,
+        template_options=asked.chat_template_kwargs,
         max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,

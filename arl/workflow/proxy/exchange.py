@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -19,7 +20,7 @@ from arl.api.errors import (
     ServerError,
     first_error,
 )
-from arl.web.bodies import RequestBody, RequestError
+from arl.web.bodies import BodyError, RequestBody, RequestError, dropped, loaded, validated
 from arl.web.server import EventStream, event, json_response, request_error
 from arl.workflow.proxy.calls import CallAnswer, ChatCall, RefusedCallError
 from arl.workflow.proxy.session import EpisodeSession
@@ -27,6 +28,10 @@ from arl.workflow.proxy.session import EpisodeSession
 KEEP_ALIVE_S = 10.0
 """Seconds between two comments in a stream that still waits for its answer."""
 _KEEP_ALIVE = ": the model is answering\n\n"
+
+
+B = TypeVar("B", bound=RequestBody)
+W = TypeVar("W")
 
 
 class CallBody(RequestBody):
@@ -65,6 +70,34 @@ class Exchange:
         self.stream = EventStream(request)
         self._answers: Sequence[CallAnswer] = ()
 
+    @cached_property
+    def content(self) -> Any:
+        """The JSON of the body, without fields that are ignored. Raises BodyError."""
+        return loaded(self.body)
+
+    def parsed(self, model: type[B]) -> B:
+        """The body. Raises BodyError."""
+        return validated(model, self.content)
+
+    def understood(self, read: Callable[[Exchange], W]) -> W:
+        """What `read` makes of the body, without the fields that the endpoint may ignore as it cannot honour them."""
+        while True:
+            try:
+                return read(self)
+            except BodyError as error:
+                if not self._is_ignored(error):
+                    raise
+
+    def _is_ignored(self, error: BodyError) -> bool:
+        unsupported = self.session.policy.unsupported
+        if not (unsupported.is_ignored and error.can_be_dropped and error.param):
+            return False
+        if not dropped(self.content, error.param):
+            return False
+        self.session.counts.ignored += 1
+        unsupported.warn(f"/v1/{self.request.path.rpartition('/v1/')[2]}", error.param, error.message)
+        return True
+
     async def respond(
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
@@ -75,9 +108,9 @@ class Exchange:
         self._check_taken()
         return response
 
-    async def complete(self, wire: Wire) -> web.StreamResponse:
+    async def complete(self, read: Callable[[Exchange], Wire]) -> web.StreamResponse:
         """Answer a call of the model. Forget answers that nobody took, or that the program asks for again."""
-        session = self.session
+        session, wire = self.session, self.understood(read)
         key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
         is_repeated = self.request.headers.get("x-stainless-retry-count", "0") != "0"  # as both SDKs say
         if is_repeated and (unread := session.repeats.unread(key)):
@@ -86,10 +119,10 @@ class Exchange:
             session.counts.repeated += 1
         try:
             if wire.asked.stream:
-                await self._keeping_alive(self._sample(wire))
+                wire = await self._keeping_alive(self._sample(wire, read))
                 response = await self._end_stream("".join(wire.events(self._answers)))
             else:
-                await self._sample(wire)
+                wire = await self._sample(wire, read)
                 response = await self.respond(wire.whole(self._answers))
         except BaseException:
             session.forget(self.role, self._answers)
@@ -99,8 +132,16 @@ class Exchange:
         session.counts.answered += 1
         return response
 
-    async def _sample(self, wire: Wire) -> None:
-        self._answers = await self.session.acomplete(self.role, wire.call)
+    async def _sample(self, wire: Wire, read: Callable[[Exchange], Wire]) -> Wire:
+        """Let the model answer. Returns the call that it answered, which may lack a field that is ignored."""
+        while True:
+            try:
+                self._answers = await self.session.acomplete(self.role, wire.call)
+                return wire
+            except BodyError as error:
+                if not self._is_ignored(error):
+                    raise
+                wire = self.understood(read)
 
     async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
         """Answer with an error, in the stream if one has begun. It tells SDKs that another try would change nothing."""
@@ -108,13 +149,14 @@ class Exchange:
             return await self._end_stream(endpoint.error_event(error))
         return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
 
-    async def _keeping_alive(self, answering: Awaitable[None]) -> None:
+    async def _keeping_alive(self, answering: Awaitable[W]) -> W:
         """Wait for the answer. Begin the stream only if that takes long, so that an error can have its status."""
         try:
             async with asyncio.TaskGroup() as group:
                 ticking = group.create_task(self._tick())
-                await answering
+                answered = await answering
                 ticking.cancel()
+                return answered
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
@@ -159,7 +201,7 @@ def completing(
     """A path that calls the model by POST. read: gives the call in a body, or raises RequestError for a wrong field."""
 
     async def answer(exchange: Exchange) -> web.StreamResponse:
-        return await exchange.complete(read(exchange))
+        return await exchange.complete(read)
 
     return Endpoint(method="POST", path=path, answer=answer, error=error, error_event=error_event)
 

@@ -15,7 +15,7 @@ from asyncio import CancelledError
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
@@ -29,8 +29,9 @@ from arl.web.server import Handler, body_of, is_same, json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
-from arl.workflow.proxy import anthropic, chat, responses
-from arl.workflow.proxy.calls import CallPolicy, Reasoning, RefusedCallError
+from arl.workflow.proxy import anthropic, chat, completions, responses
+from arl.workflow.proxy import embeddings as embedding
+from arl.workflow.proxy.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
 from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
 from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
 
@@ -86,7 +87,15 @@ async def _models(exchange: Exchange) -> web.StreamResponse:
 
 
 _MODELS = Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event)
-ENDPOINTS = (chat.ENDPOINT, responses.ENDPOINT, anthropic.ENDPOINT, _MODELS)
+ENDPOINTS = (
+    chat.ENDPOINT,
+    responses.ENDPOINT,
+    anthropic.ENDPOINT,
+    anthropic.COUNT_ENDPOINT,
+    completions.ENDPOINT,
+    embedding.ENDPOINT,
+    _MODELS,
+)
 
 
 async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
@@ -128,7 +137,11 @@ class OpenAIProxy(Shared):
     reasoning: "apart" sends the text within <think> in `reasoning_content`; "inline" leaves it in the answer.
     context_length: tokens that the model can hold. A call that asks for more than the room left gets the room left.
     call_format: how the model writes tool calls; by default as its chat template says.
-    template_options, rewriting: as in Conversation.
+    template_options, rewriting: as in Conversation. A call may add options: `chat_template_kwargs`.
+    unsupported: what becomes of a field that cannot be honoured: "refuse" the call, or "ignore" the field, which is
+        logged once and counted. Fields without which a call would mean something else are always refused.
+    constrains_strict_tools: hold calls of tools with `strict: true` to their schemas, by a grammar.
+    embeddings: the base URL of a server of embeddings (`http://HOST:PORT/v1`), which answers /v1/embeddings.
     endpoint: the address; by default the run's settings (`endpoint.host` and so on), and without a run a free port of
         loopback.
 
@@ -147,6 +160,9 @@ class OpenAIProxy(Shared):
         template_options: Mapping[str, Any] | None = None,
         rewriting: Rewriting = "branch",
         endpoint: EndpointConfig | None = None,
+        unsupported: Literal["refuse", "ignore"] = "refuse",
+        constrains_strict_tools: bool = False,
+        embeddings: str | None = None,
     ) -> None:
         super().__init__()
         self._own_endpoint = endpoint
@@ -160,6 +176,9 @@ class OpenAIProxy(Shared):
             reasoning=reasoning,
             context_length=context_length,
             call_format=call_format,
+            unsupported=Unsupported(unsupported),
+            constrains_strict_tools=constrains_strict_tools,
+            embeddings=embeddings,
         )
         self._sessions: dict[str, EpisodeSession] = {}
         self._shared: dict[str, SharedURL] = {}

@@ -1,7 +1,7 @@
 """POST /v1/responses: turns a request of OpenAI's Responses API into a call of the model.
 
 It refuses hosted tools, files and background work, which are services of OpenAI. Matters of style (`reasoning.effort`,
-`text.verbosity`, a tool's `strict`) have no effect: OpenAI's agents send them by default.
+`text.verbosity`) have no effect: OpenAI's agents send them by default.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from pydantic import Field
 
 from arl.api.types import new_id
-from arl.web.bodies import RequestBody, RequestError, parse, shown, validated
+from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
 from arl.web.server import event
 from arl.workflow.messages import Message
+from arl.workflow.proxy.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
 from arl.workflow.proxy.calls import (
+    ONLY_SAMPLED,
     CallAnswer,
     ChatCall,
     RefusedCallError,
     Spoken,
     joined,
     pieces,
-    refused,
     tool_call,
-    wrong,
 )
 from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error
 
@@ -35,8 +35,15 @@ Stored = dict[str, Sequence[Message]]
 """Response id -> the messages up to that response, without its instructions."""
 
 
+class TextFormat(RequestBody, ignored=("name", "description", "strict")):
+    """The form of an answer's text."""
+
+    type: str = "text"
+    json_schema: Any = Field(default=None, alias="schema")
+
+
 class TextStyle(RequestBody, ignored=("verbosity",)):
-    format: dict[str, Any] = Field(default_factory=dict)
+    format: TextFormat = TextFormat()
 
 
 class NoOptions(RequestBody):
@@ -51,12 +58,13 @@ class ResponseStreamOptions(NoOptions, ignored=("include_obfuscation",)): ...
 
 class FunctionTool(
     RequestBody,
-    ignored=("type", "strict", "output_schema"),
+    ignored=("type", "output_schema"),
     only={"defer_loading": (False,), "allowed_callers": (["direct"],)},
 ):
     name: str = ""
     description: str = ""
     parameters: Any = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
 
 
 class ResponsesRequest(
@@ -75,7 +83,12 @@ class ResponsesRequest(
         "max_tool_calls": "it counts calls of hosted tools, which this endpoint does not have",
         "moderation": "this endpoint moderates nothing",
         "prompt": "OpenAI keeps prompt templates; send instructions and input",
+        "background": "this endpoint answers while the program waits",
+        "include": "this endpoint has no other details of an answer",
+        "top_logprobs": ONLY_SAMPLED,
+        "truncation": "the program decides what to leave out of a conversation",
     },
+    vital=("background", "conversation", "prompt"),
 ):
     """The body of a request."""
 
@@ -210,6 +223,7 @@ class ResponsesWire:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "metadata": asked.metadata,
+            "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
         }
 
 
@@ -225,7 +239,6 @@ def response_of(answer: CallAnswer, echoed: Mapping[str, Any]) -> dict[str, Any]
         "error": None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
         "output": list(_items(answer.spoken, "completed" if is_whole else "incomplete")),
-        "text": {"format": {"type": "text"}},
         "truncation": "disabled",
         "usage": {
             "input_tokens": n,
@@ -303,21 +316,35 @@ def _event(numbers: Iterator[int], kind: str, **fields: Any) -> str:
 
 
 def read(exchange: Exchange) -> ResponsesWire:
-    asked, stored = parse(ResponsesRequest, exchange.body), exchange.session.stored_responses
+    asked, stored = exchange.parsed(ResponsesRequest), exchange.session.stored_responses
     said = (*_said_before(asked, stored), *_messages(asked.input))
-    if (kind := asked.text.format.get("type", "text")) != "text":
-        reason = f"is {shown(kind)}; the model's output cannot be constrained here, so it must be text"
-        raise refused("text.format", reason)
+    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     call = exchange.session.policy.call(
         [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
-        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
-        asked.tool_choice,
-        one_tool_call=not asked.parallel_tool_calls,
+        [{"type": "function", "function": tool.model_dump(exclude={"strict"})} for tool in tools],
+        Asked(
+            output=_form(asked.text.format),
+            where="text.format",
+            choice=openai_choice(asked.tool_choice),
+            strict=frozenset(tool.name for tool in tools if tool.strict),
+            only_one=not asked.parallel_tool_calls,
+        ),
         max_new_tokens=asked.max_output_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
     )
     return ResponsesWire(asked=asked, call=call, said=said, stored=stored)
+
+
+def _form(asked: TextFormat) -> Form | None:
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return ANY_OBJECT
+        case "json_schema":
+            return json_schema("text.format.schema", asked.json_schema)
+    raise wrong("text.format.type", asked.type, "text, json_object or json_schema")
 
 
 def _said_before(asked: ResponsesRequest, stored: Stored) -> Sequence[Message]:
@@ -342,11 +369,11 @@ def _messages(given: Any) -> Sequence[Message]:
     return transcript.messages
 
 
-def _tool(where: str, tool: Any) -> Mapping[str, Any]:
+def _tool(where: str, tool: Any) -> FunctionTool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         raise refused(where, f"is of type {shown(kind)}; there are no hosted tools: send the program's own functions")
-    return {"type": "function", "function": validated(FunctionTool, tool, where).model_dump()}
+    return validated(FunctionTool, tool, where)
 
 
 ENDPOINT = completing("/v1/responses", read, openai_error, error_event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import secrets
@@ -14,14 +15,16 @@ from http import HTTPStatus
 from typing import Any
 
 from arl.api.engine import Sampler
-from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError
+from arl.api.errors import ArlError, ConfigError, PromptTooLongError, TrajectoryError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
 from arl.rewards.threads import together
 from arl.web.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
 from arl.workflow.messages import Message
+from arl.workflow.proxy.answer_forms import grammar_of
 from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
+from arl.workflow.proxy.text_dialogue import TextDialogue
 
 
 class Speaker:
@@ -36,44 +39,86 @@ class Speaker:
         self._engine = engine
         self._policy = policy
         self._session_id = new_id()
-        self.dialogue = Dialogue(policy.template, rewriting=policy.rewriting)
+        self._texts = TextDialogue(policy.template)
+        self._dialogues: dict[str, Dialogue] = {"texts": self._texts}
+        """Those of messages by the options of their template, as JSON."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The recorded turns. Those of one set of template options stand together, in order."""
+        return tuple(turn for dialogue in self._dialogues.values() for turn in dialogue.turns)
+
+    def forget(self, turn: Turn) -> None:
+        """Forget a turn that nobody has read, unless another call followed it."""
+        for dialogue in self._dialogues.values():
+            dialogue.forget(turn)
+
+    def dialogue_of(self, call: ChatCall) -> Dialogue:
+        """The dialogue that a call belongs to: another template, or other options of it, begin another."""
+        options = json.dumps(call.template_options, sort_keys=True)
+        if options not in self._dialogues:
+            template = self._policy.template_with(call.template_options)
+            self._dialogues[options] = Dialogue(template, rewriting=self._policy.rewriting)
+        return self._dialogues[options]
+
+    async def aprompt(self, call: ChatCall) -> tuple[Dialogue, Prompt]:
+        """The prompt of a call, which changes nothing. Raises ModelError, and BodyError for what cannot be shown."""
+        self._policy.check_tools(call)
+        if call.text is not None:
+            return self._texts, self._texts.text_prompt(call.text)
+        dialogue = self.dialogue_of(call)
+        return dialogue, await dialogue.aprompt(call.messages, call.tools, prefill=call.prefill)
 
     async def acomplete(self, call: ChatCall) -> list[CallAnswer]:
-        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
+        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, ModelError and BodyError.
+
+        If the engine cannot decode under a grammar, raises ConfigError.
+        """
         policy = self._policy
-        policy.check_tools(call)
-        prompt = await self.dialogue.aprompt(call.messages, call.tools)
-        responses = await self._asample(prompt, call)
-        num_prompt_tokens = len(self.dialogue.input_array(prompt))
-        is_thinking = policy.opens_thinking(prompt)
+        dialogue, prompt = await self.aprompt(call)
+        thinking = policy.thinking_of(prompt, call)
+        sampling = replace(call.sampling, grammar=grammar_of(call.form, thinking))
+        try:
+            responses = await self._asample(dialogue, prompt, sampling, call.n)
+        except ConfigError as error:
+            if sampling.grammar is None:
+                raise
+            raise call.without_grammar(str(error)) from error
+        num_prompt_tokens = len(dialogue.input_array(prompt))
         texts = [policy.template.text_of(response.output_ids, response.stop_reason) for response in responses]
         read = [
-            policy.spoken(text, response, call, is_thinking=is_thinking)
+            policy.spoken(text, response, call, is_thinking=thinking.is_open)
             for text, response in zip(texts, responses, strict=True)
         ]
         return [  # keep nothing before all answers could be read
             CallAnswer(
-                turn=self.dialogue.record(prompt, response, spoken.message),
+                turn=dialogue.record(prompt, response, _begun_with(call.prefill, spoken.message)),
                 spoken=spoken,
                 num_prompt_tokens=num_prompt_tokens,
             )
             for response, spoken in zip(responses, read, strict=True)
         ]
 
-    async def _asample(self, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
-        input_ids: Any = self.dialogue.input_array(prompt)
+    async def _asample(
+        self, dialogue: Dialogue, prompt: Prompt, sampling: SamplingParams, n: int
+    ) -> list[ModelResponse]:
+        input_ids: Any = dialogue.input_array(prompt)
         try:
-            sampling = self._policy.within_context(call.sampling, len(input_ids))
+            sampling = self._policy.within_context(sampling, len(input_ids))
             requests = [
                 ModelRequest(input_ids=input_ids, sampling=one, session_id=self._session_id)
-                for one in _apart(sampling, call.n)
+                for one in _apart(sampling, n)
             ]
             responses = await together(self._engine.agenerate(request) for request in requests)
         except PromptTooLongError:
-            self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.dialogue.turns), None)
+            self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.turns), None)
             raise
         self.is_cut, self.cut_after = False, None
         return responses
+
+
+def _begun_with(prefill: str, message: Message) -> Message:
+    return {**message, "content": prefill + (message["content"] or "")} if prefill else message
 
 
 def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
@@ -120,6 +165,8 @@ class CallCounts:
     """Calls that the program gave up, or that the episode's end interrupted."""
     repeated: int = 0
     """Answers that an SDK did not read and asked for again; they are forgotten."""
+    ignored: int = 0
+    """Fields that the endpoint could not honour and ignored, as it was told to."""
 
 
 class EpisodeSession:
@@ -177,7 +224,7 @@ class EpisodeSession:
 
     def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
         """The model's turns in a role, in order."""
-        return self._speakers[role].dialogue.turns if role in self._speakers else ()
+        return self._speakers[role].turns if role in self._speakers else ()
 
     @property
     def is_truncated(self) -> bool:
@@ -195,6 +242,7 @@ class EpisodeSession:
             "calls_failed": counts.failed,
             "calls_cancelled": counts.cancelled,
             "calls_repeated": counts.repeated,
+            "fields_ignored": counts.ignored,
             "branches": branches,
         }
 
@@ -236,14 +284,22 @@ class EpisodeSession:
 
     async def acomplete(self, role: str, call: ChatCall) -> list[CallAnswer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
+        return await self._speaker(role).acomplete(call)
+
+    async def anum_prompt_tokens(self, role: str, call: ChatCall) -> int:
+        """The length of a call's prompt. Nothing is sampled or kept."""
+        dialogue, prompt = await self._speaker(role).aprompt(call)
+        return len(dialogue.input_array(prompt))
+
+    def _speaker(self, role: str) -> Speaker:
         if role not in self._speakers:
             self._speakers[role] = Speaker(self._engine, self.policy)
-        return await self._speakers[role].acomplete(call)
+        return self._speakers[role]
 
     def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:
         """Forget answers that nobody has read, unless another call followed them."""
         for answer in answers:
-            self._speakers[role].dialogue.forget(answer.turn)
+            self._speakers[role].forget(answer.turn)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:

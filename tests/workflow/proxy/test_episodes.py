@@ -89,7 +89,7 @@ async def test_a_role_that_no_path_can_have_is_refused(role: str) -> None:
             episode.session.base_url_of(role)
 
 
-@pytest.mark.parametrize("path", ["v1/embeddings", "v1/chat/completions/1", "a%20b/v1/chat/completions", ""])
+@pytest.mark.parametrize("path", ["v1/images/generations", "v1/chat/completions/1", "a%20b/v1/chat/completions", ""])
 async def test_an_unknown_path_is_answered_with_404_and_what_there_is(path: str) -> None:
     async with opened(saying("a")) as episode:
         headers = {"Authorization": f"Bearer {episode.session.api_key}"}

@@ -1,119 +1,17 @@
 """What holds for every protocol, asked with the protocol's own SDK."""
 
-import json
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import anthropic
-import openai
 import pytest
-from programs import ADD, CALL_ADD, CERTIFICATES, client_of, saying, shown, trained
+from programs import CALL_ADD, saying, shown, trained
+from protocols import DEFAULTS, HI, SHORT, Answer, asked, told_by
 from workflow.scripted_answers import calling
 
 from arl.api.errors import ServerError
-from arl.api.scripted import ScriptedEngine
-from arl.api.types import SamplingParams
-from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.proxy.session import EpisodeSession
 
-HI: Any = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-SHORT = {"type": "ephemeral"}
-DEFAULTS = SamplingParams(max_new_tokens=200, temperature=0.7, min_p=0.1)
-FUNCTION: dict[str, Any] = {**ADD["function"], "strict": True}
-TOKENIZER = tiny_tokenizer()
-TOKENIZER.chat_template = CHAT_TEMPLATE.replace(
-    "(message.content", "(message.reasoning_content or '') + (message.content"
-)
-
-
-class Answer(NamedTuple):
-    """What the SDK made of a response. usage: tokens of the prompt, and of the answer."""
-
-    text: str
-    ending: str | None
-    calls: tuple[tuple[str, Any], ...] = ()
-    thought: str | None = None
-    usage: tuple[int, int] = (0, 0)
-
-
-async def by_chat(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
-    body = {"tools": [{"type": "function", "function": FUNCTION}], **fields}
-    async with client_of(session, api_key=key, max_retries=0) as client:
-        if streams:
-            body["stream_options"] = {"include_usage": True}
-            async with client.chat.completions.stream(model="any", messages=HI, extra_body=body) as stream:
-                await stream.until_done()
-                made: Any = stream.current_completion_snapshot
-        else:
-            made = await client.chat.completions.create(model="any", messages=HI, extra_body=body)
-    said, ending = made.choices[0].message, made.choices[0].finish_reason
-    calls = tuple((call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls or ())
-    usage = (made.usage.prompt_tokens, made.usage.completion_tokens)
-    return Answer(said.content or "", ending, calls, said.model_extra.get("reasoning_content"), usage)
-
-
-async def by_responses(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
-    body = {"tools": [{"type": "function", **FUNCTION}], **fields}
-    async with client_of(session, api_key=key, max_retries=0) as client:
-        if streams:
-            async with client.responses.stream(model="any", input="hi", extra_body=body) as stream:
-                *_, last = [event async for event in stream]
-                made: Any = last.response
-        else:
-            made = await client.responses.create(model="any", input="hi", extra_body=body)
-    ending = made.incomplete_details.reason if made.incomplete_details else made.status
-    calls = tuple((item.name, json.loads(item.arguments)) for item in made.output if item.type == "function_call")
-    thought = next((item.content[0].text for item in made.output if item.type == "reasoning"), None)
-    return Answer(made.output_text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens))
-
-
-async def by_anthropic(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
-    tool = {"name": "add", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
-    body = {"tools": [{**tool, "cache_control": SHORT}], **fields}
-    asked: Any = {"model": "any", "max_tokens": 200, "messages": HI, "extra_body": body}
-    http = anthropic.DefaultAsyncHttpxClient(verify=CERTIFICATES)
-    async with anthropic.AsyncAnthropic(base_url=session.url, api_key=key, max_retries=0, http_client=http) as client:
-        if streams:
-            async with client.messages.stream(**asked) as stream:
-                made: Any = await stream.get_final_message()
-        else:
-            made = await client.messages.create(**asked)
-    ending = f"{made.stop_reason} {made.stop_sequence}" if made.stop_sequence else made.stop_reason
-    calls = tuple((block.name, block.input) for block in made.content if block.type == "tool_use")
-    thought = next((block.thinking for block in made.content if block.type == "thinking"), None)
-    text = "".join(block.text for block in made.content if block.type == "text")
-    return Answer(text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens))
-
-
-PROTOCOLS: dict[str, Callable[[EpisodeSession, str, bool, Any], Awaitable[Answer]]] = {
-    "chat": by_chat,
-    "responses": by_responses,
-    "anthropic": by_anthropic,
-}
 whole_or_streamed = pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-
-
-class Asked(NamedTuple):
-    """An episode after its call."""
-
-    session: EpisodeSession
-    answer: Answer | None
-    error: Any
-
-
-async def asked(
-    protocol: str, engine: ScriptedEngine, *, key: str | None = None, streams: bool = False, **fields: Any
-) -> Asked:
-    """Ask with one tool, `add`, unless the fields say otherwise."""
-    async with OpenAIProxy(TOKENIZER, sampling=DEFAULTS) as proxy, proxy.episode(engine) as session:
-        try:
-            answer = await PROTOCOLS[protocol](session, key or session.api_key, streams, fields)
-        except (openai.APIStatusError, anthropic.APIStatusError) as error:
-            return Asked(session, None, error)
-        return Asked(session, answer, None)
 
 
 BOTH, LONG, THOUGHTFUL = f"I add.{CALL_ADD}", "A long answer.", "<think>\nHm.\n</think>\n\nSo."
@@ -247,15 +145,14 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("chat", {"stop": [1]}, "stop", "list of strings"),
         ("chat", {"stream": "yes"}, "stream", "true or false"),
         ("chat", {"tools": [{"type": "web_search"}]}, "tools[0]", "must be a function"),
-        ("chat", {"tool_choice": "required"}, "tool_choice", "cannot be forced here"),
-        ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "cannot be forced"),
-        ("chat", {"response_format": {"type": "json_object"}}, "response_format", "cannot be honoured"),
-        ("chat", {"frequency_penalty": 0.5}, "frequency_penalty", "cannot be honoured"),
-        ("chat", {"presence_penalty": -0.5}, "presence_penalty", "cannot be honoured"),
-        ("chat", {"logit_bias": {"7": 1}}, "logit_bias", "cannot be honoured"),
-        ("chat", {"top_logprobs": 2}, "top_logprobs", "cannot be honoured"),
-        ("chat", {"modalities": ["text", "audio"]}, "modalities", "cannot be honoured"),
-        ("chat", {"functions": [{"name": "add"}]}, "functions", "cannot be honoured"),
+        ("chat", {"frequency_penalty": 0.5}, "frequency_penalty", "training could not follow it"),
+        ("chat", {"presence_penalty": -0.5}, "presence_penalty", "training could not follow it"),
+        ("chat", {"repetition_penalty": 1.1}, "repetition_penalty", "training could not follow it"),
+        ("chat", {"logit_bias": {"7": 1}}, "logit_bias", "training could not follow it"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs", "of the sampled tokens alone"),
+        ("chat", {"modalities": ["text", "audio"]}, "modalities", "reads and writes text"),
+        ("chat", {"functions": [{"name": "add"}]}, "functions", "send tools"),
+        ("chat", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "not a variable of"),
         ("chat", {"audio": {"voice": "alloy"}}, "audio", "not known here"),
         ("chat", {"best_of": 2}, "best_of", "not known here"),
         ("chat", {"messages": []}, "messages", "not empty"),
@@ -264,25 +161,25 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "a call"),
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]", "there are no hosted tools"),
-        ("responses", {"tool_choice": "required"}, "tool_choice", "cannot be forced here"),
-        ("responses", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "cannot be forced here"),
-        ("responses", {"background": True}, "background", "cannot be honoured"),
+        ("responses", {"background": True}, "background", "while the program waits"),
         ("responses", {"conversation": "conv_1"}, "conversation", "OpenAI keeps"),
         ("responses", {"prompt": {"id": "pmpt_1"}}, "prompt", "OpenAI keeps"),
-        ("responses", {"truncation": "auto"}, "truncation", "cannot be honoured"),
+        ("responses", {"truncation": "auto"}, "truncation", "the program decides"),
+        ("responses", {"top_logprobs": 2}, "top_logprobs", "of the sampled tokens alone"),
         ("responses", {"include": ["message.output_text.logprobs"]}, "include", "cannot be honoured"),
-        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format", "must be text"),
         ("responses", {"temperature": -1}, "temperature", "must be"),
         ("responses", {"input": [{"type": "web_search_call", "id": "1"}]}, "input[0]", "not known here"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", ""),
         ("responses", {"input": [{"role": "robot", "content": "hi"}]}, "input[0].role", "must be user"),
         ("responses", {"no_such_field": 1}, "no_such_field", "not known here"),
         ("anthropic", {"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "own tools are not available"),
-        ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice", "cannot be forced here"),
-        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "length of thinking"),
+        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 200}}, "thinking.budget_tokens", "below max_"),
+        ("anthropic", {"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "at least 1"),
+        ("anthropic", {"thinking": {"type": "deep"}}, "thinking.type", "adaptive, disabled or enabled"),
         ("anthropic", {"container": "c"}, "container", "runs no code"),
         ("anthropic", {"mcp_servers": [{"name": "m"}]}, "mcp_servers", "the program calls"),
-        ("anthropic", {"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages", "cannot be prefilled"),
+        ("anthropic", {"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages", "answer the calls"),
+        ("anthropic", {"messages": [*HI, {"role": "assistant", "content": ""}]}, "messages", "without text"),
         ("anthropic", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]", ""),
         ("anthropic", {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", "must be user"),
         ("anthropic", {"messages": []}, "messages", "is empty"),
@@ -301,12 +198,6 @@ async def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(
     assert (error.status_code, kind) == (400, "invalid_request_error")
     assert named == (None if protocol == "anthropic" else param)
     assert (engine.requests, session.counts.refused) == ([], 1)
-
-
-def told_by(error: Any) -> tuple[str, str, str | None]:
-    """The message, the type and the parameter of an error."""
-    body = error.body.get("error", error.body)
-    return body["message"], body["type"], body.get("param")
 
 
 @whole_or_streamed

@@ -1,0 +1,195 @@
+"""The form that a program asks of an answer: JSON by a schema, a regular expression, calls of tools; as a grammar.
+
+Forms are formats of structural tags, which xgrammar, SGLang and vLLM share. The model may think before the form begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from arl.api.grammar import Grammar, GrammarKind
+from arl.web.bodies import BodyError, refused, shown, wrong
+from arl.workflow.call_formats import CallSyntax
+from arl.workflow.messages import ToolSpecs
+from arl.workflow.proxy.schemas import checked
+
+Form = Mapping[str, Any]
+"""A format of a structural tag."""
+_THINK, _END_OF_THINK = "<think>", "</think>"
+_SPACE = {"type": "regex", "pattern": r"\s{0,4}"}
+_ANY_TEXT = {"type": "any_text"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Whether an answer calls tools."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    """The only tools that it may call; None: all."""
+    is_named: bool = False
+    """The program named the one tool to call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a program asks of an answer's form."""
+
+    output: Form | None = None
+    """Of the text, if the answer is one."""
+    where: str = "response_format"
+    """The field with the output's form."""
+    choice: ToolChoice = ToolChoice()
+    strict: frozenset[str] = frozenset()
+    """The tools whose calls must match their schemas."""
+    only_one: bool = False
+    """At most one call."""
+
+
+def json_schema(where: str, schema: Any) -> Form:
+    """JSON that matches a schema. Raises BodyError for a schema that cannot be honoured."""
+    return {"type": "json_schema", "json_schema": checked(where, schema)}
+
+
+ANY_OBJECT: Form = {"type": "json_schema", "json_schema": {"type": "object"}}
+
+
+def regex(where: str, pattern: Any) -> Form:
+    if not isinstance(pattern, str) or not pattern:
+        raise wrong(where, pattern, "a regular expression")
+    return {"type": "regex", "pattern": pattern}
+
+
+def one_of_texts(where: str, texts: Any) -> Form:
+    """One of these texts."""
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise wrong(where, texts, "a list of texts, none of them empty")
+    return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+
+
+def openai_choice(given: Any) -> ToolChoice:
+    """The `tool_choice` of OpenAI's protocols. Raises BodyError."""
+    match given:
+        case "auto" | "none" | "required":
+            return ToolChoice(mode=given)
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return ToolChoice(mode="required", names=(name,), is_named=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            return ToolChoice(mode=mode, names=tuple(map(_name, tools)))
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
+            return ToolChoice(mode=mode, names=tuple(map(_name, tools)))
+    raise wrong(
+        "tool_choice", given, '"auto", "none", "required", {"type": "function", ...} or {"type": "allowed_tools", ...}'
+    )
+
+
+def _name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise wrong("tool_choice", tool, "a function of tools, as in {type, name}")
+
+
+def form_of(asked: Asked, tools: ToolSpecs, syntax: CallSyntax | None, format_name: str) -> Form | None:
+    """The form of an answer, without thinking; None if it is free. Raises BodyError for what cannot be honoured.
+
+    syntax: of the model's calls, if calls in its format can be forced.
+    """
+    chosen = asked.choice
+    _check_names(chosen, tools)
+    is_forced = chosen.mode == "required"
+    is_bound = is_forced or asked.output or chosen.names is not None or asked.strict
+    if chosen.mode == "none" or not tools or not is_bound:
+        return asked.output
+    where = "tool_choice" if is_forced or chosen.names is not None else asked.where if asked.output else "strict"
+    if syntax is None:
+        why = f"the model calls tools in the format {format_name}, which does not say how calls are written (syntax)"
+        raise refused(where, f"cannot be honoured here: {why}", can_be_dropped=True)
+    tags = [_tag(f"tools[{i}]", tool, syntax, asked.strict) for i, tool in enumerate(tools) if _may_call(chosen, tool)]
+    if is_forced:
+        return syntax.calls(tags, only_one=asked.only_one)
+    if asked.output:
+        return {"type": "or", "elements": [syntax.calls(tags, only_one=asked.only_one), asked.output]}
+    if not syntax.trigger:
+        why = f"nothing tells the beginning of a call in the model's format, {format_name}, from other text"
+        raise refused(where, f"cannot be honoured here: {why}", can_be_dropped=True)
+    return syntax.text_with_calls(tags, only_one=asked.only_one)
+
+
+def _check_names(choice: ToolChoice, tools: ToolSpecs) -> None:
+    known = [tool["function"]["name"] for tool in tools]
+    if choice.mode == "required" and not tools:
+        raise _wrong_choice("asks for a call, but there are no tools")
+    for name in choice.names or ():
+        if name not in known:
+            raise _wrong_choice(f"names {shown(name)}, which is not among the tools: {', '.join(known) or 'none'}")
+    if choice.names == ():
+        raise _wrong_choice("allows no tool; name at least one")
+
+
+def _wrong_choice(reason: str) -> BodyError:
+    return BodyError(f"tool_choice {reason}", param="tool_choice")
+
+
+def _may_call(choice: ToolChoice, tool: Mapping[str, Any]) -> bool:
+    return choice.names is None or tool["function"]["name"] in choice.names
+
+
+def _tag(where: str, tool: Mapping[str, Any], syntax: CallSyntax, strict: frozenset[str]) -> dict[str, Any]:
+    name = tool["function"]["name"]
+    schema = tool["function"].get("parameters") or {"type": "object"}
+    schema = checked(f"{where}.parameters", schema, is_strict=name in strict)
+    return syntax.tag(name, {**schema, "type": "object"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thought:
+    """The thinking that an answer begins with."""
+
+    is_open: bool = False
+    """The prompt began it."""
+    is_possible: bool = False
+    """The model may begin it."""
+    budget: int | None = None
+    """At most this many tokens, after which the model must close it; None: any number."""
+
+
+def grammar_of(form: Form | None, thinking: Thought) -> Grammar | None:
+    """The grammar of an answer: thinking, if the model thinks, and then the form. None if the answer is free."""
+    can_think = thinking.is_open or thinking.is_possible
+    is_limited = can_think and thinking.budget is not None
+    if form is None and not is_limited:
+        return None
+    if not can_think and form and form["type"] in _PLAIN:
+        kind, text = _PLAIN[form["type"]]
+        return Grammar(kind=kind, text=text(form))
+    whole = _after_thinking(form or _ANY_TEXT, thinking) if can_think else form
+    return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": whole}))
+
+
+_PLAIN: Mapping[str, tuple[GrammarKind, Any]] = {
+    "json_schema": ("json_schema", lambda form: json.dumps(form["json_schema"])),
+    "regex": ("regex", lambda form: form["pattern"]),
+}
+"""Forms that need no structural tag."""
+
+
+def _after_thinking(form: Form, thinking: Thought) -> Form:
+    limit = {} if thinking.budget is None else {"max_tokens": thinking.budget}
+    begin = "" if thinking.is_open else _THINK
+    thought = {"type": "tag", "begin": begin, "content": {**_ANY_TEXT, **limit}, "end": _END_OF_THINK}
+    thoughtful = {"type": "sequence", "elements": [thought, _SPACE, form]}
+    if thinking.is_open or limit:  # a model with a budget thinks: text that thinks or not would escape the limit
+        return thoughtful
+    return {"type": "or", "elements": [thoughtful, form]}
+
+
+def one_of(forms: Sequence[tuple[str, Form]]) -> tuple[str, Form | None]:
+    """The only form asked for, with its field. Raises BodyError if several fields ask for one."""
+    if len(forms) > 1:
+        first, second = forms[0][0], forms[1][0]
+        raise BodyError(f"{second} contradicts {first}: both ask for a form of the answer; send one", param=second)
+    return forms[0] if forms else ("response_format", None)

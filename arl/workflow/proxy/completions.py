@@ -1,0 +1,166 @@
+"""POST /v1/completions: continues a text or tokens as they are, without a chat template."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from arl.api.types import new_id
+from arl.web.bodies import Integers, RequestBody, Strings, refused, wrong
+from arl.web.server import DONE, event
+from arl.workflow.proxy.answer_forms import Asked
+from arl.workflow.proxy.calls import (
+    ALTERS,
+    MAX_SAMPLES,
+    ONLY_SAMPLED,
+    CallAnswer,
+    CallPolicy,
+    ChatCall,
+    Count,
+    Seed,
+    pieces,
+    usage,
+)
+from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
+from arl.workflow.proxy.form_fields import FormFields
+from arl.workflow.proxy.text_dialogue import GivenText
+
+
+class CompletionStreamOptions(RequestBody, ignored=("include_obfuscation",)):
+    include_usage: bool = False
+
+
+class CompletionRequest(
+    CallBody,
+    FormFields,
+    ignored=("metadata", "user"),
+    only={
+        "best_of": (1,), "frequency_penalty": (0,), "logit_bias": ({},), "presence_penalty": (0,),
+        "repetition_penalty": (1,), "suffix": ("",),
+    },
+    refused={
+        "best_of": "the best of several answers would be trained as if the model had said it at once",
+        "frequency_penalty": ALTERS, "logit_bias": ALTERS, "presence_penalty": ALTERS, "repetition_penalty": ALTERS,
+        "suffix": "the model continues texts, and fills no gaps",
+    },
+    vital=("suffix",),
+):  # fmt: skip
+    """The body of a completion."""
+
+    prompt: Any = None
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: Strings = ()
+    stop_token_ids: Integers = ()
+    ignore_eos: bool = False
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stream_options: CompletionStreamOptions = CompletionStreamOptions()
+    logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionWire:
+    """A completion, and the way to write its answers."""
+
+    asked: CompletionRequest
+    call: ChatCall
+    policy: CallPolicy
+    """Its tokenizer gives the text of each token in logprobs."""
+
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
+        choices = [self._choice(i, answer, self._text(answer)) for i, answer in enumerate(answers)]
+        return {**self._envelope(), "choices": choices, "usage": usage(answers)}
+
+    def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
+        envelope = self._envelope()
+        for i, answer in enumerate(answers):
+            for text in pieces(self._text(answer)):
+                yield event({**envelope, "choices": [{"index": i, "text": text, **_UNFINISHED}]})
+            yield event({**envelope, "choices": [self._choice(i, answer, "")]})
+        if self.asked.stream_options.include_usage:
+            yield event({**envelope, "choices": [], "usage": usage(answers)})
+        yield DONE
+
+    def _text(self, answer: CallAnswer) -> str:
+        before = answer.turn.prompt.new_messages[0]["content"] if self.asked.echo else ""
+        return before + answer.spoken.content
+
+    def _choice(self, index: int, answer: CallAnswer, text: str) -> dict[str, Any]:
+        told = {"logprobs": self._logprobs(answer), "finish_reason": answer.spoken.finish_reason}
+        return {"index": index, "text": text, **told}
+
+    def _envelope(self) -> dict[str, Any]:
+        identity = {"id": f"cmpl-{new_id()}", "object": "text_completion"}
+        return {**identity, "created": int(time.time()), "model": self.asked.model}
+
+    def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
+        if self.asked.logprobs is None:
+            return None
+        response = answer.response
+        texts = [str(self.policy.template.tokenizer.decode([token])) for token in response.output_ids]
+        offsets = list(_starts(texts))
+        return {
+            "tokens": texts, "token_logprobs": list(response.output_logprobs), "top_logprobs": None,
+            "text_offset": offsets,
+        }  # fmt: skip
+
+
+_UNFINISHED = {"logprobs": None, "finish_reason": None}
+
+
+def _starts(texts: Sequence[str]) -> Iterator[int]:
+    at = 0
+    for text in texts:
+        yield at
+        at += len(text)
+
+
+def _prompt(given: Any, tokenizer: Any) -> str | tuple[int, ...]:
+    """The text or the tokens to continue; a list of one of them is that one."""
+    one = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
+    if isinstance(one, str) and one:
+        return one
+    if isinstance(one, list) and one and set(map(type, one)) == {int}:
+        if not all(0 <= token < len(tokenizer) for token in one):
+            raise wrong("prompt", one, f"tokens of the model, below {len(tokenizer)}")
+        return tuple(one)
+    raise wrong("prompt", given, "a text or a list of token ids, not empty; send one prompt a call")
+
+
+def read(exchange: Exchange) -> CompletionWire:
+    asked, policy = exchange.parsed(CompletionRequest), exchange.session.policy
+    if asked.logprobs:
+        raise refused("logprobs", f"is {asked.logprobs}: {ONLY_SAMPLED}; set it to 0", can_be_dropped=True)
+    where, output = asked.form()
+    call = policy.call(
+        (),
+        (),
+        Asked(output=output, where=where),
+        n=asked.n,
+        text=GivenText(
+            prompt=_prompt(asked.prompt, policy.template.tokenizer), adds_special_tokens=asked.add_special_tokens
+        ),
+        max_new_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        stop=tuple(asked.stop) or None,
+        stop_token_ids=tuple(asked.stop_token_ids) or None,
+        ignore_eos=asked.ignore_eos or None,
+        seed=asked.seed,
+    )
+    return CompletionWire(asked=asked, call=call, policy=policy)
+
+
+ENDPOINT = completing("/v1/completions", read, openai_error, openai_error_event)

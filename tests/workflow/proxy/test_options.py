@@ -1,0 +1,251 @@
+"""What a call may ask for beside its answer: fields that are ignored, a begun answer, a count, template options."""
+
+import json
+import logging
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+from programs import ADD, ASK, CERTIFICATES, Opened, opened, post, saying, shown, trained
+from protocols import asked, told_by
+from workflow.chat_templates import tokenizer_of
+from workflow.scripted_answers import decode, encode
+
+from arl.api.errors import ConfigError
+from arl.api.scripted import ScriptedEngine
+from arl.web.server import bind, serving
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+OF_UNIQUE = {"type": "json_schema", "json_schema": {"name": "n", "schema": UNIQUE}}
+BETA_TOOL = {"name": "add", "input_schema": {"type": "object"}, "defer_loading": True}
+
+
+def client_of_anthropic(episode: Opened) -> anthropic.AsyncAnthropic:
+    key, http = episode.session.api_key, anthropic.DefaultAsyncHttpxClient(verify=CERTIFICATES)
+    return anthropic.AsyncAnthropic(base_url=episode.session.url, api_key=key, http_client=http)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "fields", "ignored"),
+    [
+        (
+            "chat",
+            {"frequency_penalty": 0.5, "logit_bias": {"7": 1}, "top_logprobs": 2, "best_of": 2},
+            ("frequency_penalty", "logit_bias", "top_logprobs", "best_of"),
+        ),
+        ("chat", {"response_format": OF_UNIQUE}, ("response_format.json_schema.schema.uniqueItems",)),
+        ("responses", {"truncation": "auto", "max_tool_calls": 3}, ("truncation", "max_tool_calls")),
+        ("anthropic", {"tools": [BETA_TOOL], "container": "c"}, ("tools[0].defer_loading", "container")),
+    ],
+)
+async def test_fields_may_be_ignored_with_a_warning_for_each_and_a_count(
+    protocol: str, fields: dict[str, Any], ignored: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    session, answer, _ = await asked(protocol, saying("Well."), options={"unsupported": "ignore"}, **fields)
+    assert answer is not None
+    assert (answer.text, session.counts.refused) == ("Well.", 0)
+    assert session.metrics["fields_ignored"] == len(ignored)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sorted(message.split(": ")[1].split(" ")[0] for message in told) == sorted(ignored)
+
+
+async def test_a_field_that_is_ignored_in_many_calls_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(saying("a"), unsupported="ignore") as episode:
+        for penalty in (0.1, 0.2, 0.3):
+            await episode.ask(presence_penalty=penalty)
+        assert episode.session.metrics["fields_ignored"] == 3
+    assert [record.getMessage().split(" ")[:2] for record in caplog.records] == [
+        ["/v1/chat/completions:", "presence_penalty"]
+    ]
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "fields"),
+    [
+        ("chat", {"messages": IMAGE}),
+        ("chat", {"functions": [{"name": "add"}]}),
+        ("chat", {"n": 129}),
+        ("chat", {"temperature": -1}),
+        ("responses", {"background": True}),
+        ("responses", {"conversation": "conv_1"}),
+        ("responses", {"tools": [{"type": "web_search"}]}),
+        ("anthropic", {"mcp_servers": [{"name": "m"}]}),
+        ("anthropic", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+    ],
+)
+async def test_a_call_that_would_mean_something_else_without_a_field_is_refused_whatever_the_setting(
+    protocol: str, fields: dict[str, Any]
+) -> None:
+    engine = saying("never")
+    session, _, error = await asked(protocol, engine, options={"unsupported": "ignore"}, **fields)
+    assert (error.status_code, session.counts.ignored, engine.requests) == (400, 0, [])
+
+
+def test_the_setting_has_two_values() -> None:
+    with pytest.raises(ConfigError, match='"refuse" or "ignore"'):
+        OpenAIProxy(tokenizer_of("chatml"), unsupported="drop")  # pyright: ignore[reportArgumentType]
+
+
+async def test_the_model_continues_a_begun_answer_which_is_not_trained() -> None:
+    engine = saying(" so, yes.", "Bye.")
+    begun = [*ASK, {"role": "assistant", "content": "I think"}]
+    said = {"role": "assistant", "content": "I think so, yes."}
+    async with opened(engine) as episode, client_of_anthropic(episode) as client:
+        answer = await client.messages.create(model="m", max_tokens=50, messages=begun)
+        assert [block.text for block in answer.content if block.type == "text"] == [" so, yes."]
+        bye: Any = [*ASK, said, {"role": "user", "content": "Bye?"}]
+        await client.messages.create(model="m", max_tokens=50, messages=bye)
+        (made,) = episode.session.trajectories(1.0)
+    assert shown(engine.requests[0]).endswith("<|im_start|>assistant\nI think")
+    assert trained(made) == [" so, yes.", "Bye."]
+    assert decode(made.token_ids).count("I think so, yes.<|im_end|>") == 1
+    n = len(engine.requests[0].input_ids)
+    assert engine.requests[0].input_ids[n - len(encode("I think")) :] == tuple(encode("I think"))
+    assert not made.loss_mask[:n].any()
+
+
+async def test_an_answer_cannot_begin_within_thinking() -> None:
+    messages = [*ASK, {"role": "assistant", "content": "I think"}]
+    _, _, error = await asked(
+        "anthropic", saying("never"), tokenizer=tokenizer_of("deepseek_r1"), tools=[], messages=messages
+    )
+    assert (error.status_code, "within which" in told_by(error)[0]) == (400, True)
+
+
+async def test_tokens_are_counted_without_a_call_of_the_model() -> None:
+    tool: Any = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+    async with opened(engine := saying("a")) as episode, client_of_anthropic(episode) as client:
+        counted = await client.messages.count_tokens(model="m", messages=ASK, tools=[tool], system="Be brief.")
+        assert (engine.requests, episode.session.metrics["calls"]) == ([], 0)
+        answer = await client.messages.create(model="m", max_tokens=5, messages=ASK, tools=[tool], system="Be brief.")
+        with pytest.raises(anthropic.BadRequestError, match="messages is empty"):
+            await client.messages.count_tokens(model="m", messages=[])
+    assert counted.input_tokens == answer.usage.input_tokens == len(engine.requests[0].input_ids)
+
+
+async def test_the_templates_options_are_part_of_a_conversations_identity() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    engine = ScriptedEngine(lambda _: tokenizer.encode("So.<|im_end|>", add_special_tokens=False))
+    silent = {"chat_template_kwargs": {"enable_thinking": False}}
+    said = [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And?"}]
+    async with opened(engine, tokenizer) as episode:
+        for messages, more in ((ASK, {}), ([*ASK, *said], silent), ([*ASK, *said, *said], silent), (ASK, silent)):
+            await episode.ask(messages, extra_body=more)
+        made = episode.session.trajectories(1.0)
+    ends = [tokenizer.decode(list(request.input_ids)).endswith("</think>\n\n") for request in engine.requests]
+    assert ends == [False, True, True, True]
+    assert sum(len(trajectory.turns) for trajectory in made) == 4
+    assert sum(int(trajectory.loss_mask.sum()) for trajectory in made) == 4 * 4
+    whole = tokenizer.decode(made[0].token_ids.tolist())
+    assert "And?" not in whole, "another option begins another conversation"
+
+
+async def test_a_forgotten_answer_under_a_grammar_leaves_no_turn() -> None:
+    async with opened(saying("yes", "no")) as episode:
+        body = json.dumps({"model": "m", "messages": ASK, "guided_choice": ["yes", "no"]}).encode()
+        for count in ("0", "1"):
+            headers = {"Authorization": f"Bearer {episode.session.api_key}", "x-stainless-retry-count": count}
+            await post(f"{episode.session.base_url}/chat/completions", body, headers)
+        assert [turn.text for turn in episode.session.turns()] == ["no"]
+        two = await episode.ask(n=2, extra_body={"guided_choice": ["yes", "no"]})
+        assert len(two.choices) == 2
+        assert len(episode.session.trajectories(1.0)) == 3
+        with pytest.raises(openai.BadRequestError, match="guided_choice"):
+            await episode.ask(extra_body={"guided_choice": []})
+
+
+async def test_a_text_and_its_answer_are_continued_token_by_token() -> None:
+    """As programs that write prompts of their own do: with text, and with tokens."""
+    engine = saying("two", "three", "four", "five")
+    async with opened(engine) as episode:
+        create = episode.client.completions.create
+        first = await create(model="m", prompt="one ", max_tokens=50, logprobs=0, echo=True)
+        await create(model="m", prompt="one two<|im_end|> and ", temperature=0.5)
+        ids = episode.session.turns()[1].token_ids
+        await create(model="m", prompt=[*ids, *encode(" so ")], temperature=0.5)
+        await create(model="m", prompt="one two", extra_body={"regex": "[a-z]+"})
+        made = episode.session.trajectories(1.0)
+    choice = first.choices[0]
+    assert (choice.text, choice.finish_reason) == ("one two", "stop")
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or ()) == "two<|im_end|>"
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (4, 4)
+    assert [trained(trajectory) for trajectory in made] == [["two"], ["three", "four"], ["five"]]
+    assert decode(made[1].token_ids) == "one two<|im_end|> and three<|im_end|> so four<|im_end|>"
+    assert decode(made[2].token_ids) == "one twofive<|im_end|>", "without its end, the answer is another text"
+    assert engine.requests[3].sampling.grammar is not None
+
+
+async def test_a_streamed_completion_is_the_whole_one() -> None:
+    async with opened(saying("A long answer to a short text.")) as episode:
+        whole = await episode.client.completions.create(model="m", prompt=["Why?"], n=2)
+        stream = await episode.client.completions.create(model="m", prompt=["Why?"], n=2, stream=True)
+        texts, endings = {0: "", 1: ""}, []
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.text
+            endings += [choice.finish_reason] if choice.finish_reason else []
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert endings == ["stop", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1 << 20]}, "prompt"),
+        ({"suffix": "."}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"regex": "a", "guided_regex": "b"}, "regex"),
+    ],
+)
+async def test_a_completion_that_cannot_be_made_is_refused(fields: dict[str, Any], param: str) -> None:
+    async with opened(saying("never")) as episode:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await episode.client.completions.create(model="m", prompt="a", extra_body=fields)
+    assert refused.value.param == param
+
+
+async def test_embeddings_come_from_the_server_that_was_named() -> None:
+    answers = [({"data": [{"embedding": [0.5], "index": 0, "object": "embedding"}], "model": "m"}, 200)]
+    answers.append(({"error": {"message": "too long"}}, 400))
+    seen: list[Any] = []
+
+    async def embed(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        body, status = answers[len(seen) - 1]
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.router.add_post("/v1/embeddings", embed)
+    async with (
+        serving(app, bind("127.0.0.1", 0)) as port,
+        opened(saying("a"), embeddings=f"http://127.0.0.1:{port}/v1") as episode,
+    ):
+        made = await episode.client.embeddings.create(model="m", input="text", encoding_format="float")
+        with pytest.raises(openai.BadRequestError, match="too long"):
+            await episode.client.embeddings.create(model="m", input="text", encoding_format="float")
+        assert episode.session.metrics["calls"] == 0
+    assert made.data[0].embedding == [0.5]
+    assert seen[0] == {"model": "m", "input": "text", "encoding_format": "float"}
+
+
+async def test_without_a_server_of_embeddings_the_answer_says_how_to_name_one() -> None:
+    async with opened(saying("a")) as episode:
+        with pytest.raises(openai.NotFoundError, match="name one: OpenAIProxy"):
+            await episode.client.embeddings.create(model="m", input="text")
+    async with opened(saying("a"), embeddings="http://127.0.0.1:9/v1") as episode:
+        with pytest.raises(openai.APIStatusError, match="did not answer") as gone:
+            await episode.client.embeddings.create(model="m", input="text")
+    assert gone.value.status_code == 503
