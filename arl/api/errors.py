@@ -58,6 +58,10 @@ class ServerFailedError(ServerError):
         self.retry_after_s = retry_after_s
 
 
+class RefusedRequestError(ServerError):
+    """A server refused to generate: the request asks for what it cannot do, and would be refused again."""
+
+
 class NoSuchPathError(ServerError):
     """A server has no such path: it is older than expected, or another kind of server."""
 

@@ -25,7 +25,14 @@ import orjson
 
 from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
-from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
+from arl.api.errors import (
+    ArlError,
+    NoSuchPathError,
+    PromptTooLongError,
+    RefusedRequestError,
+    ServerError,
+    ServerFailedError,
+)
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
 from arl.engine.client.frame_client import FrameClient
@@ -310,6 +317,8 @@ class ServerClient(JsonClient):
             return PromptTooLongError(f"{self.address}: {reply.reason}")
         if reply.status == 400 and reply.path == "/generate" and _NO_ADAPTER.search(reply.reason):
             return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}")
+        if reply.status == 400 and reply.path == "/generate":
+            return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
         return super().error_of(reply)
 
 

@@ -11,10 +11,18 @@ _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "
 _UNENFORCED = frozenset(
     (
         "$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
-        "minContains", "not", "then", "uniqueItems",
+        "minContains", "multipleOf", "not", "then", "uniqueItems",
     )
 )  # fmt: skip
-"""Keywords that xgrammar, the servers' usual library, reads and does not enforce (checked with 0.2.7)."""
+"""Keywords that servers refuse, because xgrammar, their usual library, does not enforce them (checked with 0.2.7)."""
+_FORMATS = frozenset(
+    (
+        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
+        "time", "uri", "uri-reference", "uri-template", "uuid",
+    )
+)  # fmt: skip
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+"""Keywords of which only the first is enforced; lengths go together."""
 _NAMED = ("$defs", "definitions", "patternProperties", "properties")
 """Keywords that hold a schema for each of many names."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -22,17 +30,49 @@ _ONE = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "u
 
 
 def checked(where: str, schema: Any, *, is_strict: bool = True) -> Mapping[str, Any]:
-    """A schema for a grammar, with its draft left out. where: the field that holds it.
+    """A schema for a grammar. where: the field that holds it.
 
-    Raises BodyError for a faulty one and, if is_strict, for one that servers cannot enforce.
+    Raises BodyError for a faulty one. A part that servers cannot enforce is an error too if is_strict, else left out.
     """
     if not isinstance(schema, Mapping):
         raise _wrong(where, f"is {shown(schema)}; it must be a JSON schema, an object")
     for at, part in _parts(where, schema):
         _check(at, part, schema)
-        if is_strict:
-            _check_enforced(at, part)
-    return {name: value for name, value in schema.items() if name not in ("$schema", "$id")}
+        if is_strict and (name := next(iter(_unenforced(part)), None)):
+            reason = "cannot be enforced while the model answers; leave it out, and check it in the program"
+            raise refused(f"{at}.{name}", reason, can_be_dropped=True)
+    return {name: value for name, value in _enforced(schema).items() if name not in ("$schema", "$id")}
+
+
+def _enforced(schema: Any) -> Any:
+    """The schema without what is not enforced."""
+    if not isinstance(schema, Mapping):
+        return schema
+    left_out = set(_unenforced(schema))
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in left_out:
+            continue
+        if name in _NAMED:
+            made[name] = {key: _enforced(inner) for key, inner in value.items()}
+        elif name in _LISTS:
+            made[name] = [_enforced(inner) for inner in value]
+        else:
+            made[name] = _enforced(value) if name in _ONE else value
+    return made
+
+
+def _unenforced(part: Mapping[str, Any]) -> list[str]:
+    """The keywords of a schema that are not enforced, or not beside the others."""
+    found = [name for name in part if name in _UNENFORCED]
+    if len(part.get("allOf", ())) > 1:
+        found.append("allOf")
+    if "format" in part and part["format"] not in _FORMATS:
+        found.append("format")
+    of_string = [name for name in _OF_STRINGS if name in part and name not in found]
+    if of_string and of_string[0] != "minLength":
+        found += of_string[1:]
+    return found
 
 
 def _wrong(where: str, reason: str) -> BodyError:
@@ -69,22 +109,6 @@ def _check(where: str, part: Mapping[str, Any], root: Mapping[str, Any]) -> None
             raise _wrong(f"{where}.type", f"is {shown(kind)}; it must be one of {', '.join(sorted(_TYPES))}")
     if "$ref" in part:
         _check_reference(f"{where}.$ref", part["$ref"], root)
-
-
-def _check_enforced(where: str, part: Mapping[str, Any]) -> None:
-    if unenforced := sorted(_UNENFORCED & part.keys()):
-        raise _unenforced(f"{where}.{unenforced[0]}")
-    if "pattern" in part and (bound := next((name for name in ("minLength", "maxLength") if name in part), None)):
-        raise _unenforced(f"{where}.{bound}", " beside pattern")
-    if "multipleOf" in part and part.get("type") != "integer":
-        raise _unenforced(f"{where}.multipleOf", " of numbers that are not integers")
-    if len(part.get("allOf", ())) > 1:
-        raise _unenforced(f"{where}.allOf", " of several schemas")
-
-
-def _unenforced(where: str, of: str = "") -> BodyError:
-    reason = f"cannot be enforced{of} while the model answers; leave it out, and check it in the program"
-    return refused(where, reason, can_be_dropped=True)
 
 
 def _check_reference(where: str, reference: Any, root: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from arl.api.engine import Sampler
-from arl.api.errors import ArlError, ConfigError, PromptTooLongError, TrajectoryError
+from arl.api.errors import ArlError, ConfigError, PromptTooLongError, RefusedRequestError, TrajectoryError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
 from arl.rewards.threads import together
 from arl.web.bodies import RequestError
@@ -70,17 +70,14 @@ class Speaker:
         return dialogue, await dialogue.aprompt(call.messages, call.tools, prefill=call.prefill)
 
     async def acomplete(self, call: ChatCall) -> list[CallAnswer]:
-        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, ModelError and BodyError.
-
-        If the engine cannot decode under a grammar, raises ConfigError.
-        """
+        """Let the model answer, n times, and keep the answers. Raises what `agenerate` and `aprompt` do."""
         policy = self._policy
         dialogue, prompt = await self.aprompt(call)
         thinking = policy.thinking_of(prompt, call)
         sampling = replace(call.sampling, grammar=grammar_of(call.form, thinking))
         try:
             responses = await self._asample(dialogue, prompt, sampling, call.n)
-        except ConfigError as error:
+        except (ConfigError, RefusedRequestError) as error:
             if sampling.grammar is None:
                 raise
             raise call.without_grammar(str(error)) from error

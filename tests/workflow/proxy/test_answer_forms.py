@@ -10,7 +10,7 @@ from protocols import HI, TOKENIZER, Answer, asked, told_by
 from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import calling
 
-from arl.api.errors import ConfigError
+from arl.api.errors import RefusedRequestError
 from arl.api.grammar import Grammar
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
@@ -227,6 +227,19 @@ async def test_forced_calls_are_written_as_the_model_writes_them() -> None:
     assert not takes(grammar, CALL_ADD, tokenizer)
 
 
+async def test_a_schema_of_a_tool_that_is_not_strict_holds_calls_as_far_as_servers_can() -> None:
+    fields = {"x": {"type": "array", "items": {"type": "integer", "multipleOf": 2}, "uniqueItems": True, "minItems": 1}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": fields}}}
+    engine = saying(calling("add", x=[1, 1]))
+    _, answer, _ = await asked("chat", engine, tools=[tool], tool_choice="required")
+    assert answer is not None
+    assert answer.calls == (("add", {"x": [1, 1]}),)
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert "uniqueItems" not in grammar.text
+    assert [takes(grammar, calling("add", x=x)) for x in ([1, 1], [], ["1"])] == [True, False, False]
+
+
 class Shouted:
     """A format of a user's own that does not say how its calls are written."""
 
@@ -252,7 +265,9 @@ FAULTY: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", schema({"anyOf": []}), f"{WHERE}.schema.anyOf", "a list of schemas"),
     ("chat", schema({"items": {"$ref": "#/$defs/no"}}), f"{WHERE}.schema.items.$ref", "not in the schema"),
     ("chat", schema(DEEP), f"{WHERE}.schema.properties.x.uniqueItems", "cannot be enforced"),
-    ("chat", schema({"pattern": "a", "maxLength": 1}), f"{WHERE}.schema.maxLength", "beside pattern"),
+    ("chat", schema({"pattern": "a", "maxLength": 1}), f"{WHERE}.schema.maxLength", "cannot be enforced"),
+    ("chat", schema({"type": "string", "format": "secret"}), f"{WHERE}.schema.format", "cannot be enforced"),
+    ("chat", schema({"allOf": [{"type": "object"}, POINT]}), f"{WHERE}.schema.allOf", "cannot be enforced"),
     ("chat", {"response_format": {"type": "json_schema"}}, WHERE, "is missing"),
     ("chat", {"response_format": {"type": "grammar"}}, "response_format.type", "must be text, json_object"),
     ("chat", {"regex": ""}, "regex", "a regular expression"),
@@ -309,7 +324,7 @@ async def test_calls_in_a_format_that_does_not_say_how_it_is_written_cannot_be_f
 
 def without_grammars(request: ModelRequest) -> ModelResponse | list[int]:
     if request.sampling.grammar is not None:
-        raise ConfigError("this engine cannot decode under a grammar")
+        raise RefusedRequestError("this engine cannot decode under a grammar")
     return TOKENIZER.encode("Well.<|im_end|>", add_special_tokens=False)
 
 
