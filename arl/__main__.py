@@ -14,6 +14,7 @@ _COMMANDS = {
     "eval": ("scoring", "score its model on held-out examples: rewards and pass@k"),
     "serve": ("serve_command", "train a script's model with programs elsewhere, which open episodes over HTTP"),
     "export": ("export_command", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
+    "runs": ("runs_command", "list the runs in a folder: how each ended or that it trains, steps, rewards"),
     "view": ("viewing", "show runs in a browser: every episode, token and second"),
     "top": ("terminal", "show a run in this terminal, live"),
     "trace": ("tracing", "write a timeline of a run to a file for Perfetto"),

@@ -1,6 +1,6 @@
 """From a checkpoint of a run to a Hugging Face directory: without servers, the script, or the optimizer's memory.
 
-It names a concrete engine, and imports it when the export begins.
+What is heavy, the engine above all, is imported when an export begins: `arl try` imports this module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from arl.api.errors import CheckpointError, ConfigError, ModelError
 from arl.engine.model_files import model_digest
-from arl.training.checkpoint import read_values
 from arl.training.run_dir import checkpoint_of, saved_versions
 from arl.training.run_facts import last_directory
 
@@ -32,6 +31,8 @@ class SavedWeights:
 
         Raises ConfigError if there is no such checkpoint or the model is another one, CheckpointError.
         """
+        from arl.training.checkpoint import read_values
+
         saved = sorted(saved_versions(run_dir / "checkpoints"))
         if not saved:
             missing = "is no directory" if not run_dir.is_dir() else "has no checkpoint yet"

@@ -5,45 +5,19 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
-import torch
+from saved_run import SMALL, contents, write_run
 
 from arl.__main__ import main
 from arl.api.config import Config
-from arl.api.engine_config import LoRAConfig, TrainConfig
-from arl.engine.fsdp.policy import trained_parameters
-from arl.engine.model_files import model_digest
-from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.trainer_process import load_train_engine
-from arl.training.checkpoint import Checkpoints, RunState
+from arl.api.engine_config import LoRAConfig
+from arl.engine.tiny import write_tiny_model
 from arl.training.run_facts import record_start
-
-SMALL = TinyShape(hidden_size=16, num_layers=1)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
-
-
-def write_run(run_dir: Path, model: Path | str, **settings: Any) -> None:
-    """The checkpoints of versions 1 and 2, and what the engine itself wrote of each beside them. A step moves every
-    trained number."""
-    identity = {"model": str(model), "model_digest": model_digest(str(model)), "seed": 0, "num_examples": 1}
-    checkpoints = Checkpoints(run_dir / "checkpoints", 2, identity)
-    engine: Any = load_train_engine(model, TrainConfig(**settings))
-    with closing(engine):
-        for version in (1, 2):
-            engine.train_batch([], lambda *_: pytest.fail("nothing is trained"))
-            for parameter in trained_parameters(engine._policy).values():
-                parameter.data += 0.01 * torch.rand_like(parameter)
-            checkpoints.begin(version, engine.save, RunState(values={"version": version})).wait()
-            engine.export(run_dir / f"written {version}")
 
 
 @pytest.fixture(scope="module")

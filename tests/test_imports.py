@@ -72,7 +72,13 @@ def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]
     return [f"{module} imports {i}" for module, found in own.items() for i in found if not is_in(i, allowed)]
 
 
-SHOWN = ("arl.training.metrics", "arl.training.display", "arl.training.run_end")
+SHOWN = (
+    "arl.training.metrics",
+    "arl.training.display",
+    "arl.training.run_dir",
+    "arl.training.run_end",
+    "arl.training.run_facts",
+)
 """What commands see of training: no trainer."""
 CALLS = ("arl.offload", "arl.remote_calls", "arl.object_process")
 """Calls in other threads and processes."""

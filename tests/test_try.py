@@ -6,17 +6,20 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 from records import trajectory
 from rich.console import Console
+from saved_run import SMALL, contents, write_run
 from script_commands import TOKENIZER, Commands, commands
 
 from arl.api.types import ModelRequest
 from arl.commands.episodes import EngineCall
 from arl.commands.trial import Origin, Passage, legend, passage_of, passages_of, rendered, visible
+from arl.engine.tiny import write_tiny_model
 
 script = pytest.fixture(commands)
 
@@ -139,6 +142,27 @@ def test_the_trained_model_is_served_with_all_else_as_it_was(script: Commands) -
         assert f"serving {script.directory / place} with" in err
 
 
+def test_the_weights_of_a_checkpoint_are_served_and_gone_afterwards(
+    script: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ended somehow, without `trained`."""
+    run_dir, model = script.directory / "stopped", write_tiny_model(script.directory / "tiny", shape=SMALL)
+    write_run(run_dir, model)
+    monkeypatch.setattr(tempfile, "tempdir", str(script.directory))
+    served = list[dict[str, bytes]]()
+
+    def answer(_: ModelRequest) -> str:
+        served.append(contents(next(script.directory.glob("arl-weights-*/model"))))
+        return "1<|im_end|>"
+
+    for named, version in ((f"{run_dir}:1", 1), (str(run_dir), 2)):
+        code, _, err = script.run("try", "--n", "1", "--checkpoint", named, answers=answer)
+        assert code == 0
+        assert f"serving version {version} of {run_dir} with" in err
+        assert served[-1] == contents(run_dir / f"written {version}")
+    assert list(script.directory.glob("arl-weights-*")) == []
+
+
 # What cannot be run ------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +175,13 @@ def test_the_trained_model_is_served_with_all_else_as_it_was(script: Commands) -
             ["--trained", ".", "--engine.kind", "sglang", "--engine.addresses", "http://a:9"],
             1,
             "engine.kind=sglang names servers that run already",
+        ),
+        (["--checkpoint", "nowhere"], 1, "nowhere is no directory; name the run_dir of a run that has saved"),
+        (["--checkpoint", "a:1", "--trained"], 2, "argument --trained: not allowed with argument --checkpoint"),
+        (
+            ["--checkpoint", ".", "--engine.kind", "sglang", "--engine.addresses", "http://a:9"],
+            1,
+            "--checkpoint starts servers for the trained weights",
         ),
         (["--num_held_out", "0"], 1, r"has no held-out examples \(Setup.eval_dataset\); take --split train"),
         (["--num_turnz", "2"], 2, "error: --num_turnz is not a setting; did you mean --num_turns"),

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -27,6 +28,7 @@ from arl.api.errors import ConfigError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.experiment import TRAINED, Experiment
+from arl.exporting import SavedWeights
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
@@ -47,6 +49,8 @@ class Choice:
     greedy: bool
     trained: str | None
     """The model directory to serve: "" for the one that training left; None for the experiment's own model."""
+    checkpoint: str | None
+    """RUN_DIR or RUN_DIR:VERSION, whose weights to serve."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +61,13 @@ class Choice:
         parser.add_argument(
             "--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks for"
         )
-        parser.add_argument(
+        weights = parser.add_mutually_exclusive_group()
+        weights.add_argument(
+            "--checkpoint",
+            metavar="RUN_DIR[:N]",
+            help="serve the weights in a checkpoint of a run, finished or not: of version N, or the newest",
+        )
+        weights.add_argument(
             "--trained",
             nargs="?",
             const="",
@@ -67,7 +77,8 @@ class Choice:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Choice:
-        return cls(file=options.file, split=options.split, greedy=options.greedy, trained=options.trained)
+        names = ("file", "split", "greedy", "trained", "checkpoint")
+        return cls(**{name: getattr(options, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +190,19 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     from arl.assembly import decoder
     from arl.serving import serve
 
-    weights = _trained(config, choice) if choice.trained is not None else None
+    trained = _trained(config, choice) if choice.trained is not None else None
+    saved = await offload(_saved, config, choice.checkpoint) if choice.checkpoint is not None else None
     sys.stderr.write(f"preparing {choice.file}\n")
     config, setup = await experiment.aprepare(config)
     examples = _examples(setup.eval_dataset if choice.split == "held-out" else setup.dataset, choice)
     decode = await offload(decoder, config.model)
-    served = config if weights is None else config.model_copy(update={"model": str(weights)})
-    sys.stderr.write(f"serving {served.model} with engine.kind={served.engine.kind}\n")
-    with _failures_shown_once():
+    with tempfile.TemporaryDirectory(prefix="arl-weights-") as scratch, _failures_shown_once():
+        model = what = str(trained or config.model)
+        if saved is not None:
+            model, what = f"{scratch}/model", f"version {saved.version} of {saved.run_dir}"
+            await offload(saved.export, Path(model))
+        sys.stderr.write(f"serving {what} with engine.kind={config.engine.kind}\n")
+        served = config.model_copy(update={"model": model})
         async with entered(setup.workflow, config.endpoint), serve(served) as engine:
             yield Stage(
                 config=config,
@@ -204,12 +220,24 @@ def _trained(config: Config, choice: Choice) -> Path:
     if not (directory / "config.json").is_file():
         advice = "name the directory of a model" if choice.trained else f"train it first: python {choice.file}"
         raise ConfigError(f"--trained: there is no trained model in {directory}; {advice}")
+    _check_starts_servers(config, "--trained")
+    return directory
+
+
+def _saved(config: Config, named: str) -> SavedWeights:
+    _check_starts_servers(config, "--checkpoint")
+    run_dir, _, version = named.rpartition(":")
+    if run_dir and version.isdecimal() and not Path(named).is_dir():
+        return SavedWeights.of(Path(run_dir), int(version))
+    return SavedWeights.of(Path(named))
+
+
+def _check_starts_servers(config: Config, option: str) -> None:
     if isinstance(config.engine, SGLangEngineConfig):
         raise ConfigError(
-            "--trained starts servers for the trained weights, but engine.kind=sglang names servers that run already, "
-            "with weights of their own; leave --trained out to use those, or choose another engine.kind"
+            f"{option} starts servers for the trained weights, but engine.kind=sglang names servers that run already, "
+            f"with weights of their own; leave {option} out to use those, or choose another engine.kind"
         )
-    return directory
 
 
 def _examples(examples: Dataset | None, choice: Choice) -> Dataset:

@@ -111,8 +111,8 @@ class RunEnd:
         return [
             f"the run {how}" + (": " if numbers else "") + ", ".join(numbers),
             f"next: {self.what_next}" if self.what_next else "",
-            f"{run_dir} uses {_size(sum(self.disk.values()))}: "
-            + ", ".join(f"{name} {_size(size)}" for name, size in self.disk.items()),
+            f"{run_dir} uses {size_text(sum(self.disk.values()))}: "
+            + ", ".join(f"{name} {size_text(size)}" for name, size in self.disk.items()),
         ]
 
 
@@ -362,7 +362,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Bytes, for people."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

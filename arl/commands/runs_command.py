@@ -1,0 +1,153 @@
+"""`arl runs`: the runs in a folder, how each ended or that it trains, and how far it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from arl.cli import exit_with
+from arl.training.run_dir import LOCK
+from arl.training.run_end import END, disk_use, how_it_ended, size_text
+from arl.training.run_facts import ENVIRONMENT, starts_of
+from arl.view.screen import plain
+
+ABOUT = (
+    "List the runs in a folder, the last started last: the state of each (running, finished, interrupted, failed, "
+    "stalled or killed), the steps trained, and the last held-out reward. It disturbs no run."
+)
+_METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+_SIGNS = frozenset((LOCK, END, ENVIRONMENT, _METRICS))
+"""A directory with one of these files is a run's."""
+_DEPTH = 4
+"""How far below the folder runs are looked for."""
+_TAIL_BYTES = 1 << 16
+_SCAN_S = 2.0
+"""Longest time to add up the sizes of one run's files."""
+_AT_ONCE = 8
+_WIDE = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """One run, as its files tell of it; None is what they do not tell."""
+
+    run_dir: str
+    state: str
+    """As RunEnd.how; `unknown` for a directory of files that tell of no end."""
+    why: str
+    version: int | None
+    """Batches trained."""
+    steps: int | None
+    """Batches to train."""
+    reward: float | None
+    """Of the last evaluation."""
+    reward_version: int | None
+    model: str | None
+    began: str | None
+    """The last start, ISO 8601 in UTC."""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, run_dir: Path) -> ListedRun:
+        end, starts = how_it_ended(run_dir), starts_of(run_dir)
+        start = starts[-1] if starts else {}
+        step, evaluation = (_last_row(run_dir / name) for name in (_METRICS, _EVALUATIONS))
+        return cls(
+            run_dir=str(run_dir),
+            state=end.how if end else "unknown",
+            why=end.why if end else "",
+            version=step.get("version", end.version if end else None),
+            steps=start.get("steps", end.steps if end else None),
+            reward=evaluation.get("reward"),
+            reward_version=evaluation.get("version"),
+            model=start.get("model"),
+            began=start.get("began") or (end.began if end else None) or None,
+            num_bytes=sum(disk_use(run_dir, _SCAN_S).values()),
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """argv: the arguments after `arl runs`. Ends the process with code 2 if there is no such folder."""
+    parser = argparse.ArgumentParser(prog="arl runs", description=ABOUT, allow_abbrev=False)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where to look (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, with why each run ended")
+    options = parser.parse_args(argv)
+    if not options.folder.is_dir():
+        exit_with(2, f"error: {options.folder} is no directory; name the folder that has the runs' directories")
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        found = list(threads.map(ListedRun.of, _run_dirs(options.folder)))
+    runs = sorted(found, key=lambda run: (run.began or "", run.run_dir))
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
+    elif not runs:
+        sys.stdout.write(f"there are no runs in {options.folder}\n")
+    else:
+        console = Console()
+        console.width = console.width if console.is_terminal else _WIDE
+        console.print(_table(runs))
+
+
+def _run_dirs(folder: Path) -> Iterator[Path]:
+    """The runs in the folder, or the folder itself; not what lies within a run."""
+    for directory, inner, names in os.walk(folder):
+        depth = len(Path(directory).relative_to(folder).parts)
+        if _SIGNS.intersection(names):
+            inner.clear()
+            yield Path(directory)
+        elif depth >= _DEPTH:
+            inner.clear()
+        else:
+            inner[:] = [name for name in inner if not name.startswith(".")]
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    """The last whole row of a JSONL file, of which only the end is read; empty without one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:  # a kill cut it short
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def _table(runs: Sequence[ListedRun]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in ("run", "state", "steps", "held-out", "model", "started", "size"):
+        is_number, is_name = column in ("steps", "held-out", "size"), column in ("run", "model")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=not is_name, overflow="fold")
+    for run in runs:
+        cells = (run.run_dir, run.state, _steps(run), _reward(run), run.model or "-", _started(run))
+        table.add_row(*(Text(plain(cell)) for cell in cells), size_text(run.num_bytes))
+    return table
+
+
+def _steps(run: ListedRun) -> str:
+    trained = 0 if run.version is None else run.version
+    return str(trained) if run.steps is None else f"{trained} of {run.steps}"
+
+
+def _reward(run: ListedRun) -> str:
+    return "-" if run.reward is None else f"{run.reward:.3f} at {run.reward_version}"
+
+
+def _started(run: ListedRun) -> str:
+    return "-" if run.began is None else run.began[:16].replace("T", " ")
