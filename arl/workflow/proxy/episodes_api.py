@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from http import HTTPStatus
@@ -46,7 +47,8 @@ def _a_reward(value: Any) -> float | dict[str, float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is one that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 Numbers = Annotated[dict[Name, float], Field(max_length=_MOST_NAMES)]

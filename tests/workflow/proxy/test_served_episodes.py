@@ -233,6 +233,8 @@ WRONG_ENDS = [
     ({"reward": {"agent": "good"}}, "it must be a finite number, or a JSON object with one for each role"),
     (b'{"reward": NaN}', "NaN is not a JSON number"),
     (b'{"reward": 1e999}', "reward is Infinity; it must be a finite number"),
+    ({"reward": 10**400}, "it must be a finite number"),
+    ({"reward": 1, "metrics": {"n": 10**400}}, "metrics.n is 1000"),
     ({"reward": 1, "rewards": {"right": "yes"}}, 'rewards.right is "yes"; it must be a number'),
     (b'{"reward": 1, "metrics": {"n": -1e999}}', "metrics.n is -Infinity; it must be a finite number"),
     ({"reward": 1, "metrics": {str(i): i for i in range(257)}}, "metrics is"),
