@@ -1,6 +1,7 @@
 """The code in the guides runs as it stands; metrics, presets and kinds are explained; links lead somewhere."""
 
 import ast
+import importlib
 import inspect
 import re
 import runpy
@@ -11,21 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from guides import python_blocks
 from one_turn import OneTurn
+from pyarrow import parquet
 from scripted_launch import small, use_fakes
 
 from arl.__main__ import main as arl_main
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import EventsConfig, LogConfig
+from arl.api.config import Config, EventsConfig, LogConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.engine_config import ClientConfig
 from arl.api.presets import PRESETS
 from arl.api.scripted import ScriptedEngine
+from arl.api.settings import settings_of
 from arl.assembly import launch
+from arl.cli import load_config
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_pool import ServerPool
 from arl.engine.client.server_watch import ServerWatch
@@ -43,7 +48,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("guide", ["workflows", "endpoint", "running", "serving"])
+@pytest.mark.parametrize("guide", ["workflows", "endpoint", "running", "serving", "from_trl"])
 async def test_the_code_of_a_guide_runs(guide: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: [9, 9]))
     monkeypatch.setenv("ARL_ENDPOINT_KEY", "a-key-of-the-guide")
@@ -238,3 +243,47 @@ def headings(document: Path) -> set[str]:
     """The anchors that a renderer makes of headings."""
     lines = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_the_script_for_those_who_know_verl_trains_on_its_files_and_takes_the_flags_of_its_command(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = ROOT / "docs" / "from_verl.md"
+    (script,) = python_blocks(guide)
+    write(script)
+    write_tiny_model(place / "model")
+    rows = [
+        {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1 + 1 = ?"}], "reward_model": truth}
+        for truth in [{"style": "rule", "ground_truth": "2"}] * 4
+    ]
+    for name in ("train", "test"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), f"{name}.parquet")
+    (command,) = re.findall(r"^    (python gsm8k\.py (?:.*\\\n)+.*)$", guide.read_text(), re.MULTILINE)
+    flags = shlex.split(command.replace("\\\n", " "))[2:]
+    names: Any = importlib.import_module("gsm8k")
+    config = load_config(names.Settings, flags)
+    assert config.engine.arguments == ("--tp-size", "2")
+    assert config.algorithm.minibatches * 256 == config.rollout.batch_size
+    use_fakes(monkeypatch, ScriptedEngine(lambda request: tiny_tokenizer().encode(f"#### 2{TURN_END}")))
+    small_flags = "--model model --run_dir run --steps 1 --rollout.batch_size 2 --rollout.group_size 2 --no-log.console"
+    names.experiment.main([*flags[:6], *small_flags.split()])
+    (row,) = read_jsonl(place / "run" / "metrics.jsonl")
+    assert row["reward"] == 1.0
+
+
+@pytest.mark.parametrize("guide", ["from_trl", "from_verl", "reward"])
+def test_settings_that_a_guide_names_exist(guide: str) -> None:
+    text = (ROOT / "docs" / f"{guide}.md").read_text()
+    known = {setting.name for setting in settings_of(Config)}
+    sections = {name.partition(".")[0] for name in known if "." in name} - {"model"}
+    named = {name.partition("=")[0] for name in re.findall(r"`((?:[a-z_]+\.)+[a-z_]+)(?:=[^`]*)?`", text)}
+    ours = {name for name in named if name.partition(".")[0] in sections and not name.startswith(THEIRS)}
+    assert len(ours) > 5
+    assert not ours - known
+
+
+THEIRS = (
+    *("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam"),
+    *("algorithm.filter_groups", "algorithm.rollout_correction", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"),
+)
+"""Settings of verl that begin as arl's do."""
