@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,8 @@ from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.data.given import examples_of
+from arl.data.given import examples_of, held_out_of
+from arl.data.lazy_rows import NamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
@@ -89,7 +90,7 @@ async def launch(
     *,
     workflow: RolloutWorkflow,
     dataset: Dataset,
-    eval_dataset: Dataset | None = None,
+    eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
     keep: Callable[[Group], bool] | None = None,
     curriculum: Curriculum | None = None,
     trackers: Sequence[Tracker] = (),
@@ -98,6 +99,7 @@ async def launch(
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
+    eval_dataset may be several datasets by name: each is evaluated and reported under its name.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
     examples of each stage, in order; without one, epochs of the whole dataset. trackers: your own, beside those of
     log.trackers. held: run_dir, if the caller holds it. The workflow is entered first and left last, in each worker if
@@ -108,7 +110,7 @@ async def launch(
     given = _Given(
         workflow=workflow,
         dataset=examples_of("dataset", dataset),
-        eval_dataset=None if eval_dataset is None else examples_of("eval_dataset", eval_dataset),
+        eval_dataset=held_out_of(eval_dataset),
         keep=keep,
         curriculum=curriculum,
         trackers=trackers,
@@ -334,6 +336,7 @@ def _evaluator(config: Config, given: _Given, engine: InferenceEngine, runner: E
         given.eval_dataset,
         config.evaluation,
         seed=config.seed if config.rollout.seed_requests else None,
+        places=given.eval_dataset.places if isinstance(given.eval_dataset, NamedRows) else None,
     )
 
 

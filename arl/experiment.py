@@ -73,7 +73,8 @@ class Setup:
     """A Hugging Face directory or name, instead of config.model."""
     workflow: RolloutWorkflow
     dataset: Dataset
-    eval_dataset: Dataset | None = None
+    eval_dataset: Dataset | Mapping[str, Dataset] | None = None
+    """Held-out examples, or several datasets of them by name."""
     keep: Callable[[Group], bool] | None = None
     curriculum: Curriculum | None = None
     trackers: Sequence[Tracker] = ()
@@ -220,7 +221,12 @@ def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Eval
         for when, evaluation in (("before", before), ("after", after))
         if (value := evaluation.metrics.get(name)) is not None
     }
-    return {"eval_reward_before": before.reward, "eval_reward_after": after.reward, **totals, **metrics}
+    of_names = {
+        f"eval_reward_{when}/{name}": part.reward
+        for when, evaluation in (("before", before), ("after", after))
+        for name, part in (evaluation.by_name or {}).items()
+    }
+    return {"eval_reward_before": before.reward, "eval_reward_after": after.reward, **of_names, **totals, **metrics}
 
 
 def hide_progress_bars() -> None:

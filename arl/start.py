@@ -24,8 +24,8 @@ from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import Stopped, exit_with, run_until_stopped
-from arl.data.given import examples_of
-from arl.data.lazy_rows import Columns, WithColumns
+from arl.data.given import examples_of, held_out_of
+from arl.data.lazy_rows import Columns
 from arl.data.loading import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
 from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
@@ -50,7 +50,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     model: str | Path | None = None,
     reward: Rewards | None = None,
     workflow: RolloutWorkflow | None = None,
-    eval_dataset: Rows | None = None,
+    eval_dataset: Rows | Mapping[str, Rows] | None = None,
     system: str | None = None,
     prompt: PromptFunction | None = None,
     columns: Columns | None = None,
@@ -77,7 +77,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     model: a Hugging Face directory, or a name on the hub.
     dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a file, a directory, or a name on the hub, whose
         splits `train` and `test` are read. Without a workflow, an example has a column `messages`, `prompt` or
-        `question`.
+        `question`. eval_dataset may be several datasets by name: each is evaluated and reported under its name.
     reward: a function of the answer's text and the example, or several: name -> function, or (weight, function).
     workflow: an agent, instead of a reward.
     system, prompt: the system prompt, and a function from an example to its question; only with a reward.
@@ -117,10 +117,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     _check_choice(reward, workflow, _given({"system": system, "prompt": prompt, **sampling}))
 
     def prepare(config: Config) -> Setup:
-        train, held_out = (
-            _rows("dataset", dataset, "train", columns),
-            _rows("eval_dataset", eval_dataset, "test", columns),
-        )
+        train = examples_of("dataset", _loaded(dataset, "train"), columns or {})
+        held_out = _held_out(eval_dataset, columns or {})
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
@@ -203,13 +201,14 @@ def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, obje
         raise ConfigError(f"{', '.join(of_reward)} cannot be given beside a workflow, which has its own; set it there")
 
 
-def _rows(name: str, rows: Any, split: str, columns: Columns | None) -> Any:
-    if rows is None:
-        return None
-    if isinstance(rows, str | Path):
-        return load_dataset(rows, split=split, columns=columns or {})
-    known = examples_of(name, rows)
-    return WithColumns(known, columns, name) if columns else known
+def _loaded(rows: Any, split: str) -> Any:
+    return load_dataset(rows, split=split) if isinstance(rows, str | Path) else rows
+
+
+def _held_out(rows: Any, columns: Columns) -> Any:
+    named = isinstance(rows, Mapping) and any(isinstance(one, str | Path) for one in rows.values())
+    loaded = {name: _loaded(one, "test") for name, one in rows.items()} if named else _loaded(rows, "test")
+    return held_out_of(loaded, columns)
 
 
 def _single_turn(

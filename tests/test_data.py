@@ -21,7 +21,7 @@ import torch
 
 from arl.api.errors import DatasetError
 from arl.data import given as given_rows
-from arl.data.given import evaluations_of, examples_of
+from arl.data.given import examples_of, held_out_of
 from arl.data.lazy_rows import JsonlRows
 from arl.data.loading import load_dataset, load_splits
 
@@ -339,9 +339,11 @@ def test_a_stream_without_an_end_is_refused_after_the_stated_number_of_rows(monk
 
 
 def test_held_out_datasets_may_have_names() -> None:
-    assert evaluations_of(None) == {}
-    assert evaluations_of(ROWS) == {"": ROWS}
-    assert evaluations_of({"gsm8k": ROWS, "aime": ROWS[:1]}) == {"gsm8k": ROWS, "aime": ROWS[:1]}
+    assert held_out_of(None) is None
+    assert held_out_of(ROWS) == ROWS
+    named = held_out_of({"gsm8k": ROWS, "aime": ROWS[:1]})
+    assert [*named] == [*ROWS, ROWS[0]]
+    assert named.places == {"gsm8k": range(2), "aime": range(2, 3)}
     for given, complaint in (
         ({}, "eval_dataset is an empty dict"),
         ({"a/b": ROWS}, "eval_dataset names a dataset 'a/b'; a name is a text without '/'"),
@@ -350,4 +352,4 @@ def test_held_out_datasets_may_have_names() -> None:
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "eval_dataset is a mapping of 'train'"),
     ):
         with pytest.raises(DatasetError, match=complaint):
-            evaluations_of(given)
+            held_out_of(given)

@@ -145,6 +145,7 @@ ALLOWED = {
     "arl.data": ("arl.api",),
     "arl.commands": (
         "arl.api",
+        "arl.data.given",
         "arl.rollout",
         "arl.experiment",
         "arl.assembly",

@@ -43,6 +43,26 @@ async def test_it_trains_on_a_reward_and_returns_what_the_run_left(small: dict[s
     assert result.plot() == small["run_dir"] / "reward.png"
 
 
+async def test_held_out_datasets_with_names_are_reported_by_name_whose_mean_is_the_reward(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    """The model says 3: right for the last sum alone. Columns are computed for every dataset."""
+    (tmp_path / "last.jsonl").write_text(json.dumps(SUMS[2]) + "\n")
+    named = {"all": SUMS, "last": tmp_path / "last.jsonl"}
+    columns = {"copy": lambda row: row["question"]}
+    result = await arl.atrain(
+        dataset=SUMS, reward=right, eval_dataset=named, columns=columns, max_new_tokens=4, **small
+    )
+    share, summary = 1 / len(SUMS), result.summary
+    assert (summary["eval_reward_after/all"], summary["eval_reward_before/last"]) == (share, 1.0)
+    assert summary["eval_reward_after"] == (share + 1.0) / 2
+    run = arl.read_run(result.run_dir)
+    rows = [row for row in run.evaluations if row["version"] == 0]
+    assert [rows[0]["by_name"][name]["num_episodes"] for name in named] == [len(SUMS), 1]
+    table = run.to_arrow("evaluations").to_pylist()
+    assert [row["name"] for row in table if row["version"] == 0] == [None, "all", "last"]
+
+
 class Versions(arl.Tracker):
     def __init__(self) -> None:
         self.seen: list[int] = []

@@ -432,13 +432,15 @@ class Evaluation:
 
     version: int
     reward: float
-    """Mean over all episodes. A failed episode counts as 0."""
+    """Mean over all episodes; with names, the mean of their rewards. A failed episode counts as 0."""
     num_episodes: int
     num_failed: int
     wall_s: float
     """Duration in seconds."""
     metrics: Mapping[str, float]
     """Means of the workflow's metrics and of the parts of its reward."""
+    by_name: Mapping[str, Evaluation] | None = None
+    """The results on each held-out dataset, if they have names."""
 
 
 Example = Mapping[str, Any]

@@ -27,6 +27,7 @@ from arl.api.engine_config import SGLangEngineConfig
 from arl.api.errors import ConfigError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
+from arl.data.given import held_out_of
 from arl.experiment import TRAINED, Experiment
 from arl.exporting import SavedWeights
 from arl.offload import offload
@@ -194,7 +195,7 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     saved = await offload(_saved, config, choice.checkpoint) if choice.checkpoint is not None else None
     sys.stderr.write(f"preparing {choice.file}\n")
     config, setup = await experiment.aprepare(config)
-    examples = _examples(setup.eval_dataset if choice.split == "held-out" else setup.dataset, choice)
+    examples = _examples(held_out_of(setup.eval_dataset) if choice.split == "held-out" else setup.dataset, choice)
     decode = await offload(decoder, config.model)
     with tempfile.TemporaryDirectory(prefix="arl-weights-") as scratch, _failures_shown_once():
         model = what = str(trained or config.model)

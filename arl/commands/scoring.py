@@ -77,6 +77,8 @@ class Scores:
     ks: Sequence[int]
     pass_reward: float
     """An episode passes with this reward or more."""
+    places: Mapping[str, range] = field(default_factory=dict[str, range])
+    """The indices of each named dataset's examples, if they have names."""
     by_example: dict[int, list[EpisodeOutcome]] = field(default_factory=dict[int, list[EpisodeOutcome]])
     num_episodes: int = 0
     num_failed: int = 0
@@ -99,6 +101,9 @@ class Scores:
         """The reward, and pass@k over the examples with k episodes. A run that was stopped has examples with fewer."""
         groups = list(self.by_example.values())
         found = {"reward": Estimate.of([fmean(outcome.reward for outcome in group) for group in groups])}
+        for name, places in self.places.items():
+            if own := [self.by_example[place] for place in places if place in self.by_example]:
+                found[f"reward, {name}"] = Estimate.of([fmean(outcome.reward for outcome in group) for group in own])
         for k in self.ks:
             chances = [
                 pass_at_k(len(group), sum(outcome.passed for outcome in group), k)
@@ -164,6 +169,7 @@ def main(argv: Sequence[str]) -> None:
     async def evaluate(experiment: Experiment[Any], config: Config) -> None:
         with _opened(options.out) as out:
             async with open_stage(experiment, config, Choice.of(options)) as opened:
+                scores.places = getattr(opened.examples, "places", {})
                 await Scoring(opened, scores, number, options.limit, out).run()
 
     run_command(evaluate, options, settings, if_stopped="the episodes that had ended are scored")

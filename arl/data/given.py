@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, cast
 
 from arl.api.errors import DatasetError
+from arl.data.lazy_rows import Columns, NamedRows, WithColumns
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +19,8 @@ _SPLITS = ("DatasetDict", "IterableDatasetDict")
 _RESERVED = ("reward", "episode", "")
 
 
-def examples_of(name: str, given: Any) -> Any:
-    """The dataset as rows by index. name: what errors call it.
+def examples_of(name: str, given: Any, columns: Columns = MappingProxyType({})) -> Any:
+    """The dataset as rows by index, with these columns too. name: what errors call it.
 
     Taken are sequences of mappings (a list of dicts, a `datasets.Dataset`, rows of `load_dataset`, a torch Dataset of
     dicts), tables of pandas, polars and pyarrow, and streams of `datasets`, which are read to their end. Raises
@@ -32,15 +34,18 @@ def examples_of(name: str, given: Any) -> Any:
         kind = type(first).__name__
         example = {"prompt": first} if isinstance(first, str) else "{'question': ..., 'answer': ...}"
         raise DatasetError(f"{name} has {first!r:.80}, a {kind}, in its first row; each row must be a dict: {example}")
-    return rows
+    return WithColumns(rows, columns, name) if columns else rows
 
 
-def evaluations_of(given: Any) -> dict[str, Any]:
-    """The held-out datasets by name; one that has no name is called "". Raises DatasetError."""
+def held_out_of(given: Any, columns: Columns = MappingProxyType({})) -> Any:
+    """The held-out examples as rows by index: NamedRows if they are datasets by name, None if there are none.
+
+    Raises DatasetError.
+    """
     if given is None:
-        return {}
+        return None
     if not isinstance(given, Mapping) or type(given).__name__ in _SPLITS:
-        return {"": examples_of("eval_dataset", given)}
+        return examples_of("eval_dataset", given, columns)
     named = cast("Mapping[Any, Any]", given)
     if not named:
         raise DatasetError("eval_dataset is an empty dict; name at least one dataset in it")
@@ -52,7 +57,7 @@ def evaluations_of(given: Any) -> dict[str, Any]:
                 f"eval_dataset names a dataset {name!r}; a name is a text without '/', and not 'reward' or 'episode', "
                 "because it becomes the metric eval/NAME/reward"
             )
-    return {name: examples_of(f"eval_dataset[{name!r}]", rows) for name, rows in named.items()}
+    return NamedRows({name: examples_of(f"eval_dataset[{name!r}]", rows, columns) for name, rows in named.items()})
 
 
 _COLUMNS = "{name} is a dict of columns; give its rows: datasets.Dataset.from_dict({name})"

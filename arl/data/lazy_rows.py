@@ -69,6 +69,16 @@ class Joined(LazyRows):
         return self._parts[part][index - (self._ends[part - 1] if part else 0)]
 
 
+class NamedRows(Joined):
+    """The rows of several datasets, one after another, and which are whose."""
+
+    def __init__(self, datasets: Mapping[str, Any]) -> None:
+        super().__init__([*datasets.values()])
+        starts = (0, *self._ends)
+        self.places = {name: range(*starts[i : i + 2]) for i, name in enumerate(datasets)}
+        """Name -> the indices of its rows."""
+
+
 class WithColumns(LazyRows):
     """Rows that have more columns, computed when a row is read."""
 

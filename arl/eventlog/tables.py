@@ -181,8 +181,18 @@ def _steps(run: Recorded) -> _Pieces:
 
 
 def _evaluations(run: Recorded) -> _Pieces:
-    rows = [{**row["metrics"], **row} if isinstance(row.get("metrics"), dict) else row for row in run.evaluations]
-    return None, iter([_from_rows([{name: row[name] for name in row if name != "metrics"} for row in rows])])
+    """A row for each evaluation, and one with a `name` for each named dataset of it."""
+    rows = [named for row in run.evaluations for named in (row, *_named(row))]
+    rows = [{**row["metrics"], **row} if isinstance(row.get("metrics"), dict) else row for row in rows]
+    shown = [{name: row[name] for name in row if name not in ("metrics", "by_name")} for row in rows]
+    return None, iter([_from_rows(shown)])
+
+
+def _named(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    parts = row.get("by_name")
+    if not isinstance(parts, dict):
+        return []
+    return [{"name": name, **part} for name, part in parts.items() if isinstance(part, dict)]
 
 
 def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Values:

@@ -135,6 +135,8 @@ class Display:
             f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
             f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
         )
+        for name, part in (evaluation.by_name or {}).items():
+            said += f"\n  {name}: {part.reward:.3f} ({part.num_episodes} episodes, {part.num_failed} failed)"
         self.tell("evaluation", said, **asdict(evaluation))
 
     def say(self, message: str) -> None:

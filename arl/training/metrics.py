@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
 from arl.api.config import EvaluationConfig
@@ -12,7 +12,7 @@ from arl.api.engine import InferenceEngine, PublishStats
 from arl.api.events import EvaluationEnded
 from arl.api.types import Evaluation, Group, Trajectory
 from arl.rollout.controller import Dataset, run_examples
-from arl.rollout.episode import EpisodeRunner, episode_reward
+from arl.rollout.episode import Episode, EpisodeRunner, episode_reward
 
 
 class Evaluator:
@@ -26,8 +26,12 @@ class Evaluator:
         config: EvaluationConfig,
         *,
         seed: int | None = None,
+        places: Mapping[str, range] | None = None,
     ) -> None:
-        """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed."""
+        """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed.
+        places: the indices of each named dataset's examples, if they have names.
+        """
+        self._places = places or {}
         self._num_begun = 0
         self._engine = engine
         self._runner = runner
@@ -55,17 +59,13 @@ class Evaluator:
             on_end=on_end,
             number=number,
         )
-        evaluation = Evaluation(
-            version=version,
-            reward=fmean(episode.reward for episode in episodes),
-            num_episodes=len(episodes),
-            num_failed=sum(episode.error is not None for episode in episodes),
-            wall_s=time.monotonic() - began,
-            metrics={
-                **mean_metrics([t for episode in episodes for t in episode.trajectories]),
-                **mean_rewards(episode.trajectories for episode in episodes),
-            },
-        )
+        evaluation = _evaluation(episodes, version, time.monotonic() - began)
+        parts = {
+            name: _evaluation([episodes[place] for place in places], version, evaluation.wall_s)
+            for name, places in self._places.items()
+        }
+        if parts:
+            evaluation = replace(evaluation, reward=fmean(part.reward for part in parts.values()), by_name=parts)
         self._runner.events.emit(
             EvaluationEnded(
                 number=number,
@@ -74,10 +74,27 @@ class Evaluator:
                 num_episodes=evaluation.num_episodes,
                 num_failed=evaluation.num_failed,
                 seconds=evaluation.wall_s,
-                metrics=dict(evaluation.metrics),
+                metrics={
+                    **evaluation.metrics,
+                    **{f"{name}/reward": part.reward for name, part in parts.items()},
+                },
             )
         )
         return evaluation
+
+
+def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Evaluation:
+    return Evaluation(
+        version=version,
+        reward=fmean(episode.reward for episode in episodes),
+        num_episodes=len(episodes),
+        num_failed=sum(episode.error is not None for episode in episodes),
+        wall_s=wall_s,
+        metrics={
+            **mean_metrics([t for episode in episodes for t in episode.trajectories]),
+            **mean_rewards(episode.trajectories for episode in episodes),
+        },
+    )
 
 
 # Metrics of batches and runs, computed from records alone.

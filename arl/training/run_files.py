@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,9 +85,10 @@ class RunLog:
 
     def evaluations(self) -> dict[int, Evaluation]:
         """By version."""
-        names = [field.name for field in fields(Evaluation)]
-        rows = read_jsonl(self._paths["evaluations"], names)
-        return {row["version"]: Evaluation(**{name: row[name] for name in names}) for row in rows}
+        needed = [field.name for field in fields(Evaluation) if field.default is MISSING]
+        path = self._paths["evaluations"]
+        rows = (row for _, row in _rows(path, needed)) if path.exists() else ()
+        return {row["version"]: _evaluation(row) for row in rows}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
         """Write the step's row once. A call after an error that left a part of it replaces this.
@@ -196,6 +197,12 @@ def _is_end_of(file: IO[bytes], version: int, position: int) -> bool:
         return False
     row = _row(file.readline())
     return row is None or not isinstance(row.get("version"), int) or row["version"] > version
+
+
+def _evaluation(row: Mapping[str, Any]) -> Evaluation:
+    known = {field.name: row[field.name] for field in fields(Evaluation) if field.name in row}
+    parts = {name: _evaluation(part) for name, part in (known.get("by_name") or {}).items()}
+    return Evaluation(**{**known, "by_name": parts or None})
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

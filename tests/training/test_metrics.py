@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
 from arl.api.types import Evaluation, Group
+from arl.tracking.rows import evaluation_metrics
 from arl.training.display import Display
 from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog, plot_run, read_jsonl
@@ -246,3 +248,19 @@ def test_rewards_are_of_episodes_each_of_which_counts_once() -> None:
     assert episode_rewards([branched]) == [0.5, 1.0]
     spread = {"reward": 0.5, "reward_std": 0.5, "reward_min": 0.0, "reward_max": 1.0}
     assert reward_metrics([0.0, 1.0, 1.0, 0.0]) == spread
+
+
+def test_an_evaluation_of_named_datasets_is_read_back_and_shown_under_its_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"gsm8k": evaluation(0), "aime": replace(evaluation(0), reward=0.75)}
+    named = replace(evaluation(0), reward=0.5, by_name=parts)
+    log = RunLog(tmp_path, QUIET, display=Display())
+    log.evaluation(named)
+    log.evaluation(evaluation(2))
+    assert RunLog(tmp_path, QUIET).evaluations() == {0: named, 2: evaluation(2)}
+    shown = capsys.readouterr().out
+    assert "held-out reward 0.500" in shown
+    assert "aime: 0.750" in shown
+    assert evaluation_metrics(named)["eval/aime/reward"] == 0.75
+    assert evaluation_metrics(named)["eval/reward"] == 0.5
