@@ -6,6 +6,7 @@ A display that draws over itself hands over the lines between its frames; the fr
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
@@ -83,6 +84,12 @@ class ConsoleLog:
             self._lines.put(None, timeout=_LEAVING_S)
             self._writing.join(_LEAVING_S)
 
+    def forget(self) -> None:
+        """In a forked process, which has no thread that writes, and may find the queue locked for ever."""
+        stop_copying(self.line)
+        for copied in self._copied:
+            copied.is_open = False
+
     def line(self, text: str) -> None:
         """Returns at once, on any thread. Of a line that was drawn anew, the last state counts."""
         message = _CONTROL.sub("", text.rstrip("\r\n").rpartition("\r")[2])
@@ -144,6 +151,15 @@ def _open_stream(stream: Any) -> Any:
     while isinstance(stream, _Copied) and not stream.is_open:
         stream = stream.stream
     return stream
+
+
+def _forget_logs() -> None:
+    for one in _OPEN:
+        one.forget()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_forget_logs)
 
 
 def copy_line(text: str) -> None:

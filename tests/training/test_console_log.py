@@ -126,6 +126,23 @@ def test_two_runs_in_one_process_leave_the_streams_as_they_were_in_whatever_orde
     assert lines_of(tmp_path / "second.log") == ["both", "the second"]
 
 
+def test_a_forked_process_copies_nothing_and_prints_as_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = ConsoleLog(tmp_path / "console.log")
+    log.open()
+    with log._lines.mutex:  # as another thread may hold it
+        child = os.fork()
+        if not child:
+            sys.stdout.write("of the child\n")
+            sys.stdout.flush()
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    log.close()
+    assert lines_of(tmp_path / "console.log") == []
+    assert capfd.readouterr().out == "of the child\n"
+
+
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "console.log").symlink_to("/dev/full")
     log = ConsoleLog(tmp_path / "console.log")
