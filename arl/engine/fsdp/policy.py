@@ -210,7 +210,7 @@ def _logits(
 
 def _exclude(logits: torch.Tensor, kept_ids: KeptIds) -> None:
     """Give the ids that a row's set lacks a logit so low that they have no part in it."""
-    is_kept = torch.from_numpy(kept_ids.lists_excluded).to(logits.device)
+    is_kept = torch.tensor(kept_ids.lists_excluded, device=logits.device)  # a copy: Ray's arrays are read-only
     listing, listed = (torch.from_numpy(column).to(logits.device) for column in kept_ids.listed())
     excluded = ~is_kept[:, None].repeat(1, logits.shape[1])
     excluded[listing, listed] = is_kept[listing]
