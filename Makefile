@@ -7,13 +7,15 @@ STAMP := $(VENV)/.installed
 TEST_WORKERS ?= 2
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+FRAMEWORKS_VENV ?= .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 GPU_VENV ?= .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 # pip's progress in a terminal; elsewhere nothing but errors.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-browser test-cluster test-sglang test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
+.PHONY: quickstart test test-slow test-browser test-cluster test-sglang test-frameworks test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -91,6 +93,17 @@ $(SGLANG_STAMP): $(wildcard scripts/sglang_cpu/* scripts/sglang_cpu/shim/*.pth s
 test-sglang: $(STAMP) $(SGLANG_STAMP)
 	ARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(BIN)/python -m pytest -m sglang
 
+# Agent frameworks pin other versions than arl's too; those for Node.js go to tests/frameworks/node_modules.
+$(FRAMEWORKS_STAMP): tests/frameworks/requirements.txt tests/frameworks/package-lock.json
+	@echo 'Installing agent frameworks (600 MB) into $(FRAMEWORKS_VENV): minutes, once.'
+	@$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	@$(FRAMEWORKS_VENV)/bin/pip install $(PIP_SHOWS) -r tests/frameworks/requirements.txt
+	@npm ci --prefix tests/frameworks --no-audit --no-fund
+	@touch $(FRAMEWORKS_STAMP)
+
+test-frameworks: $(STAMP) $(FRAMEWORKS_STAMP)
+	ARL_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS_VENV)/bin/python) $(BIN)/python -m pytest -m frameworks
+
 # With torch as PyPI has it, which is for CUDA on Linux.
 $(GPU_STAMP): pyproject.toml
 	@echo 'Installing arl, torch for CUDA (several GB) and the tools of its tests into $(GPU_VENV): minutes, once.'
@@ -111,4 +124,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(GPU_VENV) runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) $(GPU_VENV) tests/frameworks/node_modules runs
