@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import pytest
+import xgrammar
 from programs import ADD, ASK, CALL_ADD, opened, saying, trained
 from protocols import HI, TOKENIZER, Answer, asked, told_by
 from workflow.chat_templates import tokenizer_of
@@ -15,8 +16,6 @@ from arl.api.grammar import Grammar
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
 from arl.workflow.call_formats import ParsedAnswer
-
-xgrammar: Any = pytest.importorskip("xgrammar")
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 NAMED = {"name": "point", "schema": POINT, "strict": True}
