@@ -50,7 +50,8 @@ from arl.offload import TrainThread, finished, offload
 from arl.rehearsal import check_start, placed
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
-from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
+from arl.rollout.episode import EpisodeRunner, check_workflow
+from arl.rollout.failure_log import FailureLog
 from arl.rollout.group import GroupRules
 from arl.serving import OpenedServers, connect, open_servers
 from arl.tracking.fan_out import Trackers
@@ -189,7 +190,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     is_decoded = trackers.has_any and config.log.track_trajectories
     decode = await offload(decoder, config.model) if is_decoded else None
     tracker = trackers if trackers.has_any else None
-    run_log = RunLog(config.run_dir, config.log, display=display, decode=decode, tracker=tracker)
+    settings = settings_without_keys(config)
+    run_log = RunLog(config.run_dir, config.log, display=display, decode=decode, tracker=tracker, settings=settings)
 
     digest = await offload(model_digest, config.model)
     model = {"model": config.model, "model_digest": digest}
@@ -197,7 +199,6 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
-    settings = settings_without_keys(config)
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, given, played, learner, events)

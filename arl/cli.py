@@ -31,7 +31,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
-from arl.api.errors import ArlError, ConfigError, FailureBudgetError
+from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError
 from arl.api.finetuning_config import FinetuneConfig
 from arl.api.notebook import kernel_shell
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
@@ -135,7 +135,7 @@ def run(
         except Stopped as stop:
             code, message = 128 + stop.number, f"stopped by {signal.Signals(stop.number).name}; {if_stopped}"
         except ArlError as error:
-            users_error = error.__cause__ if isinstance(error, FailureBudgetError) else None
+            users_error = error.__cause__ if isinstance(error, FailureBudgetError | HookError) else None
             code, message = 1, f"error: {error}"
         except Exception as error:  # Python prints it, but not before the threads have ended
             threads.leave_hung_ones(1, error)

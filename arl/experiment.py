@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
+from arl.api.errors import HookError
 from arl.api.notebook import kernel_shell, run_html
 from arl.api.settings import laid_over
 from arl.api.tracking import Tracker
-from arl.api.types import Evaluation, Group
+from arl.api.types import Evaluation, Group, StepStats
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
 from arl.json_console import is_json, json_console, tell
@@ -26,6 +28,7 @@ from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.tracking.ready_made import check_trackers
+from arl.training.metrics import with_error
 from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
 from arl.training.run_files import plot_run, read_jsonl, write_atomically
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+StepHook = Callable[[StepStats, "Trainer"], Awaitable[object] | None]
+"""Called after each step. A coroutine function is awaited, and the next step waits for it."""
 
 TINY = "tiny"
 TRAINED = "trained"
@@ -94,6 +100,10 @@ class Experiment(Generic[ConfigT]):
     """Makes everything from the settings; run_dir exists by then. A plain function runs on a thread, since it may take
     minutes (fine-tuning a tiny model, say); a first Ctrl-C waits for its end, a second one does not. A coroutine
     function is awaited."""
+    on_step: StepHook | None = None
+    """Called with each step's numbers and the trainer, once the step is logged and its weights are on their way. Its
+    error ends the run, with a checkpoint, as HookError. A plain function runs on the event loop, and everything waits
+    for it: slow work belongs in a coroutine function."""
 
     def main(self, argv: Sequence[str] | None = None) -> TrainingResult | None:
         """Train with the settings in argv (unset: sys.argv[1:]): a script's last line. Ends as `arl.cli.run` does.
@@ -131,8 +141,8 @@ class Experiment(Generic[ConfigT]):
             held=held,
         ) as trainer:
             before = await _evaluated(trainer, 0)
-            async for _ in trainer:
-                pass
+            async for stats in trainer:
+                await self._after(stats, trainer)
             after = await _evaluated(trainer, trainer.version)
             await trainer.export(config.run_dir / TRAINED)
         summary = _summary(trainer.summary(), before, after)
@@ -142,6 +152,17 @@ class Experiment(Generic[ConfigT]):
         else:
             sys.stdout.write(said + "\n")
         return TrainingResult(run_dir=config.run_dir, summary=summary)
+
+    async def _after(self, stats: StepStats, trainer: Trainer) -> None:
+        if self.on_step is None:
+            return
+        try:
+            waiting = self.on_step(stats, trainer)
+            if inspect.isawaitable(waiting):
+                await waiting
+        except (Exception, SystemExit) as error:
+            said = f"on_step raised {type(error).__name__} after step {stats.version}: {error}"
+            raise HookError(said) from error
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
         """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
@@ -193,6 +214,9 @@ class TrainingResult:
         return path
 
 
+_WHEN = ("before", "after")
+
+
 async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
     """The evaluation of `version`; if there was none, an evaluation of the weights that are served now."""
     if trainer.evaluator is None:
@@ -207,26 +231,52 @@ def _write_results(config: Config, summary: Mapping[str, float]) -> str:
         where += f" and {plot_run(config.run_dir).name}"
     except ImportError as missing:
         log.warning("%s", missing)
-    rewards = [summary.get(f"eval_reward_{when}") for when in ("before", "after")]
-    what = "held-out reward {:.3f} -> {:.3f} in ".format(*rewards) if None not in rewards else "trained "
-    return f"{what}{summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
+    if "eval_reward_before" not in summary:
+        return f"trained {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
+    rewards = [(summary[f"eval_reward_{when}"], summary.get(f"eval_standard_error_{when}")) for when in _WHEN]
+    what = " -> ".join(with_error(reward, error) for reward, error in rewards)
+    said = f"held-out reward {what} in {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
+    return said + _not_risen(*rewards, config.run_dir)
+
+
+def _not_risen(first: tuple[float, float | None], last: tuple[float, float | None], run_dir: Path) -> str:
+    """A sentence about a reward that has not risen by two standard errors of the difference.
+
+    first, last: reward and standard error. The evaluations count as independent, which overestimates the error: they
+    share their examples.
+    """
+    (before, error_before), (after, error_after) = first, last
+    error = math.hypot(error_before or 0.0, error_after or 0.0)
+    if after - before > 2 * error:
+        return ""
+    return (
+        f"\nthe held-out reward has not risen by more than its error ({after - before:+.3f} ± {error:.3f}): see "
+        f"docs/healthy.md, and the Health page of: arl view {run_dir}"
+    )
 
 
 def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None) -> dict[str, float]:
     if before is None or after is None:
         return dict(totals)
+    pairs = tuple(zip(_WHEN, (before, after), strict=True))
     metrics = {
         f"{name.removeprefix('episode/')}_per_episode_{when}": value
         for name in before.metrics
-        for when, evaluation in (("before", before), ("after", after))
+        for when, evaluation in pairs
         if (value := evaluation.metrics.get(name)) is not None
     }
     of_names = {
         f"eval_reward_{when}/{name}": part.reward
-        for when, evaluation in (("before", before), ("after", after))
+        for when, evaluation in pairs
         for name, part in (evaluation.by_name or {}).items()
     }
-    return {"eval_reward_before": before.reward, "eval_reward_after": after.reward, **of_names, **totals, **metrics}
+    rewards = {f"eval_reward_{when}": evaluation.reward for when, evaluation in pairs}
+    errors = {
+        f"eval_standard_error_{when}": evaluation.standard_error
+        for when, evaluation in pairs
+        if evaluation.standard_error is not None
+    }
+    return {**rewards, **errors, **of_names, **totals, **metrics}
 
 
 def hide_progress_bars() -> None:

@@ -27,7 +27,7 @@ from arl.cli import Stopped, exit_with, run_until_stopped
 from arl.data.given import examples_of, held_out_of
 from arl.data.lazy_rows import Columns
 from arl.data.loading import load_dataset
-from arl.experiment import Experiment, Setup, TrainingResult
+from arl.experiment import Experiment, Setup, StepHook, TrainingResult
 from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
 from arl.json_console import json_console
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
@@ -67,6 +67,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     device: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
     trackers: str | Sequence[str | Tracker] | None = None,
+    on_step: StepHook | None = None,
     config: Config | None = None,
 ) -> TrainingResult:
     """Train `model` on `dataset`; evaluate before and after on `eval_dataset`, if given.
@@ -89,6 +90,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     max_staleness: how many versions old a trained token may be; 0 is synchronous training.
     lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.
     trackers: experiment trackers, by names such as "trackio" or "wandb", or a `Tracker` of your own.
+    on_step: called with the numbers of each step (`StepStats`) and the trainer; a coroutine function is awaited.
     config: all other settings.
 
     Raises ConfigError for a wrong setting, DatasetError for an unusable dataset, and any error that ends a run.
@@ -127,7 +129,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
                 agent.messages(held_out[0])
         return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out, trackers=own_trackers)
 
-    return await Experiment(config=type(settings), prepare=prepare).train(settings)
+    return await Experiment(config=type(settings), prepare=prepare, on_step=on_step).train(settings)
 
 
 def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from functools import wraps
+from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,16 +18,17 @@ from scripted_launch import small, use_fakes
 import arl.serving
 from arl.api.config import Config
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, EngineClosedError, RunFileError
+from arl.api.errors import ConfigError, EngineClosedError, FailureBudgetError, HookError, RunFileError, StarvedError
 from arl.api.installing import install_command
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, Group, ModelRequest, Trajectory
+from arl.api.types import Example, Group, ModelRequest, StepStats, Trajectory
 from arl.assembly import launch
 from arl.cli import load_config
-from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.experiment import Experiment, ExperimentConfig, Setup, StepHook, _not_risen
 from arl.serving import OpenedServers, serve
 from arl.training.run_dir import RunLock
 from arl.training.run_end import how_it_ended
+from arl.training.trainer import Trainer
 
 EXAMPLES = [{"number": number} for number in range(8)]
 
@@ -121,16 +123,19 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
     assert len(seen) >= 4
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, 0.5)
+    errors = summary["eval_standard_error_before"], summary["eval_standard_error_after"]
+    assert errors == (0.0, pytest.approx(sqrt(8 * 0.25 / 7) / sqrt(8)))
     assert (summary["turns_per_episode_before"], summary["turns_per_episode_after"]) == (1, 1)
     assert (summary["steps"], summary["episodes_trained"]) == (2, 8)
     assert (tmp_path / "reward.png").stat().st_size > 0
     assert json.loads((tmp_path / "trained" / "weights.json").read_text()) == {"version": 2}
     said = capsys.readouterr().out
-    assert said.startswith("held-out reward 0.000 -> 0.500 in 2 steps, ")
+    assert said.startswith("held-out reward 0.000 ± 0.000 -> 0.500 ± 0.189 in 2 steps, ")
     assert said.endswith(f"; see {tmp_path}/summary.json and reward.png\n")
     end = how_it_ended(tmp_path)
     assert end is not None
-    assert (end.how, end.evaluations["best"]) == ("finished", {"version": 2, "reward": 0.5})
+    best = {"version": 2, "reward": 0.5, "standard_error": summary["eval_standard_error_after"]}
+    assert (end.how, end.evaluations["best"]) == ("finished", best)
     assert end.what_next == f"set steps above 2 to train further; the trained model is {tmp_path}/trained"
 
 
@@ -146,6 +151,94 @@ async def test_a_rerun_knows_the_first_evaluation_evaluates_new_weights_and_need
         assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, after)
         use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
     assert install_command("examples") in caplog.text
+
+
+async def test_a_hook_gets_each_step_and_the_trainer_and_a_coroutine_is_awaited_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    async def awaited(step: StepStats, trainer: Trainer) -> None:
+        await trainer.save()
+        seen.append((step.version, sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir())))
+
+    hooks: dict[str, StepHook] = {"a": lambda step, trainer: seen.append((step.version, trainer.version)), "b": awaited}
+    for name, hook in hooks.items():
+        use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
+        experiment = Experiment(config=Config, prepare=lambda _: setup(eval_dataset=None), on_step=hook)
+        await experiment.train(small(tmp_path / name))
+    saved = ["version-00000001", "version-00000002"]
+    assert seen == [(1, 1), (2, 2), (1, saved[:1]), (2, saved)]
+
+
+@pytest.mark.usefixtures("engine")
+async def test_a_hook_that_raises_ends_the_run_with_its_own_traceback_and_a_checkpoint(tmp_path: Path) -> None:
+    def wrong(step: StepStats, trainer: Trainer) -> None:
+        {}["missing"]
+
+    experiment = Experiment(config=Config, prepare=lambda _: setup(eval_dataset=None), on_step=wrong)
+    with pytest.raises(HookError, match="on_step raised KeyError after step 1: 'missing'"):
+        await experiment.train(small(tmp_path))
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert (end.error, end.version, Path(end.checkpoint or "").name) == ("HookError", 1, "version-00000001")
+    assert 'in wrong\n    {}["missing"]' in end.traceback
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "is_told"),
+    [
+        ((0.4, 0.03), (0.6, 0.04), False),
+        ((0.4, 0.03), (0.5, 0.04), True),
+        ((0.4, 0.03), (0.3, 0.04), True),
+        ((0.5, None), (0.5, None), True),
+        ((0.5, None), (1.0, None), False),
+    ],
+)
+def test_the_last_line_says_so_if_the_reward_has_not_risen_by_two_standard_errors(
+    first: tuple[float, float | None], last: tuple[float, float | None], is_told: bool
+) -> None:
+    said = _not_risen(first, last, Path("runs/run"))
+    assert ("has not risen by more than its error" in said) is ("docs/healthy.md" in said) is is_told
+
+
+class Misspelt(Numbers):
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        return await super().arun_episode(engine, daata)  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
+
+
+@pytest.mark.usefixtures("engine")
+async def test_a_run_whose_first_evaluation_fails_wholly_does_not_start_and_tells_its_cause_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = "all of the first 8 episodes of the first evaluation failed.* NameError: name 'daata' is not defined"
+    with pytest.raises(FailureBudgetError, match=whole) as ended:
+        await Experiment(config=Config, prepare=lambda _: setup(workflow=Misspelt())).train(small(tmp_path))
+    assert isinstance(ended.value.__cause__, NameError)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    end = how_it_ended(tmp_path)
+    assert end is not None
+    assert end.traceback.endswith("NameError: name 'daata' is not defined\n")
+    assert [record.exc_info is not None for record in caplog.records if "daata" in record.message] == [True]
+    assert (tmp_path / "logs" / "episodes.log").read_text().count("Traceback") == 1
+
+
+class Forgetful(Numbers):
+    async def arun_episode(self, engine: Sampler, data: Example) -> Any:
+        await super().arun_episode(engine, data)
+
+
+@pytest.mark.usefixtures("engine")
+async def test_a_forgotten_return_is_asked_about_after_the_first_evaluation_and_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StarvedError, match=r"first 1,000 episodes .* Did Forgetful\.arun_episode forget its return"):
+        await Experiment(config=Config, prepare=lambda _: setup(workflow=Forgetful())).train(small(tmp_path))
+    asked = [message.partition(" returned None")[0] for message in caplog.messages if "forget its return" in message]
+    assert asked == [
+        "every one of the first 8 episodes of the first evaluation",
+        "every one of the first 16 episodes",
+    ]
 
 
 async def test_a_function_prepares_on_a_thread_and_a_coroutine_function_here_in_a_run_dir_that_is_there(

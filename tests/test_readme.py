@@ -41,7 +41,7 @@ def test_the_adder_trains_as_it_stands(
     TOKENIZER.save_pretrained("runs/quickstart/trained")
     use_fakes(monkeypatch, ScriptedEngine(add))
     exec(ADDER.replace("steps=50", "steps=2, batch_size=4, group_size=2"), {"__name__": "adder"})
-    assert "held-out reward 1.000 -> 1.000 in 2 steps" in capsys.readouterr().out
+    assert "held-out reward 1.000 ± 0.000 -> 1.000 ± 0.000 in 2 steps" in capsys.readouterr().out
 
 
 def test_the_three_lines_ask_for_what_train_takes_and_the_adder_has_12_with_one_import(

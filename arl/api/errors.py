@@ -110,6 +110,10 @@ class FailureBudgetError(ArlError):
         return ["".join(first), *brief_traceback(self)]
 
 
+class HookError(ArlError):
+    """An experiment's on_step raised; its own error is the cause."""
+
+
 class StarvedError(ArlError):
     """Training needs groups and none can come, since every example is rejected or dropped."""
 

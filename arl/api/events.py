@@ -403,6 +403,7 @@ class EvaluationEnded(Event, frozen=True, kw_only=True):
     num_failed: int
     seconds: float
     metrics: dict[str, float] = {}
+    standard_error: float | None = None
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True):

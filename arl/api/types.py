@@ -424,6 +424,8 @@ class StepStats:
     """Advantages, proximal logprobs and optimizer steps took this long."""
     metrics: Mapping[str, float]
     """All metrics of the step, flat, as in metrics.jsonl."""
+    remark: str = ""
+    """A few words about what has begun to look wrong (docs/healthy.md); empty in most steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,6 +443,9 @@ class Evaluation:
     """Means of the workflow's metrics and of the parts of its reward."""
     by_name: Mapping[str, Evaluation] | None = None
     """The results on each held-out dataset, if they have names."""
+    standard_error: float | None = None
+    """Of `reward`: the standard deviation of the examples' rewards over the root of their number. None with one
+    example, and in rows that do not have it."""
 
 
 Example = Mapping[str, Any]

@@ -252,7 +252,7 @@ def _examples(examples: Dataset | None, choice: Choice) -> Dataset:
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
     """Keep logging from showing failures a second time: the commands show them."""
-    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.episode")
+    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.failure_log")
     logger.addHandler(silent)
     try:
         yield

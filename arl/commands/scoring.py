@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -28,24 +28,7 @@ from arl.offload import offload
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.watches import FailureBudget
 from arl.training.display import Advance, Display
-from arl.training.metrics import mean_rewards
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A mean over examples."""
-
-    mean: float
-    standard_error: float | None
-    """None with one example."""
-    num_examples: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """values: one for each example. Episodes of one example are not independent, so an example is a cluster (Miller
-        2024, 2411.00640, section 2.2)."""
-        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        return cls(mean=fmean(values), standard_error=error, num_examples=len(values))
+from arl.training.metrics import Estimate, mean_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,8 @@ from arl.plan.virtual_time import run_in_virtual_time, virtual_loop
 from arl.plan.workload import MeasuredEpisode, Workload
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 from arl.rollout.controller import RolloutController
-from arl.rollout.episode import EpisodeRunner, FailureLog
+from arl.rollout.episode import EpisodeRunner
+from arl.rollout.failure_log import FailureLog
 from arl.rollout.group import GroupRules
 from arl.training.delivery import Delivery
 

@@ -36,7 +36,7 @@ from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
 from arl.rollout.report import EpisodeReport, shown
-from arl.rollout.watches import FailureBudget, LagMonitor, RolloutTotals, StarvationWatch
+from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class RolloutController:
         self._rules = rules
         self.ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
         self._budget = FailureBudget(config.max_failure_rate)
+        self._returns = ReturnWatch(runner.called, config.batch_size * config.group_size)
         self._places = asyncio.Semaphore(config.max_concurrent_episodes)
         self._lag = LagMonitor(runner.called)
         self._running: dict[int, GroupRun] = {}
@@ -167,6 +168,8 @@ class RolloutController:
             raise
         self._totals.count_episode(episode, is_greedy=index == GREEDY)
         self._budget.record(episode.error)
+        if episode.error is None:
+            self._returns.record(is_rejected=episode.is_rejected)
         return episode
 
     async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:
@@ -227,13 +230,13 @@ async def run_examples(
     *,
     max_concurrent: int,
     seed: int | None = None,
-    on_end: Callable[[], None] = lambda: None,
+    on_end: Callable[[Episode], None] = lambda _: None,
     number: int = 0,
 ) -> list[Episode]:
     """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
 
-    seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends.
-    number: of the evaluation, for the event log.
+    seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends; what
+    it raises ends all. number: of the evaluation, for the event log.
     """
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))
@@ -251,9 +254,13 @@ async def run_examples(
             if episode.trajectories:
                 rows = [(report.episode, i, trajectory) for i, trajectory in enumerate(episode.trajectories)]
                 runner.events.keep(KeptTokens(rows=rows))
-            on_end()
+            on_end(episode)
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(max_concurrent, len(examples))):
-            tasks.create_task(run_next_ones())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(max_concurrent, len(examples))):
+                tasks.create_task(run_next_ones())
+    except BaseExceptionGroup as errors:
+        error = first_error(errors)
+        raise error from error.__cause__
     return [episodes[index] for index in range(len(examples))]

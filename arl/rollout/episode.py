@@ -7,37 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
 from arl.api.engine import ModelLimits, Sampler
 from arl.api.episode_clock import CLOCK, EpisodeClock
-from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RunFileError, TrajectoryError
+from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, TrajectoryError
 from arl.api.events import NOWHERE, Events
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.rollout.failure_log import FailureLog
 from arl.rollout.report import EpisodeReport
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
-
-log = logging.getLogger(__name__)
-
-_SHOWN = 3
-"""Tracebacks of an unknown kind that the log shows."""
-_LINES = 20
-"""Attempts that get a line each, for each type of error; after these, one of every `_LINES` attempts does."""
-_KEPT = 1000
-"""Tracebacks of a kind that the file keeps."""
-_LONGEST = 500
-"""Characters of an error's message that a line holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,54 +126,6 @@ class _Felt:
 def _seed_of(text: str) -> int:
     """31 bits, which every server takes for a seed; the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) >> 1
-
-
-class FailureLog:
-    """Logs failed attempts, and keeps their tracebacks in the file `path`, if there is one.
-
-    Each attempt gets a line, until `_LINES` have failed with errors of one type; then only some do. Errors that are not
-    ArlErrors come from the user's code: the log shows the first tracebacks of each type.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._counts: Counter[str] = Counter()
-
-    def note(self, error: Exception, which: str, what_next: str) -> None:
-        """Record a failure. which: of what, such as `episode 1 (attempt 1 of 2)`. Raises RunFileError."""
-        kind = type(error).__name__
-        self._counts[kind] += 1
-        text = " ".join(str(error).split())
-        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-        line = f"{which} failed with {kind}: {text}; {what_next}"
-        if self._path is not None and self._counts[kind] <= _KEPT:
-            _append(self._path, f"{line}\n{''.join(traceback.format_exception(error))}\n")
-        if self._counts[kind] > _LINES and self._counts[kind] % _LINES:
-            return
-        is_shown = not isinstance(error, ArlError) and self._counts[kind] <= _SHOWN
-        is_silent = isinstance(error, ArlError) or is_shown or self._path is None
-        where = "" if is_silent else f" (traceback in {self._path})"
-        log.warning("%s%s", line, where, exc_info=error if is_shown else None)
-        if self._counts[kind] == _LINES:
-            log.warning("from here on, one line for every %d attempts that fail with %s", _LINES, kind)
-
-    def sum_up(self) -> None:
-        """Log how many attempts failed, by the type of their error, where any did."""
-        if not self._counts:
-            return
-        kinds = ", ".join(f"{number} with {kind}" for kind, number in self._counts.most_common())
-        where = f"; their tracebacks are in {self._path}" if self._path else ""
-        log.warning("attempts at episodes that failed: %s%s", kinds, where)
-
-
-def _append(path: Path, text: str) -> None:
-    """As logging does, this blocks the event loop for a small write."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:
-        raise RunFileError(f"{path}, which keeps the tracebacks of episodes, cannot be written: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

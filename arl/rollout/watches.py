@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -140,14 +141,48 @@ def _told(reason: Reason, groups: list[Fruitless]) -> str:
     return f"{len(groups)} {ended}, as {reason.description}" + (f" ({'; '.join(more)})" if more else "")
 
 
-class FailureBudget:
-    """Ends the run when too many of the last `window` episodes failed."""
+_BY_CHANCE = 1e-4
+"""A run whose first episodes all failed is ended when that would happen in fewer runs than this, if episodes failed at
+the rate that is allowed."""
 
-    def __init__(self, max_failure_rate: float, window: int = 64) -> None:
+
+class FirstEpisodes:
+    """Ends a run in which each of the first `number` episodes failed: it would go on like that."""
+
+    def __init__(self, number: int, what: str = "") -> None:
+        """what: whose episodes, for the message, such as ` of the first evaluation`."""
+        self._number = number
+        self._what = what
+        self._errors: list[Exception] = []
+        self._is_over = False
+
+    def record(self, error: Exception | None) -> None:
+        """Count an episode, which failed with `error` or did not. Raises FailureBudgetError from the first error."""
+        self._is_over |= error is None
+        if error is None or self._is_over:
+            return
+        self._errors.append(error)
+        if len(self._errors) == self._number:
+            first = self._errors[0]
+            raise FailureBudgetError(
+                f"all of the first {self._number} episodes{self._what} failed, so the run does not go on. The first "
+                f"failed with {type(first).__name__}: {first}"
+            ) from first
+
+
+WINDOW = 64
+"""How many of the last episodes FailureBudget looks at."""
+
+
+class FailureBudget:
+    """Ends the run when too many of the last `window` episodes failed, or all of the first ones did."""
+
+    def __init__(self, max_failure_rate: float, window: int = WINDOW) -> None:
         self._max_failure_rate = max_failure_rate
         self._recent: deque[Exception | None] = deque(maxlen=window)
         self._window = window
         self._num_failed = 0
+        self._first = FirstEpisodes(enough_failures(max_failure_rate)) if max_failure_rate < 1 else None
 
     def record(self, error: Exception | None) -> None:
         """Count an episode, which failed with `error` or did not. Raises FailureBudgetError from the window's first."""
@@ -155,12 +190,54 @@ class FailureBudget:
         if len(self._recent) == self._window:
             self._num_failed -= self._recent[0] is not None
         self._recent.append(error)
+        if self._first is not None:
+            self._first.record(error)
         if len(self._recent) == self._window and self._num_failed > self._max_failure_rate * self._window:
             first = next(error for error in self._recent if error is not None)
             raise FailureBudgetError(
                 f"{self._num_failed} of the last {self._window} episodes failed, and rollout.max_failure_rate is "
                 f"{self._max_failure_rate:g}. The first failed with {type(first).__name__}: {first}"
             ) from first
+
+
+def enough_failures(max_failure_rate: float) -> int:
+    """How many first episodes must have failed, and no other ended, to say that more fail than are allowed: 14 at the
+    default rate of 0.5."""
+    return math.ceil(math.log(_BY_CHANCE) / math.log(max_failure_rate))
+
+
+FORGOTTEN_RETURN = (
+    "every one of the first {number:,} episodes{what} returned None, which means rejected, so there is nothing to "
+    "train on. Did {workflow}.arun_episode forget its return?"
+)
+
+
+class ReturnWatch:
+    """Asks about a forgotten `return` when all episodes of the first batch returned None, and ends the run if no other
+    comes: after 4 batches, and not before 1,000 episodes.
+
+    One episode that returns something ends the watch, so it leaves alone a workflow that means to reject 99 of 100.
+    """
+
+    def __init__(self, workflow: str, batch: int) -> None:
+        """workflow: its name, for messages. batch: the episodes of a batch."""
+        self._workflow = workflow
+        self._batch = max(batch, 16)
+        self._patience = max(4 * batch, 1000)
+        self._num_rejected = 0
+        self._is_over = False
+
+    def record(self, *, is_rejected: bool) -> None:
+        """Count an episode that did not fail. Raises StarvedError."""
+        self._is_over |= not is_rejected
+        if self._is_over:
+            return
+        self._num_rejected += 1
+        said = FORGOTTEN_RETURN.format(number=self._num_rejected, what="", workflow=self._workflow)
+        if self._num_rejected == self._batch:
+            log.warning("%s If that goes on, the run ends after %d episodes", said, self._patience)
+        if self._num_rejected == self._patience:
+            raise StarvedError(said)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,8 +12,9 @@ from arl.api.types import Evaluation
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """`eval/NAME`, with the names of evaluations.jsonl; `eval/DATASET/NAME` of each named dataset."""
-    own = ("reward", "num_episodes", "num_failed", "wall_s")
-    numbers = {name: float(getattr(evaluation, name)) for name in own} | dict(evaluation.metrics)
+    own = ("reward", "standard_error", "num_episodes", "num_failed", "wall_s")
+    known = {name: value for name in own if (value := getattr(evaluation, name)) is not None}
+    numbers = {name: float(value) for name, value in known.items()} | dict(evaluation.metrics)
     for dataset, part in (evaluation.by_name or {}).items():
         of_part = {"reward": part.reward, "num_failed": float(part.num_failed), **part.metrics}
         numbers |= {f"{dataset}/{name}": value for name, value in of_part.items()}

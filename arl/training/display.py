@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, Group
@@ -31,6 +32,7 @@ from arl.api.notebook import Point, ShownWork, curve_svg, kernel_shell, progress
 from arl.api.types import Evaluation, StepStats
 from arl.json_console import is_json, tell
 from arl.training.console_log import copy_line, copy_prints
+from arl.training.metrics import with_error
 
 ROWS_SHOWN = 16
 COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
@@ -67,6 +69,10 @@ class Display:
             copy_prints(self._console)
         self._num_steps = num_steps
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS_SHOWN)
+        self._times: deque[tuple[int, float]] = deque(maxlen=ROWS_SHOWN)
+        """Version, and training time in seconds."""
+        self._remark = ""
+        """The last one, of a terminal."""
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -114,11 +120,14 @@ class Display:
 
     def step(self, stats: StepStats) -> None:
         self._rows.append(_row(stats, self._num_steps))
+        self._times.append((stats.version, stats.metrics["time_s"]))
         if not self._is_live:
             numbers = {"version": stats.version, "steps": self._num_steps, "metrics": dict(stats.metrics)}
-            self.tell("step", self._line(), **numbers)
+            self.tell("step", self._line(stats), **numbers, left_s=self._left_s(), remark=stats.remark)
             return
-        copy_line(self._line())
+        copy_line(self._line(stats))
+        if stats.remark:
+            self._remark = f"step {stats.version}: {stats.remark}"
         if self._training is None:
             self._training = self._bars.add_task(
                 "training", total=self._num_steps, completed=stats.version - 1, said=""
@@ -126,17 +135,29 @@ class Display:
         self._bars.update(self._training, completed=stats.version)
         self._open()
 
-    def _line(self) -> str:
+    def _line(self, stats: StepStats) -> str:
         """The last step."""
-        return "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))
+        cells = [f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True)]
+        if (left_s := self._left_s()) is not None:
+            cells.append(f"left {timedelta(seconds=round(left_s))}")
+        return "  ".join([*cells, *([f"({stats.remark})"] if stats.remark else [])])
+
+    def _left_s(self) -> float | None:
+        """Until all steps are trained, at the speed of the last ones; None if it is not known."""
+        (first, began), (last, now) = self._times[0], self._times[-1]
+        if self._num_steps is None or last == first:
+            return None
+        return (now - began) / (last - first) * max(self._num_steps - last, 0)
 
     def evaluation(self, evaluation: Evaluation) -> None:
+        reward = with_error(evaluation.reward, evaluation.standard_error)
         said = (
-            f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
+            f"held-out reward {reward} at version {evaluation.version} "
             f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
         )
         for name, part in (evaluation.by_name or {}).items():
-            said += f"\n  {name}: {part.reward:.3f} ({part.num_episodes} episodes, {part.num_failed} failed)"
+            reward = with_error(part.reward, part.standard_error)
+            said += f"\n  {name}: {reward} ({part.num_episodes} episodes, {part.num_failed} failed)"
         self.tell("evaluation", said, **asdict(evaluation))
 
     def say(self, message: str) -> None:
@@ -169,7 +190,8 @@ class Display:
             table.add_column(column, justify="right")
         for row in tuple(self._rows):
             table.add_row(*row)
-        return Group(*([table] if self._rows else []), *([self._bars] if self._bars.tasks else []))
+        remark = [Text(self._remark, "yellow")] if self._remark else []
+        return Group(*([table] if self._rows else []), *remark, *([self._bars] if self._bars.tasks else []))
 
 
 class JsonDisplay(Display):

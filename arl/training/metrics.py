@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 
 from arl.api.config import EvaluationConfig
 from arl.api.engine import InferenceEngine, PublishStats
@@ -13,6 +15,32 @@ from arl.api.events import EvaluationEnded
 from arl.api.types import Evaluation, Group, Trajectory
 from arl.rollout.controller import Dataset, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner, episode_reward
+from arl.rollout.watches import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over examples."""
+
+    mean: float
+    standard_error: float | None
+    """None with one example."""
+    num_examples: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """values: one for each example, the mean of its episodes. Episodes of one example are not independent, so an
+        example is a cluster: the error is the values' standard deviation over the root of their number (Miller 2024,
+        2411.00640, section 2.2)."""
+        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(mean=fmean(values), standard_error=error, num_examples=len(values))
+
+
+def with_error(mean: float, standard_error: float | None) -> str:
+    """`0.412 ± 0.031`; the mean alone where there is no error."""
+    return f"{mean:.3f}" + ("" if standard_error is None else f" ± {standard_error:.3f}")
 
 
 class Evaluator:
@@ -43,11 +71,20 @@ class Evaluator:
     def num_examples(self) -> int:
         return len(self._dataset)
 
-    async def evaluate(self, on_end: Callable[[], None] = lambda: None) -> Evaluation:
+    async def evaluate(self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False) -> Evaluation:
         """Run all held-out examples. `version` is the published version at the start.
 
-        Failed and rejected episodes count as reward 0. on_end: called after each episode.
+        Failed and rejected episodes count as reward 0. on_end: called after each episode. is_first: nothing is known
+        to work yet. Then it raises FailureBudgetError if all episodes fail, or as soon as the first 64 have, and asks
+        about episodes that all return None.
         """
+        first = FirstEpisodes(min(len(self._dataset), WINDOW), " of the first evaluation") if is_first else None
+
+        def ended(episode: Episode) -> None:
+            on_end()
+            if first is not None:
+                first.record(episode.error)
+
         began, version = time.monotonic(), self._engine.version
         self._num_begun = number = self._num_begun + 1
         episodes = await run_examples(
@@ -56,21 +93,30 @@ class Evaluator:
             self._dataset,
             max_concurrent=self._config.max_concurrent_episodes,
             seed=self._seed,
-            on_end=on_end,
+            on_end=ended,
             number=number,
         )
+        if is_first and all(episode.is_rejected for episode in episodes):
+            what = {"number": len(episodes), "what": " of the first evaluation", "workflow": self._runner.called}
+            log.warning(FORGOTTEN_RETURN.format(**what))
         evaluation = _evaluation(episodes, version, time.monotonic() - began)
         parts = {
             name: _evaluation([episodes[place] for place in places], version, evaluation.wall_s)
             for name, places in self._places.items()
         }
         if parts:
-            evaluation = replace(evaluation, reward=fmean(part.reward for part in parts.values()), by_name=parts)
+            evaluation = replace(
+                evaluation,
+                reward=fmean(part.reward for part in parts.values()),
+                standard_error=_error_of_mean([part.standard_error for part in parts.values()]),
+                by_name=parts,
+            )
         self._runner.events.emit(
             EvaluationEnded(
                 number=number,
                 version=version,
                 reward=evaluation.reward,
+                standard_error=evaluation.standard_error,
                 num_episodes=evaluation.num_episodes,
                 num_failed=evaluation.num_failed,
                 seconds=evaluation.wall_s,
@@ -84,9 +130,11 @@ class Evaluator:
 
 
 def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Evaluation:
+    estimate = Estimate.of([episode.reward for episode in episodes])
     return Evaluation(
         version=version,
-        reward=fmean(episode.reward for episode in episodes),
+        reward=estimate.mean,
+        standard_error=estimate.standard_error,
         num_episodes=len(episodes),
         num_failed=sum(episode.error is not None for episode in episodes),
         wall_s=wall_s,
@@ -95,6 +143,12 @@ def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Eva
             **mean_rewards(episode.trajectories for episode in episodes),
         },
     )
+
+
+def _error_of_mean(errors: Sequence[float | None]) -> float | None:
+    """Of the mean of independent means; None if one of their errors is not known."""
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) / len(errors) if len(known) == len(errors) else None
 
 
 # Metrics of batches and runs, computed from records alone.

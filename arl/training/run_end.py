@@ -28,10 +28,12 @@ from arl.api.config import Config
 from arl.api.engine_config import SGLangEngineConfig
 from arl.api.errors import StalledError
 from arl.api.notebook import show_briefly
+from arl.api.types import Evaluation
 from arl.offload import finished, offload
 from arl.stopping import SCRIPT_END, ScriptEnd
 from arl.training.console_log import CONSOLE_LOG, ConsoleLog
 from arl.training.display import display_of
+from arl.training.metrics import with_error
 from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, is_locked, newest_checkpoint
 from arl.training.run_facts import record_start
 
@@ -93,7 +95,8 @@ class RunEnd:
     totals: Mapping[str, float] = field(default_factory=dict[str, float])
     """As in summary.json: training time, throughput, staleness, episodes."""
     evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
-    """`best` and `last`, each with version and reward; empty if there were none."""
+    """`best` and `last`, each with version, reward and (of several examples) its standard error; empty if there were
+    none."""
     disk: Mapping[str, int] = field(default_factory=dict[str, int])
     """Bytes of each directory in run_dir, and of the `files` beside them."""
 
@@ -105,9 +108,12 @@ class RunEnd:
         numbers += [f"{self.totals['wall_s']:.0f} s"] if self.totals else []
         best, last = self.evaluations.get("best"), self.evaluations.get("last")
         if best and last:
-            rewards = f"held-out reward {last['reward']:.3f} at version {last['version']}"
+            told, told_best = (
+                f"{with_error(one['reward'], one.get('standard_error'))} at version {one['version']}"
+                for one in (last, best)
+            )
             is_best = round(best["reward"], 3) <= round(last["reward"], 3)
-            numbers.append(rewards + ("" if is_best else f", best {best['reward']:.3f} at version {best['version']}"))
+            numbers.append(f"held-out reward {told}" + ("" if is_best else f", best {told_best}"))
         return [
             f"the run {how}" + (": " if numbers else "") + ", ".join(numbers),
             f"next: {self.what_next}" if self.what_next else "",
@@ -337,13 +343,19 @@ def _numbers(trainer: Trainer) -> dict[str, Any]:
     chosen = (
         {"best": max(done, key=lambda one: one.reward), "last": max(done, key=lambda one: one.version)} if done else {}
     )
-    evaluations = {name: {"version": one.version, "reward": one.reward} for name, one in chosen.items()}
+    evaluations = {name: _reward(one) for name, one in chosen.items()}
     return {"totals": trainer.summary(), "evaluations": evaluations}
+
+
+def _reward(evaluation: Evaluation) -> dict[str, float]:
+    error = evaluation.standard_error
+    own = {} if error is None else {"standard_error": error}
+    return {"version": evaluation.version, "reward": evaluation.reward, **own}
 
 
 def _traceback(error: BaseException | None) -> str:
     """Of what a developer has to look at: an error that is not arl's, or that lies behind arl's."""
-    shown = error.__cause__ if isinstance(error, errors.FailureBudgetError) else error
+    shown = error.__cause__ if isinstance(error, errors.FailureBudgetError | errors.HookError) else error
     if not isinstance(shown, Exception) or isinstance(shown, errors.ArlError):
         return ""
     return "".join(traceback.format_exception(shown))[-_TRACEBACK:]

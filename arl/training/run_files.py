@@ -19,6 +19,7 @@ from arl.api.tracking import TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import force_to_disk
 from arl.training.display import Display
+from arl.training.health_line import HealthLine
 from arl.training.run_dir import usable
 
 log = logging.getLogger(__name__)
@@ -38,9 +39,11 @@ class RunLog:
         display: Display | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         tracker: Tracker | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """display: None shows nothing. tracker: gets steps and evaluations, too, once they are written. decode: token
         ids -> text, for the tracker; None: it gets trajectories without text.
+        settings: the run's, section by section, for remarks about its health.
         """
         with usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -53,6 +56,7 @@ class RunLog:
         self._config = config
         self._decode = decode
         self._tracker = tracker
+        self.health = HealthLine(settings)
         self.display = display or Display(console=Console(quiet=True))
 
     def positions(self) -> dict[str, int]:
@@ -82,6 +86,9 @@ class RunLog:
                         rows = f"{num_undone} row{'s' * (num_undone > 1)}"
                         undone = _undone(path).name
                         self.display.say(f"{path.name}: {rows} after version {version} moved to {undone}")
+        if version and self._paths["metrics"].exists():
+            steps = _first_and_last_rows(self._paths["metrics"])
+            self.health.resume(steps, map(asdict, self.evaluations().values()))
 
     def evaluations(self) -> dict[int, Evaluation]:
         """By version."""
@@ -97,7 +104,7 @@ class RunLog:
         """
         if stats.version <= self._version:
             return
-        self._append("metrics", stats.metrics)
+        self._append("metrics", {**stats.metrics, **({"remark": stats.remark} if stats.remark else {})})
         self._version = stats.version
         self.display.step(stats)
         if self._tracker is not None:
@@ -105,6 +112,7 @@ class RunLog:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._append("evaluations", asdict(evaluation))
+        self.health.evaluated(asdict(evaluation))
         self.display.evaluation(evaluation)
         if self._tracker is not None:
             self._tracker.evaluation(evaluation)
@@ -203,6 +211,19 @@ def _evaluation(row: Mapping[str, Any]) -> Evaluation:
     known = {field.name: row[field.name] for field in fields(Evaluation) if field.name in row}
     parts = {name: _evaluation(part) for name, part in (known.get("by_name") or {}).items()}
     return Evaluation(**{**known, "by_name": parts or None})
+
+
+_HEAD, _TAIL = 1 << 16, 1 << 18
+"""Bytes: some 20 and 80 rows."""
+
+
+def _first_and_last_rows(path: Path) -> list[dict[str, Any]]:
+    """All of a short file. A long one is not read whole, as a run may be long."""
+    with path.open("rb") as file:
+        parts = [file.read(_HEAD)]
+        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, len(parts[0])))
+        parts.append(file.read(_TAIL))
+    return [row for line in b"".join(parts).splitlines() if (row := _row(line)) is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

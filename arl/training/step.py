@@ -50,6 +50,7 @@ def log_step(
         wait_s=known["time/wait_s"],
         train_s=known["time/train_s"],
         metrics=metrics,
+        remark=log.health.remark(metrics),
     )
     totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # a cancelled step counts, too
     log.step(stats, step.groups, step.advantages)

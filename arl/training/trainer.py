@@ -240,14 +240,18 @@ class Trainer:
             await self.evaluate()
 
     async def evaluate(self) -> Evaluation:
-        """Run the held-out examples on the newest published weights. Raises ConfigError without held-out examples."""
+        """Run the held-out examples on the newest published weights. Raises ConfigError without held-out examples.
+
+        Raises FailureBudgetError if all episodes fail before the first step: a run in which nothing works does not
+        start.
+        """
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
             await self._delivery.reached(self._delivery.newest)  # a cancelled step may have no snapshot
             num_examples = self.evaluator.num_examples
             with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
-                evaluation = await self.evaluator.evaluate(advance)
+                evaluation = await self.evaluator.evaluate(advance, is_first=self.last_step is None)
             await self.thread(self.log.evaluation, evaluation)
         self.evaluations[evaluation.version] = evaluation
         return evaluation

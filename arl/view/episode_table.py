@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from arl.api.events import EvaluationEnded
+from arl.digest import mean
 from arl.eventlog.records import EpisodeRecord
 from arl.eventlog.run_record import RunRecord
 from arl.web.bodies import RequestError
@@ -35,12 +36,6 @@ def evaluated_of(name: str) -> tuple[int, int] | None:
     if evaluation[:1] == "e" and evaluation[1:].isdecimal() and index.isdecimal():
         return int(evaluation[1:]), int(index)
     return None
-
-
-def mean(values: Iterable[float]) -> float:
-    """Of one value or more. Infinite where statistics.fmean raises OverflowError."""
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def row_of(episode: EpisodeRecord, versions: Mapping[tuple[int, int], int]) -> Row:

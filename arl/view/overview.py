@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from arl.api import events
+from arl.digest import mean
 from arl.eventlog.run_record import RunRecord
-from arl.view.episode_table import Row, mean
+from arl.view.episode_table import Row
 from arl.view.viewed_run import Ending, ViewedRun
 
 _STEPS = 20

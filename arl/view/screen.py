@@ -10,7 +10,8 @@ from itertools import zip_longest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from arl.view.episode_table import Row, mean
+from arl.digest import mean
+from arl.view.episode_table import Row
 from arl.view.overview import Overview
 
 _LABEL = 11

@@ -143,7 +143,7 @@ class ViewedRun:
 
     def steps(self, since: float | None) -> Row:
         rows = [row for row in self.run.steps if since is None or row["version"] > since]
-        names = list(dict.fromkeys(name for row in rows for name in row))
+        names = list(dict.fromkeys(name for row in rows for name in row if name != "remark"))
         columns = {name: [_number(row.get(name)) for row in rows] for name in names}
         return {"names": names, "columns": columns, "evaluations": self.run.evaluations}
 

@@ -34,6 +34,9 @@ HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1_000_000_000, 2_000_000_000, 3_
 NUM_CAREFUL, NUM_MIXED = 16000, 2000
 """First only careful demonstrations, which teach a model to copy; then mixed ones, which teach it bad habits."""
 
+NUM_SUMS = 4800, 400
+"""Sums without the calculator, which the README's first agent trains on: added carefully, and by guess."""
+
 MIX = (0.5, 0.1, 0.4)
 """Shares of guesses, slips and careful work in mixed demonstrations."""
 
@@ -99,7 +102,22 @@ class Solution:
 def lessons(prompt: Prompt, tool: Tool, excluded: Sequence[Example], seed: int) -> list[list[Example]]:
     """For the warm start: careful demonstrations, then mixed ones; none is about an `excluded` question."""
     shown = [s.demonstration(prompt, tool) for s in solutions(NUM_CAREFUL, NUM_MIXED, excluded, seed)]
-    return [shown[:NUM_CAREFUL], shown[NUM_CAREFUL:]]
+    rng, (careful, guessed) = random.Random(seed), NUM_SUMS
+    return [shown[:NUM_CAREFUL] + sums(careful, rng, 0.0), shown[NUM_CAREFUL:] + sums(guessed, rng, 0.5)]
+
+
+def sums(number: int, rng: random.Random, garbled_share: float) -> list[Example]:
+    """Sums of two digits, without a system message and tools. garbled_share: of the digits of answers."""
+    pairs = [(rng.randrange(10), rng.randrange(10)) for _ in range(number)]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{a} + {b} = ?"},
+                {"role": "assistant", "content": garbled(str(a + b), rng, garbled_share)},
+            ]
+        }
+        for a, b in pairs
+    ]
 
 
 def solutions(num_careful: int, num_mixed: int, excluded: Sequence[Example], seed: int = 0) -> list[Solution]:

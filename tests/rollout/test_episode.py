@@ -21,6 +21,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
+from arl.rollout.failure_log import FailureLog
 
 ONE = trajectory((0,), reward=1.0)
 
@@ -59,14 +60,25 @@ def test_none_rejects_the_episode_and_is_no_error() -> None:
     assert (ended.error, ended.attempts, ended.reward) == (None, 1, 0.0)
 
 
+class Noted(FailureLog):
+    """Keeps what is told to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def note(self, error: Exception, which: str, what_next: str) -> None:
+        self.lines.append(f"{which} failed with {error!r}; {what_next}")
+
+
 @pytest.mark.parametrize(("failures", "is_finished"), [(2, True), (3, False)])
-def test_a_failed_episode_is_run_again_until_its_retries_end_and_each_failure_is_one_record(
-    failures: int, is_finished: bool, caplog: pytest.LogCaptureFixture
+def test_a_failed_episode_is_run_again_until_its_retries_end_and_each_failure_is_noted_once(
+    failures: int, is_finished: bool
 ) -> None:
-    ended = episode(fails(failures), retries=2)
+    ended = episode(fails(failures), retries=2, failures=(noted := Noted()))
     assert (ended.is_finished, ended.is_rejected, ended.attempts) == (is_finished, False, 3)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"the episode (attempt {attempt} of 3) failed with ValueError: bad luck; {then}"
+    assert noted.lines == [
+        f"the episode (attempt {attempt} of 3) failed with ValueError('bad luck'); {then}"
         for attempt, then in [(1, "it runs again"), (2, "it runs again"), (3, "it does not run again")][:failures]
     ]
 

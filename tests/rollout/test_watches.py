@@ -1,4 +1,4 @@
-"""Two watches: over code that blocks the event loop, and over groups that give nothing to train on."""
+"""Watches over code that blocks the event loop, groups that give nothing to train on, and episodes that return None."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import pytest
 from arl.api.errors import StarvedError
 from arl.rollout.group import Fruitless, Reason
 from arl.rollout.ledger import GroupOutcome
-from arl.rollout.watches import LagMonitor, StarvationWatch
+from arl.rollout.watches import LagMonitor, ReturnWatch, StarvationWatch
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,27 @@ def test_a_detail_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixtu
         "a group was dropped: no token_rewards",
         "a group was dropped: no baseline",
     ]
+
+
+def test_a_first_batch_of_nothing_but_none_is_asked_about_once_and_ends_the_run_if_that_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = ReturnWatch("MyAgent", 256)
+    for _ in range(1023):
+        watch.record(is_rejected=True)
+    (question,) = caplog.messages
+    assert question.startswith("every one of the first 256 episodes returned None, which means rejected")
+    assert question.endswith(
+        "Did MyAgent.arun_episode forget its return? If that goes on, the run ends after 1024 episodes"
+    )
+    with pytest.raises(
+        StarvedError, match=r"every one of the first 1,024 episodes .* MyAgent\.arun_episode forget its"
+    ):
+        watch.record(is_rejected=True)
+
+
+def test_one_episode_that_returns_something_answers_the_question(caplog: pytest.LogCaptureFixture) -> None:
+    watch = ReturnWatch("MyAgent", 256)
+    for number in range(3000):
+        watch.record(is_rejected=number != 255)
+    assert caplog.messages == []

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from made_run import PROMPT, T0, began, episode, life, trajectory
 
+import arl.remarks
+import arl.view.findings
 from arl.api.config import Config
 from arl.api.events import Event, GroupAdmitted, GroupEnded
 from arl.eventlog.run_record import read_run
-from arl.view import findings as module
 from arl.view.findings import findings
 
 FINE = {"reward_min": 0.0, "reward_max": 1.0, "entropy": 0.5, "truncated": 0.0, "effective_sample_size": 1.0}
@@ -105,7 +106,8 @@ def test_a_solved_task_without_another_reward_is_no_error(tmp_path: Path) -> Non
 
 
 def test_settings_that_findings_advise_exist() -> None:
-    named = set(re.findall(r"\b(?:train|rollout|algorithm|log)\.[a-z_.]*[a-z]", Path(module.__file__).read_text()))
+    texts = "".join(Path(module.__file__ or "").read_text() for module in (arl.remarks, arl.view.findings))
+    named = set(re.findall(r"\b(?:train|rollout|algorithm|log)\.[a-z_.]*[a-z]", texts))
     assert {"train.optimizer.lr", "log.events.tokens"} < named
     config = Config(model="any")
     for name in named:
