@@ -1,7 +1,10 @@
 """What the README promises: its code runs as it stands, its commands are targets, and its map names the wings."""
 
+import json
+import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -42,6 +45,20 @@ def test_the_adder_trains_as_it_stands(
     use_fakes(monkeypatch, ScriptedEngine(add))
     exec(ADDER.replace("steps=50", "steps=2, batch_size=4, group_size=2"), {"__name__": "adder"})
     assert "held-out reward 1.000 ± 0.000 -> 1.000 ± 0.000 in 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_adder_learns_on_the_quickstarts_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `make quickstart`, which comes first."""
+    trained = ROOT / "runs" / "quickstart" / "trained"
+    if not trained.is_dir():
+        pytest.skip(f"make quickstart leaves the model in {trained}")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "runs/quickstart/trained")
+    exec(ADDER, {"__name__": "adder"})
+    summary = json.loads(Path("runs/run/summary.json").read_text())
+    error = math.hypot(*(summary[f"eval_standard_error_{when}"] for when in ("before", "after")))
+    assert summary["eval_reward_after"] - summary["eval_reward_before"] > 2 * error
 
 
 def test_the_three_lines_ask_for_what_train_takes_and_the_adder_has_12_with_one_import(
