@@ -233,10 +233,10 @@ def _write_results(config: Config, summary: Mapping[str, float]) -> str:
         log.warning("%s", missing)
     if "eval_reward_before" not in summary:
         return f"trained {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
-    rewards = [(summary[f"eval_reward_{when}"], summary.get(f"eval_standard_error_{when}")) for when in _WHEN]
-    what = " -> ".join(with_error(reward, error) for reward, error in rewards)
+    before, after = ((summary[f"eval_reward_{when}"], summary.get(f"eval_standard_error_{when}")) for when in _WHEN)
+    what = " -> ".join(with_error(reward, error) for reward, error in (before, after))
     said = f"held-out reward {what} in {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
-    return said + _not_risen(*rewards, config.run_dir)
+    return said + _not_risen(before, after, config.run_dir)
 
 
 def _not_risen(first: tuple[float, float | None], last: tuple[float, float | None], run_dir: Path) -> str:
@@ -251,7 +251,7 @@ def _not_risen(first: tuple[float, float | None], last: tuple[float, float | Non
         return ""
     return (
         f"\nthe held-out reward has not risen by more than its error ({after - before:+.3f} ± {error:.3f}): see "
-        f"docs/healthy.md, and the Health page of: arl view {run_dir}"
+        f"docs/reward.md, and the Health page of: arl view {run_dir}"
     )
 
 

@@ -199,7 +199,7 @@ def test_the_last_line_says_so_if_the_reward_has_not_risen_by_two_standard_error
     first: tuple[float, float | None], last: tuple[float, float | None], is_told: bool
 ) -> None:
     said = _not_risen(first, last, Path("runs/run"))
-    assert ("has not risen by more than its error" in said) is ("docs/healthy.md" in said) is is_told
+    assert ("has not risen by more than its error" in said) is ("docs/reward.md" in said) is is_told
 
 
 class Misspelt(Numbers):

@@ -90,7 +90,7 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(
     shutil.copytree(run_dir / "checkpoints", tmp_path / "old" / "checkpoints")
     state = tmp_path / "old/checkpoints/version-00000002/state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 99}))
-    assert "has format 99, and this arl reads 2; export it with the arl that wrote it" in refused(1, tmp_path / "old")
+    assert "has format 99, and this arl reads 3; export it with the arl that wrote it" in refused(1, tmp_path / "old")
     (state.parent / "engine" / "progress.json").unlink()
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 2}))
     assert "is not a train engine's checkpoint" in refused(1, tmp_path / "old")

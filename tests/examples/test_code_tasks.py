@@ -82,12 +82,12 @@ def test_demonstrations_begin_as_episodes_do_end_with_the_agent_and_few_of_the_c
     assert [len(careful), len(mixed)] == [200, 200]
     excluded = {messages(row)[1]["content"] for row in held_out(50)}
     for demonstration in (*careful, *mixed):
-        roles = [message["role"] for message in demonstration.messages]
+        roles = [message["role"] for message in demonstration["messages"]]
         assert (roles[:3], roles[-1]) == (["system", "user", "assistant"], "assistant")
-        assert demonstration.messages[1]["content"] not in excluded
+        assert demonstration["messages"][1]["content"] not in excluded
     full = 2 + 2 * code_tasks.MAX_TURNS - 1
-    assert sum(len(shown.messages) == full for shown in careful) / 200 < 0.15
-    assert sum(len(shown.messages) == full for shown in mixed) / 200 > 0.3
+    assert sum(len(shown["messages"]) == full for shown in careful) / 200 < 0.15
+    assert sum(len(shown["messages"]) == full for shown in mixed) / 200 > 0.3
 
 
 MBPP: dict[str, Any] = {

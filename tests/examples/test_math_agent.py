@@ -113,10 +113,11 @@ def test_demonstrations_are_careful_first_and_then_guess_in_the_share_named() ->
 def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_tasks, "NUM_CAREFUL", 20)
     monkeypatch.setattr(math_tasks, "NUM_MIXED", 5)
+    monkeypatch.setattr(math_tasks, "NUM_SUMS", (4, 2))
     tool = Tool.from_function(calculator)
     careful, mixed = math_tasks.lessons(lambda question: [{"role": "user", "content": question}], tool, HELD_OUT, 0)
-    assert [len(careful), len(mixed)] == [20, 5]
-    for shown, solution in zip(careful, math_tasks.solutions(20, 0, HELD_OUT), strict=True):
+    assert [len(careful), len(mixed)] == [24, 7]
+    for shown, solution in zip(careful[:20], math_tasks.solutions(20, 0, HELD_OUT), strict=True):
         (expression, result), *_ = solution.calls
         assert shown["messages"][0]["content"] == solution.question
         assert shown["messages"][1]["content"] == tool_call("calculator", expression=expression)

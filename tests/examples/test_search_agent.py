@@ -115,7 +115,7 @@ async def test_a_file_in_hotpotqas_format_gives_the_questions_and_the_corpus(tmp
     model = write_tiny_model(tmp_path / "model", shape=TinyShape(hidden_size=32, num_layers=1, head_dim=8))
     setup = prepare(SearchAgentConfig(model=str(model), dataset=str(path), num_held_out=1))
     assert [row["question"] for row in setup.dataset] == ["0?", "1?", "2?"]
-    assert setup.eval_dataset == [ROW]
+    assert [*setup.eval_dataset] == [ROW]
     assert isinstance(setup.workflow, SearchAgent)
     for _ in range(2):  # evaluated first, say, and then trained
         async with setup.workflow as agent, agent.episode_tools(ROW) as (tool,):

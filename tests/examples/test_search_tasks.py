@@ -69,14 +69,14 @@ def test_lessons_show_the_habits_of_their_shares_and_nothing_that_is_asked(
     search = cache(lambda query: shown(index.best(query, 2)))
     careful, mixed = search_tasks.lessons(prompt, tool, search, seed=0)
 
-    assert {len(shown.messages) for shown in careful} == {7}
+    assert {len(shown["messages"]) for shown in careful} == {7}
     for demonstration in careful:
-        results = [message["content"] for message in demonstration.messages if message["role"] == "tool"]
-        calls = [parse_tool_calls(m["content"]) for m in demonstration.messages if m["role"] == "assistant"]
+        results = [message["content"] for message in demonstration["messages"] if message["role"] == "tool"]
+        calls = [parse_tool_calls(m["content"]) for m in demonstration["messages"] if m["role"] == "assistant"]
         assert [len(call) for call in calls] == [1, 1, 0]
-        assert demonstration.messages[-1]["content"] in results[1].splitlines()[0]
-    searches = Counter(sum(m["role"] == "tool" for m in demonstration.messages) for demonstration in mixed)
+        assert demonstration["messages"][-1]["content"] in results[1].splitlines()[0]
+    searches = Counter(sum(m["role"] == "tool" for m in demonstration["messages"]) for demonstration in mixed)
     shares = [searches[n] / 400 for n in (0, 1, 2)]
     assert shares == pytest.approx([search_tasks.MIX[habit] for habit in ("guess", "halfway", "careful")], abs=0.08)
     asked = {row["question"] for region in ("training", "held_out") for row in search_tasks.questions(region)}
-    assert not asked & {shown.messages[1]["content"] for shown in (*careful, *mixed)}
+    assert not asked & {shown["messages"][1]["content"] for shown in (*careful, *mixed)}

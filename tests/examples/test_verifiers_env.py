@@ -47,10 +47,10 @@ def test_words_are_made_up_without_end_and_none_comes_twice() -> None:
 
 def test_demonstrations_are_conversations_as_the_environment_has_them() -> None:
     careful, mixed = lessons(seed=0)
-    assert all(len(demonstration.messages) == 3 for demonstration in careful)
-    shares = [len(demonstration.messages) == 5 for demonstration in mixed]
+    assert all(len(demonstration["messages"]) == 3 for demonstration in careful)
+    shares = [len(demonstration["messages"]) == 5 for demonstration in mixed]
     assert 0.6 < sum(shares) / len(shares) < 0.8
-    shown = spelling("abcd", random.Random(0), care=0.0).messages
+    shown = spelling("abcd", random.Random(0), care=0.0)["messages"]
     assert [m["role"] for m in shown] == ["system", "user", "assistant", "user", "assistant"]
     assert [shown[0]["content"], shown[1]["content"], shown[3]["content"]] == [SYSTEM, "Spell abcd", TRY_AGAIN]
 

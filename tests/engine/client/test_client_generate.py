@@ -10,7 +10,7 @@ from scripted_weights import weights
 
 from arl.api.engine import ServedModel
 from arl.api.engine_config import ClientConfig
-from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, ServerError
+from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, RefusedRequestError, ServerError
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
@@ -69,7 +69,7 @@ REFUSALS = {
     "The input (2100 tokens) is longer than the model's context length (2048 tokens).": (400, PromptTooLongError, ""),
     "Requested token count exceeds the model's maximum context length of 2048 tokens.": (400, PromptTooLongError, ""),
     "Input length (2043 tokens) exceeds the maximum allowed length (2042 tokens).": (400, PromptTooLongError, ""),
-    "bad top_p": (400, ServerError, "HTTP 400: bad top_p"),
+    "bad top_p": (400, RefusedRequestError, "refused the request: bad top_p"),
     "Unauthorized": (401, ServerError, "set engine.api_key"),
 }
 

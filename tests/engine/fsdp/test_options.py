@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -42,9 +43,9 @@ def test_bfloat16_leaves_weights_gradients_and_moments_in_float32(make_engine: M
 def test_bfloat16_leaves_temperatures_as_they_are(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     seen: list[torch.Tensor] = []
 
-    def spy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, size: int):
+    def spy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *rest: Any):
         seen.append(temperatures)
-        return token_logprobs(hidden, weight, targets, temperatures, size)
+        return token_logprobs(hidden, weight, targets, temperatures, *rest)
 
     monkeypatch.setattr("arl.engine.fsdp.policy.token_logprobs", spy)
     sequences = [dataclasses.replace(sequence, temperature=0.7) for sequence in random_sequences(3)]
