@@ -3,10 +3,11 @@
     python benchmarks/aggregation.py                     # every task, algorithm and seed that is not done yet
     python benchmarks/aggregation.py --tasks ramble --seeds 0
 
-Three tasks of a tiny model. In `ramble` a wrong answer is a long one, in `guess` (an agent with turns) an episode that
-loses uses up its turns, and in `count` an answer that stops too early loses. The algorithms differ in what weighs the same in a batch: tokens, trajectories, or neither. Each task and seed has one
-warm-started model for all of them, with the same examples, learning rate and servers. A run that is done is not done
-again. Written to --directory: the runs, results.json and table.md.
+Three tasks of a tiny model. In `ramble` a long answer is mostly wrong, in `guess` (an agent with turns) an episode that
+loses has used up its turns, and in `count` an answer that stops too early loses. The algorithms differ in what weighs
+the same in a batch: tokens, trajectories, or neither. Each task and seed has one warm-started model for all of them,
+with the same examples, learning rate and servers. A run that is done is not done again. Written to --directory: the
+runs, results.json and table.md.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ def largest() -> list[dict[str, Any]]:
 
 
 def rambling(example: Example, draw: random.Random) -> Messages:
-    """A short answer, mostly right, or a long one that ends with any digit."""
+    """A short answer, mostly right, or a long one that ends with any of the digits."""
     digits = example["question"].removesuffix("?").split()[-3:]
-    if draw.random() < 0.4:
+    if draw.random() < 0.7:
         return answered(example, example["answer"] if draw.random() < 0.7 else draw.choice(digits))
-    steps = [draw.choice(DIGITS) for _ in range(draw.randint(8, 20))]
+    steps = [draw.choice(digits) for _ in range(draw.randint(8, 20))]
     return answered(example, " then ".join(steps))
 
 
