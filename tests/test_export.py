@@ -17,6 +17,7 @@ from arl.__main__ import main
 from arl.api.config import Config
 from arl.api.engine_config import LoRAConfig
 from arl.engine.tiny import write_tiny_model
+from arl.training.checkpoint import FORMAT
 from arl.training.run_facts import record_start
 
 
@@ -90,9 +91,12 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(
     shutil.copytree(run_dir / "checkpoints", tmp_path / "old" / "checkpoints")
     state = tmp_path / "old/checkpoints/version-00000002/state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 99}))
-    assert "has format 99, and this arl reads 3; export it with the arl that wrote it" in refused(1, tmp_path / "old")
+    newer = f"has format 99, and this arl reads {FORMAT}; export it with the arl that wrote it"
+    assert newer in refused(1, tmp_path / "old")
+        1, tmp_path / "old"
+    )
     (state.parent / "engine" / "progress.json").unlink()
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 2}))
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"format": FORMAT}))
     assert "is not a train engine's checkpoint" in refused(1, tmp_path / "old")
     assert not (tmp_path / "old" / "exported").exists()
 
