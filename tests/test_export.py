@@ -93,8 +93,6 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 99}))
     newer = f"has format 99, and this arl reads {FORMAT}; export it with the arl that wrote it"
     assert newer in refused(1, tmp_path / "old")
-        1, tmp_path / "old"
-    )
     (state.parent / "engine" / "progress.json").unlink()
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": FORMAT}))
     assert "is not a train engine's checkpoint" in refused(1, tmp_path / "old")
