@@ -195,7 +195,7 @@ def test_a_run_shows_one_output_that_changes_and_main_leaves_the_flags_of_the_ke
     assert not shown.errors
     steps, result = (output["text/html"] for output in shown.outputs)
     assert "3 of 3" in steps
-    assert "held-out reward 1.000 at version 3" in steps
+    assert "held-out reward 1.000 ± 0.000 at version 3" in steps
     assert "<svg" in steps
     assert "<progress" not in steps
     assert len(steps) < 5000

@@ -182,7 +182,7 @@ class _Prints(RenderHook):
         said = [one for one in renderables if not isinstance(one, Control)]
         if said and _OPEN:
             text = StringIO()
-            Console(file=text, width=1000, color_system=None).print(*said, soft_wrap=True)
+            Console(file=text, width=1000, color_system=None, force_jupyter=False).print(*said, soft_wrap=True)
             for line in text.getvalue().splitlines():
                 copy_line(line.rstrip())
         return renderables
