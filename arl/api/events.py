@@ -135,11 +135,13 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
     stamp: int
     """The published version."""
     example: dict[str, Any] = {}
-    """The example's columns. Long values are cut."""
+    """The example's columns, cut to some 20,000 characters."""
 
 
 class EpisodeBegan(Event, frozen=True, kw_only=True):
     episode: str
+    example: dict[str, Any] = {}
+    """Of a held-out episode, as in GroupAdmitted, which has that of the others."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):

@@ -43,6 +43,14 @@ def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
+EXPECTED = ("answer", "expected", "expected_answer", "ground_truth", "solution", "target", "reference", "label")
+"""Names of the column that holds an example's expected answer: the first of these that it has."""
+
+
+def expected_column(example: Mapping[str, Any]) -> str | None:
+    return next((name for name in EXPECTED if name in example), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedTrajectory:
     """One of a step's trajectories, as trackers show it."""

@@ -50,6 +50,8 @@ class EpisodeRecord:
     began: float
     group: GroupRecord | None = None
     """None in an evaluation."""
+    example: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Its columns, long ones cut."""
     how: str = "running"
     ended: float | None = None
     attempts: int = 1

@@ -46,6 +46,8 @@ class RunRecord:
         """The last of each life."""
         self._evaluated: dict[tuple[int, str], int] = {}
         """The version of each evaluation that has ended, by life and what its episodes' names begin with."""
+        self._held_out: dict[str, dict[str, Any]] = {}
+        """The example of each index in evaluations: one object for all of them, as there are many."""
         self._steps = _Rows(run_dir / "metrics.jsonl")
         self._evaluations = _Rows(run_dir / "evaluations.jsonl")
 
@@ -163,7 +165,7 @@ class RunRecord:
     def _add(self, life: int, record: Event) -> None:
         match record:
             case events.EpisodeBegan():
-                self._begin(life, record.episode, record.t)
+                self._begin(life, record.episode, record.t, record.example)
             case events.EpisodeEnded():
                 self._end(life, record)
             case events.GroupAdmitted():
@@ -219,12 +221,16 @@ class RunRecord:
         self.groups.append(group)
         self._groups[life, record.group] = group
 
-    def _begin(self, life: int, name: str, t: float) -> EpisodeRecord:
-        number = name.partition(".")[0]
+    def _begin(self, life: int, name: str, t: float, example: dict[str, Any] | None = None) -> EpisodeRecord:
+        number, _, index = name.partition(".")
         group = self._group(life, int(number)) if number.isdecimal() else None
         episode = EpisodeRecord(len(self.episodes), life, name, t, group)
         if group is not None:
+            episode.example = group.example
             group.episodes.append(episode)
+        elif example:
+            known = self._held_out.setdefault(index, example)
+            episode.example = known if known == example else example
         self.episodes.append(episode)
         self._episodes[life, name] = episode
         self._changed.add(episode.index)

@@ -127,6 +127,7 @@ _EPISODE: dict[str, _Column] = {
     "advantage": ("float64", lambda e: _mean(part.advantage for part in e.trained)),
     "entropy": ("float64", lambda e: _mean(part.entropy for part in e.trained)),
     "is_undone": ("bool", attrgetter("is_undone")),
+    "example": ("string", lambda e: None if e.group else _json(e.example)),
 }
 
 _GROUP: dict[str, _Column] = {

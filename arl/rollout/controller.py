@@ -244,10 +244,10 @@ async def run_examples(
     async def run_next_ones() -> None:
         for index in indices:
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
-            report = EpisodeReport(runner.events, f"e{number}.{index}", is_evaluation=True)
-            name = f"evaluation of example {index}"
+            example, name = examples[index], f"evaluation of example {index}"
+            report = EpisodeReport(runner.events, f"e{number}.{index}", is_evaluation=True, example=example)
             try:
-                episode = episodes[index] = await runner.run(sampler, examples[index], name=name, report=report)
+                episode = episodes[index] = await runner.run(sampler, example, name=name, report=report)
             except asyncio.CancelledError:
                 report.cancelled("stopped")
                 raise

@@ -9,6 +9,7 @@ from typing import Any, cast
 from arl.api.errors import EpisodeTimeoutError
 from arl.api.events import (
     EPISODE,
+    LONGEST_NAME,
     NOWHERE,
     AttemptFailed,
     EpisodeBegan,
@@ -32,13 +33,22 @@ LAST_SEEN = -1
 
 _LONGEST = 2000
 """Characters of an example's column, or of an error's message, that the event log holds."""
+_LONGEST_EXAMPLE = 20_000
+"""Characters of all its columns."""
 
 
 def shown(example: Any) -> dict[str, Any]:
-    """The example as JSON values, long ones cut."""
+    """The example as JSON values. Long ones are cut, and columns left out after _LONGEST_EXAMPLE characters."""
     if not isinstance(example, Mapping):  # a workflow may take it all the same
         return {"": _shown(example)}
-    return {short(str(name)): _shown(value) for name, value in cast("Example", example).items()}
+    columns, found, room = cast("Example", example), dict[str, Any](), _LONGEST_EXAMPLE
+    for name, value in columns.items():
+        if room <= 0:
+            found["..."] = f"{len(columns) - len(found)} more columns"
+            break
+        found[short(str(name))] = told = _shown(value)
+        room -= len(str(told)) + min(len(str(name)), LONGEST_NAME)
+    return found
 
 
 def _shown(value: Any) -> Any:
@@ -69,10 +79,21 @@ def _beginning(value: Any, left: Iterator[int]) -> Any:
 
 
 class EpisodeReport:
-    """Reports one episode to `events`, under the name `episode`. is_evaluation: it is not trained."""
+    """Reports one episode to `events`, under the name `episode`. is_evaluation: it is not trained.
 
-    def __init__(self, events: Events = NOWHERE, episode: str = "", *, is_evaluation: bool = False) -> None:
+    example: of a held-out episode; that of another one is in its group's record.
+    """
+
+    def __init__(
+        self,
+        events: Events = NOWHERE,
+        episode: str = "",
+        *,
+        is_evaluation: bool = False,
+        example: Example | None = None,
+    ) -> None:
         self.episode = episode
+        self._example = example
         self._is_evaluation = is_evaluation
         self._events = events
         self._began = 0.0
@@ -82,7 +103,9 @@ class EpisodeReport:
         """Tools and rewards that run in the calling task, or in tasks that it makes, report as this episode's."""
         self._began = timestamp()
         EPISODE.set(EpisodeContext(self.episode, self._events, self._is_evaluation))
-        self._events.emit(EpisodeBegan(t=self._began, episode=self.episode))
+        if self._events is not NOWHERE:
+            example = {} if self._example is None else shown(self._example)
+            self._events.emit(EpisodeBegan(t=self._began, episode=self.episode, example=example))
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
         if self._events is NOWHERE:

@@ -10,6 +10,7 @@ import numpy as np
 
 from arl.api.errors import RunFileError
 from arl.api.events import AttemptFailed, Event
+from arl.api.tracking import expected_column
 from arl.eventlog.records import EpisodeRecord, TokenRecord
 from arl.eventlog.run_record import RunRecord
 from arl.view.episode_table import EpisodeTable, Row
@@ -27,6 +28,7 @@ def group_details(run: RunRecord, table: EpisodeTable, texts: Texts, life: int, 
     """Raises RunFileError if there is no such group."""
     group = run.group(life, number)
     about = {field.name: getattr(group, field.name) for field in fields(group)}
+    about["expected"] = expected_column(group.example)
     return {**about, "episodes": [{**table.row(e), "answer": _answer(run, texts, e)} for e in group.episodes]}
 
 
@@ -44,7 +46,8 @@ def episode_details(
     siblings = episode.group.episodes if episode.group else []
     return {
         **table.row(episode),
-        "example": episode.group.example if episode.group else {},
+        "example": episode.example,
+        "expected": expected_column(episode.example),
         "siblings": [
             {"life": e.life, "episode": e.episode, "how": e.how, "reward": e.reward, "tokens": e.num_tokens}
             for e in siblings

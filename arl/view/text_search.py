@@ -88,7 +88,7 @@ class TextSearch:
         return self._text in text.casefold()
 
     def _about(self, episode: EpisodeRecord) -> str:
-        example = map(str, episode.group.example.values()) if episode.group else ()
+        example = map(str, episode.example.values())
         return "\n".join((*example, episode.error, episode.message))
 
 

@@ -44,6 +44,14 @@ def write(run_dir: Path, *records: Event) -> None:
             log.emit(record)
 
 
+def test_an_episode_has_the_example_of_its_group_or_its_own_which_all_evaluations_share(tmp_path: Path):
+    held_out = [EpisodeBegan(episode=f"e{n}.0", example={"question": q}) for n, q in enumerate(("b", "b", "c"))]
+    write(tmp_path, began(), admitted(0, question="a"), EpisodeBegan(episode="0.0"), *held_out)
+    of_group, first, second, other = (episode.example for episode in read_run(tmp_path).episodes)
+    assert [of_group, first, other] == [{"question": "a"}, {"question": "b"}, {"question": "c"}]
+    assert first is second
+
+
 def test_a_reader_takes_a_log_in_slices_and_says_how_much_is_left(tmp_path: Path) -> None:
     for life in range(3):
         write(tmp_path, began(), admitted(life))

@@ -46,11 +46,13 @@ def answer(logprob: float = -0.5) -> ModelResponse:
     )
 
 
-def record_of(run_dir: Path, end: Trajectory | Exception, response: ModelResponse | None = None) -> RunRecord:
+def record_of(
+    run_dir: Path, end: Trajectory | Exception, response: ModelResponse | None = None, example: Example | None = None
+) -> RunRecord:
     with EventLog(run_dir, EventsConfig()).open() as log:
         runner = EpisodeRunner(workflow=Returns(end), timeout_s=30.0, events=log)
         engine = ScriptedEngine(lambda _: response or answer())
-        asyncio.run(run_examples(engine, runner, [{}], max_concurrent=1, number=1))
+        asyncio.run(run_examples(engine, runner, [example or {}], max_concurrent=1, number=1))
     return read_run(run_dir)
 
 
@@ -100,6 +102,19 @@ def test_what_a_failed_episode_last_saw_is_kept_with_its_temperature(tmp_path: P
     assert tokens.columns["token_ids"].tolist() == [5, 6, 7]
     assert tokens.columns["versions"].tolist() == [-1, -1, 0]
     assert tokens.row.temperature == 0.25
+
+
+@pytest.mark.parametrize("end", [trajectory(versions=(0, 0)), ValueError("no luck")], ids=["finished", "failed"])
+def test_a_held_out_episode_has_its_example(tmp_path: Path, end: Trajectory | Exception):
+    (episode,) = record_of(tmp_path, end, example={"question": "1 + 1", "answer": 2}).episodes
+    assert episode.example == {"question": "1 + 1", "answer": 2}
+
+
+def test_of_an_example_with_many_long_columns_the_log_holds_the_first_and_says_how_many_follow():
+    told = shown({f"column{n}": "a" * 1990 for n in range(1000)})
+    assert list(told) == [*(f"column{n}" for n in range(11)), "..."]
+    assert told["..."] == "989 more columns"
+    assert shown({"b": 1, "a": [2]}) == {"b": 1, "a": "[2]"}
 
 
 def test_of_a_long_message_the_log_holds_the_beginning(tmp_path: Path):

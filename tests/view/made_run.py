@@ -114,10 +114,10 @@ def began(version: int = 0, t: float = T0, **settings: Any) -> RunBegan:
     )
 
 
-def episode(name: str, start: float, parts: Sequence[Trajectory]) -> list[Event]:
-    """A turn, a tool and a reward, within 4 s."""
+def episode(name: str, start: float, parts: Sequence[Trajectory], example: dict[str, Any] | None = None) -> list[Event]:
+    """A turn, a tool and a reward, within 4 s. example: of a held-out one."""
     return [
-        EpisodeBegan(episode=name, t=start),
+        EpisodeBegan(episode=name, t=start, example=example or {}),
         TurnEnded(episode=name, rid="r", server=SERVER, seconds=1.0, prompt=9, output=9, stop="stop", t=start + 1),
         ToolEnded(episode=name, tool="calculator", seconds=0.5, failure="malformed", t=start + 2),
         RewardEnded(episode=name, reward="correct", seconds=0.1, value=parts[0].reward, t=start + 3),
@@ -171,7 +171,7 @@ def step(version: int, groups: list[int], t: float) -> list[Event]:
 def evaluation(number: int, version: int, start: float) -> list[Event | KeptTokens]:
     part = trajectory(PROMPT, "held-out answer", version)
     return [
-        *episode(f"e{number}.0", start, [part]),
+        *episode(f"e{number}.0", start, [part], {"question": PROMPT, "answer": "4"}),
         KeptTokens(rows=[(f"e{number}.0", 0, part)]),
         EvaluationEnded(
             number=number, version=version, reward=1.0, num_episodes=1, num_failed=0, seconds=4.0, t=start + 5

@@ -270,6 +270,16 @@ async def test_what_an_episode_says_stays_text(page: Page, address: str) -> None
     assert await page.evaluate("window.hacked") is None
 
 
+async def test_an_episode_shows_its_example_its_expected_answer_and_the_parts_of_its_reward(
+    page: Page, address: str
+) -> None:
+    await show(page, address, "episode/0/1/0.1")
+    example = page.locator("details.card")
+    await expect(example.locator("dt")).to_have_text(["question", "answerexpected"])
+    await expect(example.locator("dd")).to_have_text(["What is 0 + 1?", "1"])
+    await expect(page.locator("aside dl.pairs")).to_contain_text("is_right1")
+
+
 async def test_a_long_episode_comes_in_windows(page: Page, address: str) -> None:
     await show(page, address, f"episode/0/1/{LONG}")
     await page.get_by_role("button", name="more tokens").click()

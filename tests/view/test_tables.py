@@ -47,6 +47,11 @@ def test_parts_of_rewards_are_means_over_the_trajectories_that_have_them(run: Ru
     assert running["rewards/correct"] is None
 
 
+def test_held_out_episodes_have_their_example_as_json_and_those_of_groups_none(run: RunRecord) -> None:
+    for row, episode in zip(rows(run, "episodes"), run.episodes, strict=True):
+        assert (json.loads(row["example"]) if row["example"] else episode.group.example) == episode.example
+
+
 def test_groups_have_their_example_as_json(run: RunRecord) -> None:
     table = rows(run, "groups")
     assert [(row["life"], row["group"], row["step"], row["outcome"]) for row in table] == [

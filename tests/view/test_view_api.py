@@ -126,6 +126,13 @@ async def test_a_row_has_what_training_computed(browser: Browser) -> None:
     assert row["has_tokens"]
 
 
+@pytest.mark.parametrize("path", ["episodes/1/e0.0", "episodes/1/0.1", "groups/1/0"])
+async def test_an_example_is_told_of_with_its_expected_answer(browser: Browser, path: str) -> None:
+    told = await browser.get(f"/api/runs/0/{path}")
+    assert told["example"]["question"] == PROMPT
+    assert told["expected"] == ("answer" if "e0" in path else None)
+
+
 async def found(browser: Browser, text: str) -> list[str]:
     """The names of the episodes that hold the text, once the search is done."""
     while True:

@@ -46,7 +46,7 @@ export async function episodeView({ place, path, query, run, link, go, back, set
       ]),
       (error || message) && h("p", { class: "state error" }, visible([error, message].filter(Boolean).join(": "))),
       h("div", { class: "split" },
-        h("div", {}, exampleOf(episode.example), h("nav", { "aria-label": "Trajectories" }, tree()), h("h2", {}, "Conversation"), turns),
+        h("div", {}, exampleOf(episode), h("nav", { "aria-label": "Trajectories" }, tree()), h("h2", {}, "Conversation"), turns),
         h("aside", { class: "side" }, trajectory && numbers, rewardsOf(episode), callsOf(episode),
           attempts.length > 0 && [h("h2", {}, "Failed attempts"), table("Failed attempts", [], attempts.map((one) => [num(one.attempt), visible(`${one.error}: ${one.message}`)]))],
           episode.siblings.length > 1 && [h("h2", {}, "Its group"), links(episode.siblings, (one) => one.episode)],
@@ -176,7 +176,8 @@ function callsOf({ calls, began }) {
     TurnEnded: ({ stop, sends, server, queued_s: queued }) => ["turn", "", `${stop}, sent ${sends} times to ${server}, queued ${seconds(queued)}`,
       !["stop", "length", "abort"].includes(stop) && stop],
     ToolEnded: ({ tool, failure }) => ["tool ", tool, "", failure],
-    RewardEnded: ({ reward, value, error }) => ["reward ", reward, value === null ? "" : number(value), error],
+    RewardEnded: ({ reward, value, parts, error }) => ["reward ", reward, value === null ? "" : [["value", value], ...Object.entries(parts)]
+      .map(([name, part]) => `${name} ${number(part)}`).join(", "), error],
   };
   const row = (call) => {
     const [kind, name, title, wrong] = told[call.event](call);

@@ -23,7 +23,7 @@ export async function groupView({ place, path, run, link, back, signal }) {
         soft("example ", example, group.step !== null && `, trained in step ${group.step}`)),
       facts([["Admitted at version", num(group.stamp)], ["Epoch", num(group.epoch)],
         ["Ran", lasted(group.admitted, group.ended)], ["Waited for a batch", lasted(group.ended, group.taken)]]),
-      exampleOf(group.example),
+      exampleOf(group),
       h("h2", {}, `${group.episodes.length} episodes`),
       group.episodes.length ? h("div", { class: "columns", tabindex: "0" }, group.episodes.map(card)) : empty("No episode of it has begun."));
   }
@@ -33,9 +33,9 @@ export async function groupView({ place, path, run, link, back, signal }) {
   return { update: async () => isOver() || read(), keys: { Escape: back } };
 }
 
-export function exampleOf(example) {
+export function exampleOf({ example, expected }) {
   const entries = Object.entries(example);
   const text = (value) => visible(typeof value === "string" ? value : JSON.stringify(value, null, 1));
   return entries.length > 0 && h("details", { class: "card", open: entries.length < 6 }, h("summary", {}, "Example"),
-    h("dl", { class: "pairs left" }, entries.map(([name, value]) => item(visible(name), h("span", { class: "mono" }, text(value))))));
+    h("dl", { class: "pairs left" }, entries.map(([name, value]) => item([visible(name), name === expected && tag("expected")], h("span", { class: "mono" }, text(value))))));
 }
