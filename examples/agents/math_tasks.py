@@ -31,10 +31,10 @@ TURNS = ("simple_equations", "chain_sum", "gcd", "basic_arithmetic", "simple_equ
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1_000_000_000, 2_000_000_000, 3_000_000_000
 """reasoning-gym draws item i of seed s from seed s + i, so the seeds lie far apart."""
 
-NUM_CAREFUL, NUM_MIXED = 16000, 2000
+NUM_CAREFUL, NUM_MIXED = 10000, 2000
 """First only careful demonstrations, which teach a model to copy; then mixed ones, which teach it bad habits."""
 
-NUM_SUMS = 4800, 400
+NUM_SUMS = 4000, 400
 """Sums without the calculator, which the README's first agent trains on: added carefully, and by guess."""
 
 MIX = (0.5, 0.1, 0.4)
