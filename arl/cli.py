@@ -360,7 +360,7 @@ def _flag_source(
         return namespace
 
     parser = _Parser(
-        prog=Path(sys.argv[0]).name,
+        prog=config_class.program if issubclass(config_class, FinetuneConfig) else Path(sys.argv[0]).name,
         usage="%(prog)s [--config FILE.yaml] [--SETTING VALUE] [--SECTION.SETTING VALUE] ...",
         description=inspect.getdoc(config_class),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -28,6 +28,7 @@ from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.tracking.ready_made import check_trackers
+from arl.training.display import hide_progress_bars
 from arl.training.metrics import with_error
 from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
@@ -277,10 +278,3 @@ def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Eval
         if evaluation.standard_error is not None
     }
     return {**rewards, **errors, **of_names, **totals, **metrics}
-
-
-def hide_progress_bars() -> None:
-    """Hide transformers' bars for loading a model, which would stand between the lines of a run."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()

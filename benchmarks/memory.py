@@ -7,13 +7,16 @@ Each row is a process of its own: it makes a model with random weights, and trai
 
 from __future__ import annotations
 
-import resource
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-SHAPES = {"256x6": (256, 6), "512x12": (512, 12)}
+from arl import OptimizerConfig, TinyShape, TrainConfig, finetuning, load_train_engine, write_tiny_model
+
+SMALLEST = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+SHAPES = {"256x6": (256, 6), "512x12": (512, 12), "768x16": (768, 16)}
 """Name -> hidden size, number of layers."""
 VARIANTS = ((256, False), (2048, False), (2048, True))
 """Tokens of a microbatch; whether activations are checkpointed."""
@@ -21,30 +24,35 @@ STEPS = 3
 
 
 def measure(model: Path, tokens: int, is_checkpointed: bool) -> None:
-    """Print the peak in bytes, beside what the process held before."""
-    from arl import OptimizerConfig, TrainConfig, finetuning, load_train_engine
+    """Print the peak in bytes, beside what the process held after it had trained the smallest of models."""
+    with tempfile.TemporaryDirectory() as directory:
+        train(write_tiny_model(Path(directory) / "model", (), SMALLEST), 16, False)
+    before = resident("VmRSS")
+    train(model, tokens, is_checkpointed)
+    print(resident("VmHWM") - before)
 
+
+def train(model: Path, tokens: int, is_checkpointed: bool) -> None:
     settings = TrainConfig(
         optimizer=OptimizerConfig(lr=1e-5),
         activation_checkpointing=is_checkpointed,
         max_tokens_per_microbatch=tokens,
     )
-    before = peak_bytes()
     engine = load_train_engine(model, settings)
     length = tokens // 4
     row = ([5 + i % 4 for i in range(length)], [0] + [1] * (length - 1))
     finetuning.finetune(engine, [row] * (4 * STEPS), batch_size=4)
     engine.close()
-    print(peak_bytes() - before)
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident(field: str) -> int:
+    """Bytes that this process holds (VmRSS), or its peak (VmHWM). The peak of getrusage counts the parent's as well."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def main() -> None:
-    from arl import TinyShape, write_tiny_model
-
     print("shape    tokens  checkpointing  parameters  peak MB  16 bytes a parameter, MB")
     for name, (hidden, layers) in SHAPES.items():
         shape = TinyShape(

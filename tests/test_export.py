@@ -106,7 +106,7 @@ def test_a_model_that_was_named_relative_to_where_the_run_began_is_found_and_a_m
     shutil.copytree(model, began / "models" / "of" / "mine")
     monkeypatch.chdir(began)
     write_run(run_dir, "models/of/mine")
-    record_start(Config(model="models/of/mine", run_dir=run_dir))
+    record_start(Config(model="models/of/mine", run_dir=run_dir), 1)
     monkeypatch.chdir(tmp_path)
     assert export(run_dir, "--out", "here") == 0
     (began / "models" / "of" / "mine").rename(tmp_path / "moved")

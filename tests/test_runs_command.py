@@ -46,7 +46,7 @@ async def test_runs_are_listed_with_their_state_steps_reward_and_model(
     with pytest.raises(ValueError, match="a bug"):
         await run(tmp_path / "sweep" / "broken", ScriptedTrainEngine(on_train=fails))
     killed(tmp_path / "dead")
-    record_start(Config(model="me/model", run_dir=tmp_path / "dead", steps=9))
+    record_start(Config(model="me/model", run_dir=tmp_path / "dead", steps=9), 9)
     (tmp_path / "dead" / "metrics.jsonl").write_text('{"version": 5}\n{"version": 6}\n{"vers')
     (tmp_path / "done" / "sub").mkdir()
     (tmp_path / "done" / "sub" / "END.json").touch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -52,6 +52,8 @@ class FinetuneEvaluationConfig(Section):
 class FinetuneConfig(Section):
     """Fine-tuning on a dataset. Run it again with the same run_dir, and it continues from the newest checkpoint."""
 
+    program: ClassVar[str]
+    """The command that takes these settings."""
     model: str
     """A Hugging Face model directory, or a model's name on the hub."""
     dataset: str
@@ -113,6 +115,7 @@ class SFTConfig(FinetuneConfig):
     """Supervised fine-tuning on rows with `messages`, with `prompt` and `completion`, or with `text`. Run it again with
     the same run_dir, and it continues from the newest checkpoint."""
 
+    program: ClassVar[str] = "arl sft"
     run_dir: Path = Path("runs/sft")
     """Where metrics, checkpoints and the trained model go."""
 
@@ -124,6 +127,7 @@ class DPOConfig(FinetuneConfig):
     """Preference learning (DPO, IPO) on rows with `prompt`, `chosen` and `rejected`. Run it again with the same
     run_dir, and it continues from the newest checkpoint."""
 
+    program: ClassVar[str] = "arl dpo"
     run_dir: Path = Path("runs/dpo")
     """Where metrics, checkpoints and the trained model go."""
     kind: Literal["dpo", "ipo"] = "dpo"
@@ -147,6 +151,7 @@ class RMConfig(FinetuneConfig):
     """A reward model from rows with `prompt`, `chosen` and `rejected`. Run it again with the same run_dir, and it
     continues from the newest checkpoint."""
 
+    program: ClassVar[str] = "arl rm"
     run_dir: Path = Path("runs/rm")
     """Where metrics, checkpoints and the trained model go."""
     center: float = Field(default=0.0, ge=0)

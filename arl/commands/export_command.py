@@ -10,8 +10,8 @@ from pathlib import Path
 
 from arl.api.errors import ArlError, ConfigError
 from arl.cli import exit_with
-from arl.experiment import hide_progress_bars
 from arl.exporting import SavedWeights
+from arl.training.display import hide_progress_bars
 
 ABOUT = (
     "Write the model of a run's checkpoint as a Hugging Face directory, with its config and tokenizer. It does not "

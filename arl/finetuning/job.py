@@ -37,9 +37,10 @@ from arl.offload import TrainThread, finished, offload
 from arl.stopping import SCRIPT_END
 from arl.trainer_process import load_train_engine
 from arl.training.checkpoint import Checkpoints, RunState
-from arl.training.display import Display, display_of
+from arl.training.display import Display, display_of, hide_progress_bars
 from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, newest_checkpoint, usable
 from arl.training.run_end import END, RunEnd
+from arl.training.run_facts import record_start
 from arl.training.run_files import cut_rows, read_jsonl, write_atomically
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
     error: BaseException | None = None
     try:
         (config.run_dir / END).unlink(missing_ok=True)
+        await offload(hide_progress_bars)
         await thread(run.open)
         return await run.run(thread)
     except BaseException as failure:
@@ -95,6 +97,7 @@ class TuningRun:
         with self._display.waiting(f"reading {config.dataset}"):
             training, held_out = self._read()
         self.num_steps = config.epochs * -(-len(training) // config.batch_size)
+        record_start(config, self.num_steps)
         optimizer = config.train.optimizer
         if optimizer.schedule != "constant" and optimizer.total_steps is None:
             optimizer = optimizer.model_copy(update={"total_steps": self.num_steps})

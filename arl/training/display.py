@@ -358,3 +358,10 @@ def _row(stats: StepStats, num_steps: int | None) -> tuple[str, ...]:
         f"{metrics['loss']:+.4f}" if "loss" in metrics else "-",
         f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-",
     )
+
+
+def hide_progress_bars() -> None:
+    """Hide transformers' bars for loading a model, which would stand between the lines of a run."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

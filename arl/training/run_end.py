@@ -236,7 +236,7 @@ class OpenRun:
     def _begin(self) -> None:
         with suppress(OSError):
             (self._config.run_dir / END).unlink(missing_ok=True)
-        record_start(self._config)
+        record_start(self._config, self._config.steps)
 
     def _write(self, end: RunEnd) -> None:
         path = self._config.run_dir / END

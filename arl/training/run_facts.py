@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from arl.api.config import Config
+from arl.api.finetuning_config import FinetuneConfig
 from arl.api.installing import __version__
 from arl.api.settings import settings_without_masked
 from arl.stopping import command_line
@@ -68,12 +69,12 @@ class _Commit:
     has_changes: bool | None = None
 
 
-def record_start(config: Config) -> None:
-    """Write the settings, and add this start to the record. Without room for them the log says so, and the run goes
-    on."""
+def record_start(config: Config | FinetuneConfig, steps: int) -> None:
+    """Write the settings, and add this start, of a run of so many steps, to the record. Without room for them the log
+    says so, and the run goes on."""
     run_dir = config.run_dir
     settings = yaml.safe_dump(settings_without_masked(config), sort_keys=False, allow_unicode=True, width=120)
-    starts = [*starts_of(run_dir), asdict(_this_start(config))]
+    starts = [*starts_of(run_dir), asdict(_this_start(config.model, steps))]
     try:
         write_atomically(run_dir / (SETTINGS if _is_ours(run_dir / SETTINGS) else _BESIDE_YOURS), _HEADER + settings)
         write_atomically(run_dir / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
@@ -110,7 +111,7 @@ def last_directory(run_dir: Path) -> str:
     return str(starts[-1].get("directory") or "") if starts else ""
 
 
-def _this_start(config: Config) -> Start:
+def _this_start(model: str, steps: int) -> Start:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     script = None if main is None else Path(os.path.abspath(main))
     commit = _commit_of(Path.cwd() if script is None else script.parent)
@@ -125,8 +126,8 @@ def _this_start(config: Config) -> Start:
         script=None if script is None else str(script),
         commit=commit.commit,
         has_changes=commit.has_changes,
-        model=config.model,
-        steps=config.steps,
+        model=model,
+        steps=steps,
     )
 
 

@@ -22,6 +22,7 @@ from arl.finetuning import tasks
 from arl.finetuning.job import fine_tune
 from arl.finetuning.tasks import Examples, Task, task_of
 from arl.training.run_end import how_it_ended
+from arl.training.run_facts import record_start, starts_of
 from arl.training.run_files import read_jsonl
 
 SHAPE = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
@@ -100,6 +101,7 @@ def test_a_run_that_was_interrupted_and_killed_ends_with_the_weights_and_rows_of
     killed = how_it_ended(cut)
     assert killed is not None
     assert killed.how == "killed"
+    assert [start["steps"] for start in starts_of(cut)] == [NUM_STEPS] * 2
     assert life(cut) == 0, (tmp_path / "log").read_text()
     first, second = (load_file(run_dir / "trained" / "model.safetensors") for run_dir in (whole, cut))
     assert first.keys() == second.keys()
@@ -139,6 +141,13 @@ def test_an_evaluation_is_what_training_reports_of_the_same_examples(
     asyncio.run(fine_tune(config))
     assert len(of_training) > 2
     assert all("loss" in metrics for metrics in of_training)
+
+
+@pytest.mark.parametrize("task", CLASSES)
+def test_the_settings_in_run_dir_make_the_same_settings_again(task: str, place: Path, tmp_path: Path) -> None:
+    config = load_config(CLASSES[task], flags(place, task, tmp_path))
+    record_start(config, 1)
+    assert load_config(CLASSES[task], ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_columns_are_renamed_and_long_rows_are_left_out(place: Path, tmp_path: Path) -> None:
@@ -211,6 +220,7 @@ def test_help_lists_the_settings_of_the_command(task: str, capsys: pytest.Captur
     with pytest.raises(SystemExit, match="0"):
         arl([task, "--help"])
     shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: arl {task} [")
     assert "--train.optimizer.lr" in shown
     assert "--too_long" in shown
     assert "--dry-run" not in shown

@@ -45,7 +45,7 @@ def test_the_file_makes_the_same_settings_again(
     monkeypatch.chdir(tmp_path)
     config = load_config(config_class, flags)
     config.run_dir.mkdir(parents=True)
-    record_start(config)
+    record_start(config, 1)
     again = load_config(config_class, ["--config", str(config.run_dir / "config.yaml")])
     assert again == config
     assert again.model_dump() == config.model_dump()
@@ -54,7 +54,7 @@ def test_the_file_makes_the_same_settings_again(
 def test_a_config_yaml_of_your_own_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# mine\nsteps: 3\n")
     for _ in range(2):
-        record_start(Config(model="m", run_dir=tmp_path))
+        record_start(Config(model="m", run_dir=tmp_path), 1)
     assert (tmp_path / "config.yaml").read_text() == "# mine\nsteps: 3\n"
     assert load_config(Config, ["--config", str(tmp_path / "config.resolved.yaml")]).model == "m"
 
@@ -64,7 +64,7 @@ def test_keys_are_left_out_and_come_from_where_they_came_before(
 ) -> None:
     words = ["python", "train.py", "--log.metrics_key=hidden", "--api_token", "hidden", "--steps", "3"]
     monkeypatch.setattr(sys, "orig_argv", words)
-    record_start(Config.model_validate({"model": "m", "run_dir": tmp_path, "log": {"metrics_key": "hidden"}}))
+    record_start(Config.model_validate({"model": "m", "run_dir": tmp_path, "log": {"metrics_key": "hidden"}}), 1)
     for name in ("config.yaml", "environment.json"):
         assert "hidden" not in (tmp_path / name).read_text()
     (start,) = starts_of(tmp_path)
@@ -100,15 +100,15 @@ def test_the_commit_is_that_of_the_scripts_repository_and_changes_are_told(
     script.write_text("pass\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     config = Config(model="m", run_dir=tmp_path)
-    record_start(config)
+    record_start(config, 1)
     git(tmp_path, "init")
-    record_start(config)
+    record_start(config, 1)
     git(tmp_path, "add", "code")
     git(tmp_path, "commit", "-m", "all of it")
     (tmp_path / "code" / "notes").touch()
-    record_start(config)
+    record_start(config, 1)
     script.write_text("pass  # changed\n")
-    record_start(config)
+    record_start(config, 1)
     known = [(start["script"], start["commit"], start["has_changes"]) for start in starts_of(tmp_path)]
     commit = git(tmp_path, "rev-parse", "HEAD")
     assert known == [(str(script), *found) for found in ((None, None), (None, None), (commit, False), (commit, True))]
@@ -119,7 +119,7 @@ def test_without_room_or_with_a_torn_record_the_run_goes_on_and_the_log_says_so(
 ) -> None:
     config = Config(model="m", run_dir=tmp_path)
     (tmp_path / "environment.json").write_text('[{"began"')
-    record_start(config)
+    record_start(config, 1)
     assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
     assert "environment.json is unreadable, so earlier starts are forgotten" in caplog.text
 
@@ -127,5 +127,5 @@ def test_without_room_or_with_a_torn_record_the_run_goes_on_and_the_log_says_so(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_facts, "write_atomically", full)
-    record_start(config)
+    record_start(config, 1)
     assert f"cannot be written to {tmp_path}: No space left on device" in caplog.text
