@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 GrammarKind = Literal["json_schema", "regex", "structural_tag"]
 
@@ -42,3 +43,90 @@ class Grammar:
         if not isinstance(value, dict):
             found = f"{self.text:.40}"
             raise ValueError(f"the text of a grammar of kind {self.kind} is {found}; it must be a JSON object")
+
+
+SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+"""Keywords of a JSON schema that hold a schema for each of many names."""
+_NEVER: Collection[str] = frozenset(
+    (
+        "$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
+        "minContains", "not", "then", "uniqueItems",
+    )
+)  # fmt: skip
+_FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
+    "time", "uri", "uri-reference", "uri-template", "uuid",
+)  # fmt: skip
+_DIVISORS = range(1, 1025)
+_OF_TYPE: Mapping[str, Collection[str]] = {
+    "string": ("pattern", "format", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "object": (
+        "properties", "additionalProperties", "patternProperties", "unevaluatedProperties", "required", "propertyNames",
+        "minProperties", "maxProperties",
+    ),
+    "array": ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems"),
+}  # fmt: skip
+"""Keywords that limit the values of one type."""
+_SHOWING: Mapping[str, Collection[str]] = {
+    "object": ("properties", "additionalProperties", "patternProperties"),
+    "array": ("items", "prefixItems"),
+}
+"""Keywords that show the type of a schema which does not name it."""
+
+
+def unenforced(schema: Mapping[str, Any]) -> dict[str, str]:
+    """The keywords of a JSON schema that a server would ignore without a word -> why. It reads no schemas inside it.
+
+    As of xgrammar 0.2.7, the library of embedded servers, and by default of SGLang and vLLM.
+    """
+    found: dict[str, str] = dict.fromkeys(sorted(name for name in schema if name in _NEVER), "cannot be enforced")
+    if len(_listed(schema.get("allOf"))) > 1:
+        found["allOf"] = "cannot be enforced for several schemas; write them as one"
+    types = _types_of(schema)
+    if "multipleOf" in schema and not (types == ["integer"] and schema["multipleOf"] in _DIVISORS):
+        found["multipleOf"] = f"cannot be enforced, but for integers, up to {max(_DIVISORS)}"
+    limits = _limits(schema, types)
+    groups = [[name] for name in ("const", "enum", "$ref") if name in schema]
+    groups += [limits] if types and limits else []
+    groups += [[name] for name in ("anyOf", "oneOf", "allOf") if name in schema and name not in found]
+    first, *others = groups or [[]]
+    ignored = [name for group in others for name in group]
+    if types is None:
+        ignored += limits
+    reason = f"cannot be enforced beside {first[0]}" if first else "cannot be enforced without a type"
+    found |= dict.fromkeys(ignored, reason)
+    if types and first is limits:
+        found |= _beside_each_other(schema, limits)
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _types_of(schema: Mapping[str, Any]) -> list[str] | None:
+    """None: it does not say."""
+    if (named := schema.get("type")) is not None:
+        return [named] if isinstance(named, str) else [kind for kind in _listed(named) if isinstance(kind, str)]
+    return next(([kind] for kind, names in _SHOWING.items() if any(name in schema for name in names)), None)
+
+
+def _limits(schema: Mapping[str, Any], types: Collection[str] | None) -> list[str]:
+    """The keywords that limit values of these types."""
+    kinds = _OF_TYPE if types is None else {"number" if kind == "integer" else kind for kind in types}
+    names = [name for kind, names in _OF_TYPE.items() if kind in kinds for name in names if name in schema]
+    return [name for name in names if schema[name] is not True and schema[name] not in ({}, [])]
+
+
+def _beside_each_other(schema: Mapping[str, Any], limits: Collection[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if "required" in limits and "properties" not in limits:
+        found["required"] = "cannot be enforced without properties"
+    of_string = [name for name in _OF_TYPE["string"] if name in limits]
+    if "format" in of_string and schema["format"] not in _FORMATS:
+        of_string.remove("format")
+        found["format"] = "cannot be enforced: it is not a format that servers know"
+    if of_string and of_string[0] in ("pattern", "format"):
+        found |= dict.fromkeys(of_string[1:], f"cannot be enforced beside {of_string[0]}")
+    return found

@@ -11,28 +11,13 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from arl.api.grammar import Grammar
+from arl.api.grammar import SCHEMAS_BY_NAME, Grammar, unenforced
 from arl.api.installing import install_command
 from arl.web.bodies import RequestError
 
 _MAX_CACHED = 256
-_STRING_FORMATS = frozenset(
-    (
-        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
-        "time", "uri", "uri-reference", "uri-template", "uuid",
-    )
-)  # fmt: skip
-_UNHEEDED = frozenset(
-    (
-        "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
-        "multipleOf", "not", "then", "uniqueItems",
-    )
-)  # fmt: skip
-"""Keywords that xgrammar takes without a word and does not enforce."""
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are data, not schemas."""
-_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-"""Keywords whose values are schemas by name."""
 
 
 class Grammars:
@@ -106,24 +91,10 @@ def check_grammar(grammar: Grammar) -> None:
 def check_schema(schema: Any) -> None:
     """Raise RequestError for a constraint that xgrammar would ignore."""
     for part, path in _parts_of(schema):
-        if unheeded := sorted(_UNHEEDED.intersection(part)):
-            raise _unsupported(path, f"{', '.join(unheeded)} would be ignored")
-        if len(part.get("allOf") or ()) > 1:
-            raise _unsupported(path, "allOf of several schemas would be ignored; write them as one")
-        if empty := [name for name in ("anyOf", "oneOf", "allOf") if part.get(name) == []]:
-            raise _unsupported(path, f"{empty[0]} is empty")
-        if part.get("type") not in (None, "string") and "string" not in part["type"]:
-            continue
-        if "format" in part and part["format"] not in _STRING_FORMATS:
-            raise _unsupported(path, f"the format {part['format']!r} would be ignored")
-        limits = [name for name in ("format", "pattern") if name in part]
-        limits += ["minLength or maxLength"] * bool({"minLength", "maxLength"} & part.keys())
-        if len(limits) > 1:
-            raise _unsupported(path, f"only one of {', '.join(limits)} would be enforced")
-
-
-def _unsupported(path: str, reason: str) -> RequestError:
-    return RequestError(f"the JSON schema at {path} cannot be honoured: {reason}")
+        reasons = [f"{keyword} {reason}" for keyword, reason in unenforced(part).items()]
+        reasons += [f"{name} is empty" for name in ("anyOf", "oneOf", "allOf") if part.get(name) == []]
+        if reasons:
+            raise RequestError(f"the JSON schema at {path} cannot be honoured: {'; '.join(reasons)}")
 
 
 def _parts_of(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
@@ -137,7 +108,7 @@ def _parts_of(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
             if not is_map:
                 yield value, path
             left += [
-                (one, f"{path}/{name}", not is_map and name in _NAMED)
+                (one, f"{path}/{name}", not is_map and name in SCHEMAS_BY_NAME)
                 for name, one in value.items()
                 if is_map or name not in _VALUES
             ]

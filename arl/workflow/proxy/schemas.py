@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from arl.api.grammar import SCHEMAS_BY_NAME, unenforced
 from arl.web.bodies import BodyError, refused, shown
 
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
-_UNENFORCED = frozenset(
-    (
-        "$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
-        "minContains", "multipleOf", "not", "then", "uniqueItems",
-    )
-)  # fmt: skip
-"""Keywords that servers refuse, because xgrammar, their usual library, does not enforce them (checked with 0.2.7)."""
-_FORMATS = frozenset(
-    (
-        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
-        "time", "uri", "uri-reference", "uri-template", "uuid",
-    )
-)  # fmt: skip
-_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
-"""Keywords of which only the first is enforced; lengths go together."""
-_NAMED = ("$defs", "definitions", "patternProperties", "properties")
-"""Keywords that hold a schema for each of many names."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONE = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 
@@ -38,9 +22,8 @@ def checked(where: str, schema: Any, *, is_strict: bool = True) -> Mapping[str, 
         raise _wrong(where, f"is {shown(schema)}; it must be a JSON schema, an object")
     for at, part in _parts(where, schema):
         _check(at, part, schema)
-        if is_strict and (name := next(iter(_unenforced(part)), None)):
-            reason = "cannot be enforced while the model answers; leave it out, and check it in the program"
-            raise refused(f"{at}.{name}", reason, can_be_dropped=True)
+        for name, reason in unenforced(part).items() if is_strict else ():
+            raise refused(f"{at}.{name}", f"{reason}; leave it out, and check it in the program", can_be_dropped=True)
     return {name: value for name, value in _enforced(schema).items() if name not in ("$schema", "$id")}
 
 
@@ -48,31 +31,18 @@ def _enforced(schema: Any) -> Any:
     """The schema without what is not enforced."""
     if not isinstance(schema, Mapping):
         return schema
-    left_out = set(_unenforced(schema))
+    left_out = unenforced(schema)
     made: dict[str, Any] = {}
     for name, value in schema.items():
         if name in left_out:
             continue
-        if name in _NAMED:
+        if name in SCHEMAS_BY_NAME:
             made[name] = {key: _enforced(inner) for key, inner in value.items()}
         elif name in _LISTS:
             made[name] = [_enforced(inner) for inner in value]
         else:
             made[name] = _enforced(value) if name in _ONE else value
     return made
-
-
-def _unenforced(part: Mapping[str, Any]) -> list[str]:
-    """The keywords of a schema that are not enforced, or not beside the others."""
-    found = [name for name in part if name in _UNENFORCED]
-    if len(part.get("allOf", ())) > 1:
-        found.append("allOf")
-    if "format" in part and part["format"] not in _FORMATS:
-        found.append("format")
-    of_string = [name for name in _OF_STRINGS if name in part and name not in found]
-    if of_string and of_string[0] != "minLength":
-        found += of_string[1:]
-    return found
 
 
 def _wrong(where: str, reason: str) -> BodyError:
@@ -88,7 +58,7 @@ def _parts(where: str, schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield where, schema
     for name, value in schema.items():
         at = f"{where}.{name}"
-        if name in _NAMED:
+        if name in SCHEMAS_BY_NAME:
             if not isinstance(value, Mapping):
                 raise _wrong(at, f"is {shown(value)}; it must be an object with a schema for each name")
             for key, inner in value.items():

@@ -227,7 +227,7 @@ async def test_forced_calls_are_written_as_the_model_writes_them() -> None:
 
 
 async def test_a_schema_of_a_tool_that_is_not_strict_holds_calls_as_far_as_servers_can() -> None:
-    fields = {"x": {"type": "array", "items": {"type": "integer", "multipleOf": 2}, "uniqueItems": True, "minItems": 1}}
+    fields = {"x": {"type": "array", "items": {"type": "number", "multipleOf": 2}, "uniqueItems": True, "minItems": 1}}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": fields}}}
     engine = saying(calling("add", x=[1, 1]))
     _, answer, _ = await asked("chat", engine, tools=[tool], tool_choice="required")
@@ -264,7 +264,8 @@ FAULTY: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", schema({"anyOf": []}), f"{WHERE}.schema.anyOf", "a list of schemas"),
     ("chat", schema({"items": {"$ref": "#/$defs/no"}}), f"{WHERE}.schema.items.$ref", "not in the schema"),
     ("chat", schema(DEEP), f"{WHERE}.schema.properties.x.uniqueItems", "cannot be enforced"),
-    ("chat", schema({"pattern": "a", "maxLength": 1}), f"{WHERE}.schema.maxLength", "cannot be enforced"),
+    ("chat", schema({"type": "string", "pattern": "a", "maxLength": 1}), f"{WHERE}.schema.maxLength", "beside pattern"),
+    ("chat", schema({"pattern": "a"}), f"{WHERE}.schema.pattern", "cannot be enforced without a type"),
     ("chat", schema({"type": "string", "format": "secret"}), f"{WHERE}.schema.format", "cannot be enforced"),
     ("chat", schema({"allOf": [{"type": "object"}, POINT]}), f"{WHERE}.schema.allOf", "cannot be enforced"),
     ("chat", {"response_format": {"type": "json_schema"}}, WHERE, "is missing"),
