@@ -210,7 +210,8 @@ class LogConfig(ConsoleConfig):
     """Experiment trackers: trackio, wandb, tensorboard, mlflow. Each is a name, or JSON with its settings:
     {"kind": "wandb", "project": "sums"}."""
     track_trajectories: NonNegativeInt = 4
-    """How many trajectories of a step trackers get, with their text."""
+    """How many trajectories of a step, and of an evaluation, trackers get, with their text and their example; and at
+    most how many episodes that failed."""
     track_every: PositiveInt = 10
     """Trackers get trajectories of the first step, and then each time this many versions were trained."""
 

@@ -53,15 +53,26 @@ def expected_column(example: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedTrajectory:
-    """One of a step's trajectories, as trackers show it."""
+    """A trajectory of a step or an evaluation, or a failed episode, as trackers show it."""
 
+    why: str
+    """Why it was chosen: highest reward, lowest reward, longest, least like its group, any, failed."""
+    name: str
+    """What the event log and `arl view` call the episode."""
     example_id: tuple[int, int]
-    """(epoch, index in the dataset)."""
-    group_id: int
+    """(epoch, index in the dataset); of a held-out one (0, index in eval_dataset)."""
+    group_id: int | None
+    """None for a held-out one."""
     episode: int
     """The episode's index in its group."""
     role: str
-    reward: float
+    """Empty for a failed episode in which the model said nothing."""
+    reward: float | None
+    """Outcome and process rewards; None for a failed episode."""
+    rewards: Mapping[str, float]
+    """The named parts of the reward."""
+    metrics: Mapping[str, float]
+    """The workflow's."""
     advantage: float | None
     """The mean over its trained tokens; None without trained tokens."""
     num_tokens: int
@@ -70,8 +81,14 @@ class TrackedTrajectory:
     """The smallest policy version among its trained tokens; None without trained tokens."""
     newest_version: int | None
     is_truncated: bool
+    error: str
+    """Of a failed episode, `CLASS: message`; else empty."""
+    example: Mapping[str, Any]
+    """The example's columns as JSON values: 2,000 characters of each, and some 20,000 of all."""
+    expected: str
+    """The expected answer: the column `answer`, or else the first that it has of EXPECTED; empty without one."""
     text: str
-    """All its tokens, decoded. Empty if the run has no tokenizer."""
+    """All its tokens, decoded; of a failed episode, what the model last saw and said. Empty without a tokenizer."""
 
 
 class Tracker(ABC):
@@ -90,10 +107,15 @@ class Tracker(ABC):
 
     @abstractmethod
     def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:
-        """Called after each step. trajectories: some of the step's, in the steps that log.track_every names."""
+        """Called after each step. trajectories: in the steps that log.track_every names, some of the step's, and some
+        episodes that failed since the last of these steps."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Called after each evaluation. Its version may be older than the last step's."""
+        return None
+
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        """Called after `evaluation`. trajectories: some of its trajectories, and of its failed episodes."""
         return None
 
     def close(self, error: str | None) -> None:

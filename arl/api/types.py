@@ -375,6 +375,8 @@ class Group:
     """For each trajectory, the index of the episode that returned it."""
     greedy_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """role -> reward of the greedy episode, the baseline of ReMax; empty without a greedy episode."""
+    example: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The example's columns as JSON values: 2,000 characters of each, and some 20,000 of all."""
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.episode_indices):

@@ -31,11 +31,12 @@ from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.candidates import Candidate, FirstFailures
 from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
-from arl.rollout.report import EpisodeReport, shown
+from arl.rollout.report import EpisodeReport, shown, told
 from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class RolloutController:
         self._rules = rules
         self.ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
         self._budget = FailureBudget(config.max_failure_rate)
+        self.failures = FirstFailures()
         self._returns = ReturnWatch(runner.called, config.batch_size * config.group_size)
         self._places = asyncio.Semaphore(config.max_concurrent_episodes)
         self._lag = LagMonitor(runner.called)
@@ -143,11 +145,10 @@ class RolloutController:
         issue = self.ledger.issue()
         epoch, row = issue.example_id
         example = self._dataset[row]  # read once: its episodes get the same one
-        self._events.emit(
-            GroupAdmitted(group=issue.group_id, epoch=epoch, row=row, stamp=slot.stamp, example=shown(example))
-        )
+        columns = shown(example)
+        self._events.emit(GroupAdmitted(group=issue.group_id, epoch=epoch, row=row, stamp=slot.stamp, example=columns))
         play = partial(self._play, example)
-        run = GroupRun(slot, issue, self._config, self._rules, self._places, play)
+        run = GroupRun(slot, issue, self._config, self._rules, self._places, play, columns)
         self._running[slot.number] = run
         return run
 
@@ -170,6 +171,18 @@ class RolloutController:
         self._budget.record(episode.error)
         if episode.error is None:
             self._returns.record(is_rejected=episode.is_rejected)
+        else:
+            self.failures.note(
+                Candidate(
+                    name=episode.name,
+                    example_id=run.issue.example_id,
+                    example=run.example,
+                    group_id=run.issue.group_id,
+                    index=index,
+                    trajectory=episode.seen,
+                    error=told(episode.error),
+                )
+            )
         return episode
 
     async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:

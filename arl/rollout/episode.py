@@ -10,6 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from statistics import fmean
 from typing import Any, TypeVar, cast
@@ -30,7 +31,12 @@ ErrorT = TypeVar("ErrorT", bound=Exception)
 class Episode:
     """How one run of a workflow ended: with trajectories, with an error, or with neither, which means rejected."""
 
+    name: str = ""
+    """In the event log."""
+    example: Example = field(default_factory=dict[str, Any])
     trajectories: tuple[Trajectory, ...] = ()
+    seen: Trajectory | None = None
+    """What the model last saw and said, of an episode that failed. None: it said nothing."""
     error: Exception | None = None
     attempts: int = 1
     elapsed_s: float
@@ -171,20 +177,20 @@ class EpisodeRunner:
         clock = EpisodeClock(self.timeout_s)
         report = report or EpisodeReport()
         report.begin()
+        ended = partial(Episode, name=report.episode, example=example)
         for attempt in range(1, self.retries + 2):
             result = await self.attempt(sampler, example, clock, oldest_allowed, report)
             self.pulse.beats += 1
             if not isinstance(result, Exception):
-                episode = Episode(trajectories=result, attempts=attempt, elapsed_s=now() - clock.began)
-                report.end(result, episode.reward if result else None, attempt, None)
-                return episode
+                report.end(result, episode_reward(result) if result else None, attempt, None)
+                return ended(trajectories=result, attempts=attempt, elapsed_s=now() - clock.began)
             is_last = attempt > self.retries or isinstance(result, EpisodeTimeoutError)
             which = f"{name} (attempt {attempt} of {self.retries + 1})"
             self.failures.note(result, which, "it does not run again" if is_last else "it runs again")
             report.attempt_failed(attempt, result, is_last=is_last)
             if is_last:
                 report.end((), None, attempt, result)
-                return Episode(error=result, attempts=attempt, elapsed_s=now() - clock.began)
+                return ended(error=result, seen=report.seen, attempts=attempt, elapsed_s=now() - clock.began)
         raise AssertionError("the last attempt returns")
 
     async def attempt(

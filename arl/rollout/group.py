@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
+from typing import Any
 
 from arl.api.config import RolloutConfig
 from arl.api.types import Group
@@ -91,7 +92,8 @@ class Fruitless:
 class GroupRun:
     """One group, from admission until its last episode has ended. `run` is called once.
 
-    play: runs the episode of an index. places: each episode takes one while it runs.
+    play: runs the episode of an index. places: each episode takes one while it runs. example: its columns, long ones
+    cut.
     """
 
     def __init__(
@@ -102,9 +104,11 @@ class GroupRun:
         rules: GroupRules,
         places: asyncio.Semaphore,
         play: Callable[[GroupRun, int], Awaitable[Episode]],
+        example: Mapping[str, Any],
     ) -> None:
         self.slot = slot
         self.issue = issue
+        self.example = example
         self.episodes: list[Episode | None] = [None] * (config.group_size + config.extra_episodes)
         self.launched = asyncio.Event()
         self.is_cut = False
@@ -228,6 +232,7 @@ class GroupRun:
             trajectories=tuple(t for _, t in members),
             episode_indices=tuple(index for index, _ in members),
             greedy_rewards=rewards_by_role(self._greedy.trajectories) if self._greedy else {},
+            example=self.example,
         )
 
 

@@ -51,6 +51,16 @@ def shown(example: Any) -> dict[str, Any]:
     return found
 
 
+def told(error: Exception) -> str:
+    """`CLASS: message`, with a long message cut."""
+    return f"{type(error).__name__}: {_cut(str(error))}"
+
+
+def _cut(text: str) -> str:
+    """What trackers can encode: half a character becomes a question mark."""
+    return short(text, _LONGEST).encode(errors="replace").decode()
+
+
 def _shown(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
@@ -63,7 +73,7 @@ def _shown(value: Any) -> Any:
         text = str(beginning) if isinstance(value, str) else repr(beginning)
     except Exception as error:  # noqa: BLE001 (a repr of users' own)
         text = f"{type(value).__name__}, whose repr raised {type(error).__name__}"
-    return short(text, _LONGEST)
+    return _cut(text)
 
 
 def _beginning(value: Any, left: Iterator[int]) -> Any:
@@ -98,6 +108,8 @@ class EpisodeReport:
         self._events = events
         self._began = 0.0
         self._last: tuple[ModelRequest, ModelResponse] | None = None
+        self.seen: Trajectory | None = None
+        """What an episode that ended without a trajectory last saw and said, if it is known."""
 
     def begin(self) -> None:
         """Tools and rewards that run in the calling task, or in tasks that it makes, report as this episode's."""
@@ -108,9 +120,9 @@ class EpisodeReport:
             self._events.emit(EpisodeBegan(t=self._began, episode=self.episode, example=example))
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
+        self._last = request, response
         if self._events is NOWHERE:
             return
-        self._last = request, response
         versions = response.output_versions
         self._events.emit(
             TurnEnded(
@@ -150,6 +162,8 @@ class EpisodeReport:
     def end(
         self, trajectories: Sequence[Trajectory], reward: float | None, attempts: int, error: Exception | None
     ) -> None:
+        if not trajectories and self._last is not None:
+            self.seen = self._seen(*self._last)
         if self._events is NOWHERE:
             return
         how = "finished" if trajectories else "rejected"
@@ -167,16 +181,15 @@ class EpisodeReport:
                 trajectories=[_summary(trajectory) for trajectory in trajectories],
             )
         )
-        if not trajectories and self._last is not None:
-            self._keep_seen(*self._last)
+        if self.seen is not None:
+            self._events.keep(KeptTokens(rows=[(self.episode, LAST_SEEN, self.seen)]))
 
-    def _keep_seen(self, request: ModelRequest, response: ModelResponse) -> None:
+    def _seen(self, request: ModelRequest, response: ModelResponse) -> Trajectory | None:
         try:
-            seen = _seen(request, response)
+            return _seen(request, response)
         except Exception as error:  # noqa: BLE001 (numbers that are no trajectory may be why the episode failed)
             log.debug("what episode %s last saw is not kept: %s", self.episode, error)
-            return
-        self._events.keep(KeptTokens(rows=[(self.episode, LAST_SEEN, seen)]))
+            return None
 
     def cancelled(self, how: str) -> None:
         """how: overtaken, straggler or stopped."""

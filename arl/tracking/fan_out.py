@@ -72,6 +72,11 @@ class Trackers(Tracker):
         for line in self._lines:
             line.put(f"the evaluation of version {evaluation.version}", lambda tracker: tracker.evaluation(evaluation))
 
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        about = f"the held-out trajectories of version {evaluation.version}"
+        for line in self._lines:
+            line.put(about, lambda tracker: tracker.held_out(evaluation, trajectories))
+
     def close(self, error: str | None) -> None:
         """Wait until the trackers have what they were given, and are closed. Logs which are not, and goes on."""
         began = time.monotonic()

@@ -65,15 +65,21 @@ class MLflowTracker(Tracker):
     def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:
         self._log(stats.version, stats.metrics)
         if trajectories:
-            table = {"columns": COLUMNS, "data": rows(stats.version, trajectories)}  # as MLflow's log_table writes it
-            self._client.log_dict(self._run_id, table, f"trajectories/version-{stats.version:08}.json")
+            self._log_table("trajectories", stats.version, trajectories)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._log(evaluation.version, evaluation_metrics(evaluation))
 
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        self._log_table("held_out", evaluation.version, trajectories)
+
     def close(self, error: str | None) -> None:
         status = "FINISHED" if error is None else "KILLED" if error.startswith("CancelledError") else "FAILED"
         self._client.set_terminated(self._run_id, status)
+
+    def _log_table(self, name: str, version: int, trajectories: Sequence[TrackedTrajectory]) -> None:
+        table = {"columns": COLUMNS, "data": rows(version, trajectories)}  # as MLflow's log_table writes it
+        self._client.log_dict(self._run_id, table, f"{name}/version-{version:08}.json")
 
     def _log(self, version: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports] - an extra

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -33,4 +34,10 @@ def rows(version: int, trajectories: Sequence[TrackedTrajectory]) -> list[list[A
 def _values(trajectory: TrackedTrajectory) -> Iterator[Any]:
     for name in COLUMNS[1:]:
         value = getattr(trajectory, name)
-        yield "/".join(map(str, value)) if isinstance(value, tuple) else value
+        match value:
+            case tuple():
+                yield "/".join(map(str, value))
+            case Mapping():
+                yield json.dumps(dict(value), ensure_ascii=False) if value else ""
+            case _:
+                yield value

@@ -33,11 +33,14 @@ class TensorBoardTracker(Tracker):
         self._write(run.version, {}, {"settings": _code(json.dumps(run.settings, indent=2))})
 
     def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:
-        said = "\n\n".join(_said(row) for row in rows(stats.version, trajectories))
+        said = _said(stats.version, trajectories)
         self._write(stats.version, stats.metrics, {"trajectories": said} if said else {})
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._write(evaluation.version, evaluation_metrics(evaluation), {})
+
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        self._write(evaluation.version, {}, {"held_out": _said(evaluation.version, trajectories)})
 
     def close(self, error: str | None) -> None:
         self._writer.close()
@@ -52,10 +55,19 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
 
-def _said(row: Sequence[Any]) -> str:
-    """A trajectory in Markdown: its numbers, and its text, the last column, as it is."""
-    numbers = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS[:-1], row[:-1], strict=True))
-    return f"**{numbers}**\n\n{_code(row[-1])}"
+_AS_THEY_ARE = ("error", "example", "expected", "text")
+"""Columns that may be long texts, the last ones."""
+
+
+def _said(version: int, trajectories: Sequence[TrackedTrajectory]) -> str:
+    """Trajectories in Markdown: of each its numbers, and its texts as they are."""
+    said: list[str] = []
+    for row in rows(version, trajectories):
+        known = dict(zip(COLUMNS, row, strict=True))
+        texts = [(name, text) for name in _AS_THEY_ARE if (text := known.pop(name))]
+        said.append(f"**{', '.join(f'{name} {value}' for name, value in known.items())}**")
+        said += [f"{name}\n\n{_code(text)}" for name, text in texts]
+    return "\n\n".join(said)
 
 
 def _code(text: str) -> str:

@@ -56,6 +56,9 @@ class TrackerProcess(Tracker):
     def evaluation(self, evaluation: Evaluation) -> None:
         self._call("evaluation", evaluation)
 
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        self._call("held_out", evaluation, trajectories)
+
     def close(self, error: str | None) -> None:
         try:
             self._call("close", error)

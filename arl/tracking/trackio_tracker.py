@@ -56,5 +56,9 @@ class TrackioTracker(Tracker):
     def evaluation(self, evaluation: Evaluation) -> None:
         self._run.log(evaluation_metrics(evaluation), step=evaluation.version)
 
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        table = self._table([*COLUMNS], rows(evaluation.version, trajectories))
+        self._run.log({"held_out": table}, step=evaluation.version)
+
     def close(self, error: str | None) -> None:
         self._run.finish()

@@ -53,6 +53,10 @@ class WandbTracker(Tracker):
     def evaluation(self, evaluation: Evaluation) -> None:
         self._log({**evaluation_metrics(evaluation), "version": evaluation.version})
 
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        table = self._table([*COLUMNS], rows(evaluation.version, trajectories))
+        self._log({"held_out": table, "version": evaluation.version})
+
     def close(self, error: str | None) -> None:
         self._run.finish(exit_code=1 if error else 0)
 

@@ -21,7 +21,7 @@ from arl.api.types import Group, Trajectory, TurnSpan
 Array = npt.NDArray[Any]
 _RecordT = TypeVar("_RecordT")
 
-_GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards")
+_GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards", "example")
 _EMPTY = {
     "token_ids": np.zeros(0, np.int32),
     "loss_mask": np.zeros(0, np.bool_),
@@ -67,6 +67,7 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
+    known["groups"].setdefault("example", [{} for _ in known["groups"]["group_id"]])  # not in every checkpoint
     of_groups = zip(*(known["groups"][name] for name in _GROUP_FIELDS), strict=True)
     return [
         Group(
@@ -76,8 +77,9 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
             trajectories=tuple(islice(trajectories, len(episode_indices))),
             episode_indices=tuple(episode_indices),
             greedy_rewards=greedy_rewards,
+            example=example,
         )
-        for group_id, example_id, stamp, episode_indices, greedy_rewards in of_groups
+        for group_id, example_id, stamp, episode_indices, greedy_rewards, example in of_groups
     ]
 
 

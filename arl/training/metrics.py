@@ -71,8 +71,10 @@ class Evaluator:
     def num_examples(self) -> int:
         return len(self._dataset)
 
-    async def evaluate(self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False) -> Evaluation:
-        """Run all held-out examples. `version` is the published version at the start.
+    async def evaluate(
+        self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False
+    ) -> tuple[Evaluation, list[Episode]]:
+        """Run all held-out examples; returns their episodes, too. `version` is the published version at the start.
 
         Failed and rejected episodes count as reward 0. on_end: called after each episode. is_first: nothing is known
         to work yet. Then it raises FailureBudgetError if all episodes fail, or as soon as the first 64 have, and asks
@@ -126,7 +128,7 @@ class Evaluator:
                 },
             )
         )
-        return evaluation
+        return evaluation, episodes
 
 
 def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Evaluation:

@@ -15,11 +15,14 @@ from rich.console import Console
 
 from arl.api.config import LogConfig
 from arl.api.installing import install_command
-from arl.api.tracking import TrackedTrajectory, Tracker
+from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import force_to_disk
+from arl.rollout.candidates import Candidate
+from arl.rollout.episode import Episode
 from arl.training.display import Display
 from arl.training.health_line import HealthLine
+from arl.training.interest import of_evaluation, of_step
 from arl.training.run_dir import usable
 
 log = logging.getLogger(__name__)
@@ -97,10 +100,22 @@ class RunLog:
         rows = (row for _, row in _rows(path, needed)) if path.exists() else ()
         return {row["version"]: _evaluation(row) for row in rows}
 
-    def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
+    def tracks(self, version: int) -> bool:
+        """Whether trackers get trajectories with the step that leads to `version`."""
+        config = self._config
+        return bool(self._tracker and config.track_trajectories and (version - 1) % config.track_every == 0)
+
+    def step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        advantages: Sequence[float | None],
+        failed: Sequence[Candidate] = (),
+    ) -> None:
         """Write the step's row once. A call after an error that left a part of it replaces this.
 
-        advantages: each trajectory's mean over its trained tokens; None without trained tokens.
+        advantages: each trajectory's mean over its trained tokens; None without trained tokens. failed: episodes for
+        trackers.
         """
         if stats.version <= self._version:
             return
@@ -108,43 +123,20 @@ class RunLog:
         self._version = stats.version
         self.display.step(stats)
         if self._tracker is not None:
-            self._tracker.step(stats, self._tracked(stats.version, groups, advantages))
+            number = self._config.track_trajectories
+            is_tracked = self.tracks(stats.version)
+            chosen = of_step(groups, advantages, failed, number, self._decode) if is_tracked else []
+            self._tracker.step(stats, chosen)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def evaluation(self, evaluation: Evaluation, episodes: Sequence[Episode] = ()) -> None:
+        """episodes: those of the evaluation, in the order of the examples, for trackers."""
         self._append("evaluations", asdict(evaluation))
         self.health.evaluated(asdict(evaluation))
         self.display.evaluation(evaluation)
         if self._tracker is not None:
             self._tracker.evaluation(evaluation)
-
-    def _tracked(
-        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
-    ) -> list[TrackedTrajectory]:
-        """What trackers get of the step: trajectories that lie evenly apart in the batch, so of several groups."""
-        if (version - 1) % self._config.track_every:
-            return []
-        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
-        pairs = list(zip(members, advantages, strict=True))
-        num = min(self._config.track_trajectories, len(pairs))
-        chosen = (pairs[k * len(pairs) // num] for k in range(num))
-        return [self._tracked_one(group, i, advantage) for (group, i), advantage in chosen]
-
-    def _tracked_one(self, group: Group, index: int, advantage: float | None) -> TrackedTrajectory:
-        trajectory = group.trajectories[index]
-        return TrackedTrajectory(
-            example_id=group.example_id,
-            group_id=group.group_id,
-            episode=group.episode_indices[index],
-            role=trajectory.role,
-            reward=trajectory.reward,
-            advantage=advantage,
-            num_tokens=len(trajectory.token_ids),
-            num_trained_tokens=trajectory.num_trained_tokens,
-            oldest_version=trajectory.oldest_version,
-            newest_version=trajectory.newest_version,
-            is_truncated=trajectory.is_truncated,
-            text=self._decode(trajectory.token_ids.tolist()) if self._decode else "",
-        )
+            if chosen := of_evaluation(episodes, self._config.track_trajectories, self._decode):
+                self._tracker.held_out(evaluation, chosen)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         """Write a row at the end, in place of any part of it that an error left there."""

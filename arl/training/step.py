@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from arl.api.events import BatchTrained, Events, TrainedSummary
 from arl.api.types import Group, StepStats
+from arl.rollout.candidates import Candidate
 from arl.training.kept_tokens import ReportedBatch, named
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog
@@ -29,6 +30,8 @@ class Step:
     call: asyncio.Future[ReportedBatch]
     trained: float | None = None
     """When training ended."""
+    failed: list[Candidate] = field(default_factory=list[Candidate])
+    """Failed episodes that trackers get with the step."""
 
 
 def log_step(
@@ -53,7 +56,7 @@ def log_step(
         remark=log.health.remark(metrics),
     )
     totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # a cancelled step counts, too
-    log.step(stats, step.groups, step.advantages)
+    log.step(stats, step.groups, step.advantages, step.failed)
     return stats
 
 

@@ -251,8 +251,8 @@ class Trainer:
             await self._delivery.reached(self._delivery.newest)  # a cancelled step may have no snapshot
             num_examples = self.evaluator.num_examples
             with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
-                evaluation = await self.evaluator.evaluate(advance, is_first=self.last_step is None)
-            await self.thread(self.log.evaluation, evaluation)
+                evaluation, episodes = await self.evaluator.evaluate(advance, is_first=self.last_step is None)
+            await self.thread(self.log.evaluation, evaluation, episodes)
         self.evaluations[evaluation.version] = evaluation
         return evaluation
 
@@ -383,6 +383,8 @@ class Trainer:
             **self.inference_engine.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
+        if self.log.tracks(self.version):
+            step.failed += self.rollout.failures.take()
         stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, is_masked)
         report_step(self.events, step, self.version, known["time/train_s"])
         self._open_step, self._recorded_at, self.last_step = None, now, stats

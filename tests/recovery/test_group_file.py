@@ -1,6 +1,7 @@
 """A group read back from a checkpoint is the group that was written."""
 
 import io
+import json
 from dataclasses import replace
 from itertools import count
 
@@ -65,6 +66,7 @@ def groups(draw: st.DrawFn) -> list[Group]:
             trajectories=tuple(chosen),
             episode_indices=tuple(range(len(chosen))),
             greedy_rewards=draw(st.dictionaries(st.text(), numbers, max_size=2)),
+            example=draw(st.dictionaries(st.text(), st.none() | st.booleans() | numbers | st.text(), max_size=2)),
         )
         for chosen in draw(st.lists(members, max_size=3))
     ]
@@ -84,6 +86,13 @@ def test_groups_come_back_as_they_were(what: list[Group]):
     header, arrays = flatten(what)
     assert restore(header, arrays) == what
     assert {type(header), *map(type, arrays.values())} == {bytes, np.ndarray}
+
+
+def test_a_file_whose_groups_have_no_examples_is_read(long_group: Group):
+    header, arrays = flatten([replace(long_group, example={"answer": 4})])
+    known = json.loads(header)
+    del known["groups"]["example"]
+    assert restore(json.dumps(known).encode(), arrays) == [long_group]
 
 
 def test_numpys_own_numbers_become_pythons(long_group: Group):

@@ -32,6 +32,7 @@ class Found:
     """In any form."""
     tables: dict[int, Any] = field(default_factory=dict)
     """version -> the trajectories that were shown, in any form."""
+    held_out: dict[int, Any] = field(default_factory=dict)
     num_runs: int = 1
     is_finished: bool = True
 
@@ -47,6 +48,7 @@ def read_trackio(run_dir: Path) -> Found:
         evaluations=[(step, row["eval/reward"]) for step, row in shown if "eval/reward" in row],
         settings=str(json.loads(config)),
         tables={step: row["trajectories"]["_value"] for step, row in shown if "trajectories" in row},
+        held_out={step: row["held_out"]["_value"] for step, row in shown if "held_out" in row},
         num_runs=len({run_id for run_id, _, _ in rows}),
     )
 
@@ -56,12 +58,13 @@ def read_tensorboard(run_dir: Path) -> Found:
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    texts = {tag: events.Tensors(tag) for tag in ("settings", "trajectories")}
+    texts = {tag: events.Tensors(tag) for tag in ("settings", "trajectories", "held_out")}
     return Found(
         rewards=[(event.step, event.value) for event in events.Scalars("reward")],
         evaluations=[(event.step, event.value) for event in events.Scalars("eval/reward")],
         settings=texts["settings"][-1].tensor_proto.string_val[0].decode(),
         tables={event.step: event.tensor_proto.string_val[0].decode() for event in texts["trajectories"]},
+        held_out={event.step: event.tensor_proto.string_val[0].decode() for event in texts["held_out"]},
     )
 
 
@@ -75,13 +78,18 @@ def read_mlflow(run_dir: Path) -> Found:
     def history(name: str) -> list[tuple[int, float]]:
         return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
 
-    tables = [Path(artifact.path) for artifact in client.list_artifacts(run.info.run_id, "trajectories")]
     directory = run_dir / "mlflow" / "artifacts" / run.info.run_id / "artifacts"
+
+    def tables(name: str) -> dict[int, Any]:
+        paths = [Path(artifact.path) for artifact in client.list_artifacts(run.info.run_id, name)]
+        return {int(path.stem.rpartition("-")[2]): json.loads((directory / path).read_text()) for path in paths}
+
     return Found(
         rewards=history("reward"),
         evaluations=history("eval/reward"),
         settings=str(run.data.params) + (directory / "settings.json").read_text(),
-        tables={int(path.stem.rpartition("-")[2]): json.loads((directory / path).read_text()) for path in tables},
+        tables=tables("trajectories"),
+        held_out=tables("held_out"),
         is_finished=run.info.status == "FINISHED",
     )
 
@@ -115,16 +123,19 @@ def read_wandb(run_dir: Path) -> Found:
     assert [row["_step"] for row in history] == list(range(len(history))), "starts have different steps there"
     assert "version" in [record.metric.step_metric for record in records if record.metric.glob_name == "*"]
     updates = [update for record in records for update in record.config.update]
-    tables = {
-        row["version"]: json.loads(next((run_dir / "wandb").rglob(Path(row["trajectories/path"]).name)).read_text())
-        for row in history
-        if "trajectories/path" in row
-    }
+
+    def tables(name: str) -> dict[int, Any]:
+        paths = {row["version"]: Path(row[f"{name}/path"]).name for row in history if f"{name}/path" in row}
+        return {
+            version: json.loads(next((run_dir / "wandb").rglob(path)).read_text()) for version, path in paths.items()
+        }
+
     return Found(
         rewards=[(row["version"], row["reward"]) for row in history if "reward" in row],
         evaluations=[(row["version"], row["eval/reward"]) for row in history if "eval/reward" in row],
         settings=str([(update.key, update.nested_key, update.value_json) for update in updates]),
-        tables=tables,
+        tables=tables("trajectories"),
+        held_out=tables("held_out"),
         num_runs=len({record.run.run_id for record in records if record.run.run_id}),
         is_finished=[r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0, 0],
     )
@@ -162,7 +173,13 @@ async def test_its_own_reader_finds_one_run_with_all_steps_evaluations_settings_
     assert (found.num_runs, found.is_finished) == (1, True)
     assert "batch_size" in found.settings
     assert sorted(found.tables) == [1, 3]
-    assert all(name in str(found.tables[3]) for name in COLUMNS[:-1])
+    assert sorted(found.held_out) == [2, 4]
+    for table in (found.tables[3], found.held_out[4]):
+        text = str(table)
+        assert all(
+            name in text for name in COLUMNS if kind != "tensorboard" or name not in ("error", "expected", "text")
+        )
+        assert '{"number": 3}' in str(found.held_out[4]), "the example of the highest reward"
 
 
 def tracked(config: TrackerConfig, run_dir: Path, run_id: str | None = None) -> str | None:

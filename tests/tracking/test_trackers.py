@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_turn import OneTurn
 from training.trainer_run import running
 
 import arl.assembly
 from arl.api.config import Config
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError
 from arl.api.installing import install_command
 from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
-from arl.api.types import Evaluation, StepStats
+from arl.api.types import Evaluation, Example, StepStats, Trajectory
 from arl.experiment import Experiment, Setup
 from arl.tracking import ready_made
 from arl.tracking.fan_out import MOST_FAILURES, MOST_WAITING, Trackers
@@ -45,6 +47,7 @@ class Recorder(Tracker):
         self.calls: list[tuple[str, Any]] = []
         self.runs: list[TrackedRun] = []
         self.trajectories: dict[int, Sequence[TrackedTrajectory]] = {}
+        self.of_evaluations: dict[int, Sequence[TrackedTrajectory]] = {}
         self.threads: set[str] = set()
 
     def open(self, run: TrackedRun) -> str | None:
@@ -59,6 +62,9 @@ class Recorder(Tracker):
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.calls.append(("evaluation", evaluation.version))
+
+    def held_out(self, evaluation: Evaluation, trajectories: Sequence[TrackedTrajectory]) -> None:
+        self.of_evaluations[evaluation.version] = trajectories
 
     def close(self, error: str | None) -> None:
         self.calls.append(("close", error))
@@ -112,7 +118,7 @@ async def test_a_tracker_learns_what_ended_the_run(tmp_path: Path) -> None:
     assert recorder.calls == [("close", "ZeroDivisionError: division by zero")]
 
 
-async def test_trajectories_of_some_steps_come_with_their_text_and_from_all_over_the_batch(
+async def test_trajectories_of_some_steps_come_with_their_text_and_are_of_different_examples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder()
@@ -129,6 +135,36 @@ async def test_trajectories_of_some_steps_come_with_their_text_and_from_all_over
     assert (first.oldest_version, first.newest_version, first.num_trained_tokens, first.num_tokens) == (2, 2, 3, 5)
     assert first.text == f"1 {first.reward:.0f} 7 8 9"
     assert first.advantage is not None
+    assert [dict(one.example) for one in (first, second)] == [{"number": one.reward} for one in (first, second)]
+
+
+class OddOnesFail(OneTurn):
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        made = await super().arun_episode(engine, data)
+        if data["number"] % 2:
+            raise ValueError(f"{data['number']} is odd")
+        return made
+
+
+async def test_held_out_episodes_and_those_that_failed_come_with_their_examples_even_without_an_event_log(
+    tmp_path: Path,
+) -> None:
+    recorder, log = Recorder(), {"track_every": 2, "track_trajectories": 2, "events": None}
+    options = {"workflow": OddOnesFail(), "evaluate": True, "trackers": [recorder], "log": log}
+    async with running(tmp_path, steps=3, rollout={"max_failure_rate": 1.0}, **options) as trainer:
+        _ = [step async for step in trainer]
+        await trainer.evaluate()
+    held_out = recorder.of_evaluations[3]
+    assert [(one.name, one.why, one.error) for one in held_out] == [
+        ("e1.2", "highest reward", ""),
+        ("e1.0", "lowest reward", ""),
+        ("e1.1", "failed", "ValueError: 1 is odd"),
+    ]
+    assert [one.example for one in held_out] == [{"number": number} for number in (2, 0, 1)]
+    *finished, failed = recorder.trajectories[3]
+    assert [one.example["number"] % 2 for one in (*finished, failed)] == [0, 0, 1]
+    assert (failed.why, failed.reward, failed.num_tokens) == ("failed", None, 5)
+    assert failed.error == f"ValueError: {failed.example['number']} is odd"
 
 
 async def test_a_continued_run_gives_a_tracker_the_id_that_it_returned_and_goes_on_after_its_checkpoint(
