@@ -21,6 +21,8 @@ from arl.api.types import ModelRequest, ModelResponse
 if TYPE_CHECKING:
     import torch
 
+    from arl.api.kept_ids import KeptIds
+
 Script = Callable[[ModelRequest], "ModelResponse | Sequence[int] | Awaitable[ModelResponse | Sequence[int]]"]
 
 
@@ -28,8 +30,8 @@ class ScriptedEngine:
     """Answers every request by calling `script`, sync or async; bare token ids become a response of logprob -1.0.
 
     `requests` keeps every request. The script sees a grammar in `request.sampling`; its answer is not checked
-    against it. Tokens carry the version of the moment when their request began, and a paused engine starts no request,
-    as with a real engine.
+    against it, and bare token ids count as sampled among the whole vocabulary. Tokens carry the version of the moment
+    when their request began, and a paused engine starts no request, as with a real engine.
     """
 
     def __init__(self, script: Script, version: int = 0) -> None:
@@ -80,6 +82,7 @@ class ScriptedEngine:
             output_versions=(version,) * len(output_ids),
             stop_reason="length" if len(output_ids) == request.sampling.max_new_tokens else "stop",
             temperature=request.sampling.logprob_temperature,
+            kept_ids=_whole_vocabulary(len(output_ids)) if request.sampling.grammar else None,
         )
 
     async def pause(self) -> None:
@@ -98,6 +101,12 @@ class ScriptedEngine:
     async def aclose(self) -> None:
         self._closed = True
         self._running.set()
+
+
+def _whole_vocabulary(num_tokens: int) -> KeptIds:
+    from arl.api.kept_ids import KeptIds
+
+    return KeptIds.of([None] * num_tokens)
 
 
 class ScriptedTrainEngine:

@@ -117,7 +117,8 @@ class ModelResponse:
     temperature: float = 1.0
     """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among, if a grammar constrained it: the log-softmax is over these ids alone."""
+    """What each token was sampled among, if a grammar constrained it: the log-softmax is over these ids alone.
+    Trajectories that are built by hand need them, too."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""
@@ -246,7 +247,8 @@ class Trajectory:
     temperature: float = 1.0
     """Logits are divided by this before logprobs, for every sampled token."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among; None: every one among the whole vocabulary. Logprobs are over these alone."""
+    """What each token was sampled among; None: every one among the whole vocabulary. Logprobs are over these alone, so
+    without them a response under a grammar would be trained by wrong logprobs. An episode that does so fails."""
     num_trained_tokens: int = field(init=False, repr=False)
     oldest_version: int | None = field(init=False, repr=False)
     """The smallest version among trained tokens; None when no token is trained."""

@@ -21,6 +21,7 @@ from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, Trajector
 from arl.api.events import NOWHERE, Events
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.rollout.constrained import check_response, check_trajectory
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.report import EpisodeReport
 
@@ -108,12 +109,15 @@ class Pulse:
 
 
 class _Felt:
-    """A Sampler whose answers `pulse` counts and `report` gets."""
+    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those under a grammar."""
 
-    def __init__(self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None) -> None:
+    def __init__(
+        self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None, constrained: list[ModelResponse]
+    ) -> None:
         self._engine = engine
         self._pulse = pulse
         self._report = report
+        self._constrained = constrained
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         began = time.monotonic()
@@ -126,6 +130,9 @@ class _Felt:
         self._pulse.beats += 1
         if self._report:
             self._report.answered(request, response, time.monotonic() - began)
+        check_response(request, response)
+        if response.kept_ids is not None and response.output_ids:
+            self._constrained.append(response)
         return response
 
 
@@ -205,11 +212,15 @@ class EpisodeRunner:
         clock = clock or EpisodeClock()
         CLOCK.set(clock)
         limit = clock.begin()
+        constrained: list[ModelResponse] = []
+        felt = _Felt(sampler, self.pulse, report, constrained)
         try:
             async with limit:
-                returned: object = await self.workflow.arun_episode(_Felt(sampler, self.pulse, report), example)
+                returned: object = await self.workflow.arun_episode(felt, example)
             trajectories = _trajectories(returned)
             self._check(trajectories, oldest_allowed)
+            for trajectory in trajectories if constrained else ():
+                check_trajectory(trajectory, constrained)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
                 del limit  # it has the task, which keeps the error, which keeps this frame: a circle for the collector

@@ -9,6 +9,7 @@ from typing import Any
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import DiskWeights, Sampler
+from arl.api.grammar import Grammar
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import Curriculum, RolloutWorkflow
@@ -60,6 +61,24 @@ class TwoTurns(RolloutWorkflow):
             logprobs, versions = logprobs + answer.output_logprobs, versions + answer.output_versions
         return Trajectory(
             token_ids=ids, loss_mask=mask, behavior_logprobs=logprobs, versions=versions, reward=float(sum(ids) % 5)
+        )
+
+
+class InLetters(RolloutWorkflow):
+    """Asks once, under a grammar."""
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        prompt = (data["number"] + 1, 5)
+        sampling = SamplingParams(max_new_tokens=3, grammar=Grammar(kind="regex", text="[a-z]+"))
+        answer = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
+        assert answer.kept_ids is not None
+        return Trajectory(
+            token_ids=(*prompt, *answer.output_ids),
+            loss_mask=(0, 0, 1, 1, 1),
+            behavior_logprobs=(0.0, 0.0, *answer.output_logprobs),
+            versions=(-1, -1, *answer.output_versions),
+            reward=float(sum(answer.output_ids) % 5),
+            kept_ids=answer.kept_ids.joined([2, answer.kept_ids]),
         )
 
 

@@ -15,8 +15,10 @@ from records import trajectory
 from arl.api.engine import ModelLimits, Sampler
 from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ArlError, TrajectoryError, first_error
+from arl.api.grammar import Grammar
+from arl.api.kept_ids import KeptIds
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import run_examples
@@ -343,3 +345,55 @@ def test_evaluations_ask_for_the_same_tokens_each_time() -> None:
     assert evaluated(1) == evaluated(1) != evaluated(2)
     assert len(set(evaluated(1))) == 4
     assert evaluated(None) == [None] * 4
+
+
+LETTERS = Grammar(kind="regex", text="[ab]+")
+IN_LETTERS = SamplingParams(grammar=LETTERS)
+FREE = ModelResponse(output_ids=(5, 6), output_logprobs=(-1.0, -2.0), output_versions=(0, 0), stop_reason="stop")
+CONSTRAINED = replace(FREE, output_logprobs=(-0.5, -0.25), kept_ids=KeptIds.of([[5, 8], [6, 9]]))
+
+
+class ByHand(RolloutWorkflow):
+    """Two responses, one of them under a grammar, made into a trajectory by hand."""
+
+    def __init__(self, kept_ids: KeptIds | None, mask: tuple[int, ...] = (0, 1, 1, 0, 1, 1)) -> None:
+        self.kept_ids = kept_ids
+        self.mask = mask
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        free = await engine.agenerate(ModelRequest(input_ids=(1,)))
+        constrained = await engine.agenerate(ModelRequest(input_ids=(1, 5, 6, 2), sampling=IN_LETTERS))
+        return Trajectory(
+            token_ids=(1, *free.output_ids, 2, *constrained.output_ids),
+            loss_mask=self.mask,
+            behavior_logprobs=(0.0, *free.output_logprobs, 0.0, *constrained.output_logprobs),
+            versions=(-1, 0, 0, -1, 0, 0),
+            reward=1.0,
+            kept_ids=self.kept_ids,
+        )
+
+
+def by_hand(workflow: RolloutWorkflow, constrained: ModelResponse = CONSTRAINED) -> Episode:
+    engine = ScriptedEngine(lambda request: constrained if request.sampling.grammar else FREE)
+    runner = EpisodeRunner(workflow=workflow, timeout_s=10.0)
+    return run_in_virtual_time(runner.run(engine, {}, name="the episode"))
+
+
+def test_a_response_under_a_grammar_is_not_trained_without_its_kept_ids() -> None:
+    assert CONSTRAINED.kept_ids is not None
+    whole = KeptIds.joined([4, CONSTRAINED.kept_ids])
+    half = KeptIds.of([None] * 5 + [[6, 9]])
+    assert by_hand(ByHand(whole)).is_finished
+    assert by_hand(ByHand(None, mask=(0, 1, 1, 0, 0, 0))).is_finished, "it is seen, and not trained"
+    for flawed in (ByHand(None), ByHand(half), ByHand(None, mask=(0, 0, 0, 0, 0, 1))):
+        error = by_hand(flawed).error
+        assert isinstance(error, TrajectoryError)
+        assert "tokens from 4 on were sampled under a grammar, but without their kept_ids" in str(error)
+
+
+def test_an_engine_that_answers_under_a_grammar_must_say_among_which_ids() -> None:
+    silent = replace(CONSTRAINED, kept_ids=None)
+    assert "its response has no kept_ids" in str(by_hand(ByHand(None), silent).error)
+    engine = ScriptedEngine(lambda request: [5, 6])
+    runner = EpisodeRunner(workflow=ByHand(None), timeout_s=10.0)
+    assert run_in_virtual_time(runner.run(engine, {}, name="the episode")).is_finished, "it plays the whole vocabulary"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from errands import Errands
 from msgspec import structs
-from players import Moody, TwoTurns, controlled, train
+from players import InLetters, Moody, TwoTurns, controlled, train
 
 from arl import MCPTools, OpenAIProxy
 from arl.api.episode_clock import EpisodeClock
@@ -40,8 +40,9 @@ from arl.api.events import (
     ToolEnded,
     TurnEnded,
 )
+from arl.api.kept_ids import KeptIds
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Group, ModelRequest
+from arl.api.types import Group, ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import tiny_tokenizer
 from arl.remote_calls import OtherTracebackError
@@ -119,11 +120,11 @@ def impatient(restarts_soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_SILENT_S", 1.0)
 
 
-@pytest.mark.parametrize("workflow", [TwoTurns(), Moody()])
+@pytest.mark.parametrize("workflow", [TwoTurns(), Moody(), InLetters()])
 async def test_the_same_groups_are_trained_with_workers_and_without(workflow: RolloutWorkflow, tmp_path: Path) -> None:
     async def batches(workflow: RolloutWorkflow) -> tuple[list[list[Group]], set[Any]]:
         settings: dict[str, Any] = {"group_size": 4, "min_group_size": 1, "max_staleness": 0, "seed_requests": True}
-        script = ScriptedEngine(lambda request: [(7 * sum(request.input_ids) + (request.sampling.seed or 0)) % 101] * 3)
+        script = ScriptedEngine(lambda request: answer(request, script.version))
         controller, buffer, engine = controlled(workflow, 20, script, has_baseline=True, episode_retries=0, **settings)
         trained = await train(controller, buffer, engine, range(4))
         of_trained = {t.token_ids.item(0) for batch in trained for group in batch for t in group.trajectories}
@@ -133,6 +134,20 @@ async def test_the_same_groups_are_trained_with_workers_and_without(workflow: Ro
     alone = await batches(workflow)
     async with EpisodeWorkers(workflow, 2, tmp_path) as away:
         assert await batches(away) == alone
+
+
+def answer(request: ModelRequest, version: int) -> list[int] | ModelResponse:
+    """A function of the prompt and the seed, with sets of all kinds under a grammar."""
+    said = (7 * sum(request.input_ids) + (request.sampling.seed or 0)) % 101
+    if request.sampling.grammar is None:
+        return [said] * 3
+    return ModelResponse(
+        output_ids=(said,) * 3,
+        output_logprobs=(-0.25, -0.5, -1.0),
+        output_versions=(version,) * 3,
+        stop_reason="length",
+        kept_ids=KeptIds.of([[said, 200], None, range(said, 200)], vocab_size=201),
+    )
 
 
 async def test_an_episode_ends_in_a_worker_as_it_ends_without(tmp_path: Path, caplog: Any) -> None:
