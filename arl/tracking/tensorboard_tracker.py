@@ -65,7 +65,8 @@ def _said(version: int, trajectories: Sequence[TrackedTrajectory]) -> str:
     for row in rows(version, trajectories):
         known = dict(zip(COLUMNS, row, strict=True))
         texts = [(name, text) for name in _AS_THEY_ARE if (text := known.pop(name))]
-        said.append(f"**{', '.join(f'{name} {value}' for name, value in known.items())}**")
+        numbers = ", ".join(f"{name} {value}" for name, value in known.items() if value not in (None, ""))
+        said.append(f"**{numbers}**")
         said += [f"{name}\n\n{_code(text)}" for name, text in texts]
     return "\n\n".join(said)
 
