@@ -11,6 +11,8 @@ FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 GPU_VENV ?= .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
+# The tests start arl in many processes, which would each compile it anew where the environment forbids compiled files.
+export PYTHONDONTWRITEBYTECODE :=
 # pip's progress in a terminal; elsewhere nothing but errors.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)

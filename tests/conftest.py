@@ -1,12 +1,16 @@
 """How xdist shares the tests among its workers, and what each of these does once."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from groups import GroupScheduling
 from xdist.remote import Producer
+
+# Before torch is imported: more threads wait for each other at each small matmul, on cores that other workers need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)  # there is no such hook with `-p no:xdist`

@@ -9,7 +9,10 @@ RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_start.py")
 """They start Ray, and `ray_address=auto` finds whatever cluster is being started or ended on the machine."""
 PAIR = ("test_invariance.py", "test_ranks.py")
 """They share two ranks, which take seconds to import torch and to warm up."""
-LONGEST = ("ray", "test_launch.py", "engine/weights/", "pair", "recovery/test_kills.py")
+LONGEST = (
+    *("ray", "test_launch.py", "engine/weights/", "pair", "recovery/test_kills.py", "test_docs.py", "test_in_cell.py"),
+    *("test_constrained_run.py", "conformance/", "finetuning/test_job.py"),
+)
 """These groups begin first, in this order: a long one that begins last leaves the other workers idle."""
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,17 @@ async def train(how: str, model: Path, run_dir: Path) -> None:
         await agent.task
 
 
-def what_is_there() -> dict[str, object]:
-    """Of what a run opens, starts, registers or holds in this process."""
+def processes() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def what_is_there(before: Container[object]) -> dict[str, object]:
+    """Of what a run opens, starts, registers or holds in this process. before: threads and processes of other tests."""
     files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return {
-        "threads": Counter(thread.name for thread in threading.enumerate()),
-        "processes": [child.pid for child in psutil.Process().children(recursive=True)],
+        "threads": Counter(thread.name for thread in threading.enumerate() if thread not in before),
+        "processes": [process for process in processes() if process not in before],
         # matplotlib itself keeps up to 64 fonts open.
         "files": Counter(re.sub(r"\d+", "N", file) for file in files if not file.endswith(".ttf")),
         "tasks": len(asyncio.all_tasks()),
@@ -87,13 +92,14 @@ async def test_the_fourth_run_leaves_what_the_second_left(
     model = write_tiny_model(tmp_path / "model")
     if not are_real:
         use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: tiny_tokenizer().encode("1234")))
+    before: set[object] = {*threading.enumerate(), *processes()}
     found = list[dict[str, object]]()
     for number, how in enumerate(["finished", "interrupted", "failed", "finished"]):
         await train(how, model, tmp_path / f"{number}")
         for _ in range(2):  # the first makes the event loop close async generators, which hold more
             gc.collect()
             await asyncio.sleep(0.1)
-        found.append(what_is_there())
+        found.append(what_is_there(before))
     assert found[3] == found[1]
     assert found[1]["trainers"] == 0
     assert found[1]["processes"] == found[1]["shared memory"] == []

@@ -78,7 +78,7 @@ def told(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
 def test_a_run_that_was_interrupted_and_killed_ends_with_the_weights_and_rows_of_one_that_was_not(
     task: str, place: Path, nursery: Nursery, tmp_path: Path
 ) -> None:
