@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ DIGITS = "0123456789"
 MAX_GUESSES = 6
 NUM_HELD_OUT = 100
 LAST = 3
-"""Evaluations at the end of a run, of which the mean is told."""
+"""Evaluations at the end of a run, of which the mean is told; and batches at its beginning, whose lengths are."""
 
 Example = Mapping[str, Any]
 Messages = list[dict[str, str]]
@@ -201,7 +201,7 @@ def warm_start(task: Task, directory: Path, seed: int, num_demonstrations: int =
 
 
 def run(name: str, algorithm: str, seed: int, directory: Path, steps: int) -> dict[str, Any]:
-    """One run's evaluations, and the mean length of its first batches' winning and losing trajectories."""
+    """One run's evaluations, and the mean length of its first batches' winning and losing episodes."""
     run_dir = directory / f"{name}-{algorithm.replace(', ', '-')}-{seed}"
     result = run_dir / "result.json"
     if result.exists():
@@ -219,9 +219,8 @@ def run(name: str, algorithm: str, seed: int, directory: Path, steps: int) -> di
             "log": {"console": False, "events": None},
         }
     )
-    workflow = _Watched(task.workflow(arl.load_tokenizer(model)))
     arl.train(
-        workflow=workflow,
+        workflow=task.workflow(arl.load_tokenizer(model)),
         dataset=rows[NUM_HELD_OUT:],
         eval_dataset=rows[:NUM_HELD_OUT],
         steps=steps,
@@ -230,42 +229,25 @@ def run(name: str, algorithm: str, seed: int, directory: Path, steps: int) -> di
         run_dir=run_dir,
         config=config,
     )
-    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    lines, metrics = ([*_rows(run_dir / f"{kind}.jsonl")] for kind in ("evaluations", "metrics"))
     measured = {
         "task": name,
         "algorithm": algorithm,
         "seed": seed,
         "rewards": [[line["version"], line["reward"]] for line in lines],
-        "winning_tokens": fmean(workflow.winning or [0]),
-        "losing_tokens": fmean(workflow.losing or [0]),
+        **{f"{outcome}_tokens": fmean(_lengths(metrics, outcome)) for outcome in ("winning", "losing")},
     }
     result.write_text(json.dumps(measured))
     return measured
 
 
-class _Watched(arl.RolloutWorkflow):
-    """Counts the trained tokens of the first episodes that win and lose."""
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    yield from map(json.loads, path.read_text().splitlines())
 
-    def __init__(self, inner: arl.RolloutWorkflow, num_watched: int = 256) -> None:
-        self._inner = inner
-        self._left = num_watched
-        self.winning: list[int] = []
-        self.losing: list[int] = []
 
-    async def __aenter__(self) -> _Watched:
-        await self._inner.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._inner.__aexit__(*error)
-
-    async def arun_episode(self, engine: Any, data: Example) -> Any:
-        made = await self._inner.arun_episode(engine, data)
-        if self._left > 0 and isinstance(made, Sequence):
-            self._left -= 1
-            tokens = sum(trajectory.num_trained_tokens for trajectory in made)
-            (self.winning if made[0].total_reward > 0.5 else self.losing).append(tokens)
-        return made
+def _lengths(metrics: Sequence[Mapping[str, Any]], outcome: str) -> list[float]:
+    """Trained tokens of the first batches' episodes that win, or lose."""
+    return [row[name] for row in metrics[:LAST] if (name := f"length/{outcome}_tokens") in row]
 
 
 # The table ---------------------------------------------------------------------------------------------------------

@@ -207,9 +207,28 @@ def batch_metrics(
         "length/tokens": fmean(len(t.token_ids) for t in trajectories),
         "length/tokens_max": max(len(t.token_ids) for t in trajectories),
         "length/trained_tokens": fmean(t.num_trained_tokens * is_trained(t) for t in trajectories),
+        **_lengths_by_outcome(groups, is_trained),
         **mean_metrics(trajectories),
         **mean_rewards(_episodes(groups)),
     }
+
+
+def _lengths_by_outcome(groups: Iterable[Group], is_trained: Callable[[Trajectory], bool]) -> dict[str, float]:
+    """Trained tokens of the episodes above, and of those below, their group's mean reward: each group's mean, averaged
+    over the groups with both. Within a group, for hard examples may have longer episodes, won or lost."""
+    winning, losing = list[float](), list[float]()
+    for group in groups:
+        episodes = _episodes([group])
+        tokens = [sum(t.num_trained_tokens for t in episode if is_trained(t)) for episode in episodes]
+        rewards = [episode_reward(episode) for episode in episodes]
+        middle = fmean(rewards)
+        above, below = [
+            [n for n, reward in zip(tokens, rewards, strict=True) if sign * (reward - middle) > 0] for sign in (1, -1)
+        ]
+        if above and below:
+            winning.append(fmean(above))
+            losing.append(fmean(below))
+    return {"length/winning_tokens": fmean(winning), "length/losing_tokens": fmean(losing)} if winning else {}
 
 
 def _sum_of_versions(trajectory: Trajectory) -> int:

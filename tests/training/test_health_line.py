@@ -13,7 +13,8 @@ from arl.training.run_files import RunLog
 
 FINE = {"reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.5, "entropy": 0.5, "truncated": 0.0}
 FINE |= {"equal_groups": 0.1, "effective_sample_size": 1.0, "staleness/mean": 1.0, "behavior_kl_proximal": 1e-3}
-COMPARING = {"algorithm": {"advantage": {"kind": "returns"}}}
+COMPARING = {"algorithm": {"advantage": {"kind": "returns"}, "aggregation": "token_mean"}}
+LONG_LOSSES = {"length/winning_tokens": 10.0, "length/losing_tokens": 25.0}
 
 RECORDED = """
 quickstart
@@ -114,10 +115,20 @@ def test_a_run_that_is_sick_gets_the_right_remarks(name: str, among: list[str]) 
         ({"time/wait_s": 8.0, "time/train_s": 1.0}, "the trainer waits for episodes 89% of the time"),
         ({"episodes_failed": 40, "episodes_trained": 120}, "25% of the episodes failed"),
         ({"event_loop_lag_s": 9.0}, None),
+        (LONG_LOSSES, "losing episodes are 2.5 times as long as winning ones (docs/presets.md)"),
+        (LONG_LOSSES | {"length/losing_tokens": 14.0}, None),
     ],
 )
 def test_a_remark_is_a_few_words_about_the_last_steps(metrics: dict[str, float], remark: str | None) -> None:
     assert said([FINE | metrics] * 3) == ({} if remark is None else {3: remark})
+
+
+def test_long_losses_are_told_where_tokens_weigh_equally() -> None:
+    def told(aggregation: str) -> bool:
+        return bool(said([FINE | LONG_LOSSES] * 3, HealthLine({"algorithm": {"aggregation": aggregation}})))
+
+    names = ("token_mean", "sequence_sum", "sequence_mean", "group_mean")
+    assert [name for name in names if told(name)] == ["token_mean", "sequence_sum"]
 
 
 def test_failures_count_in_the_last_steps_alone() -> None:

@@ -196,6 +196,7 @@ def test_half_of_an_evaluations_row_is_replaced_also_after_a_step(
 
 
 ONE, CUT = trajectory(), trajectory((0, 0), is_truncated=True)
+LONG = trajectory((3, 3, 3))
 BRANCHED = trajectory(), trajectory(), trajectory(role="checker"), trajectory()
 
 
@@ -234,8 +235,21 @@ BRANCHED = trajectory(), trajectory(), trajectory(role="checker"), trajectory()
             {},
             {"reward/form": 0.375},
         ),
+        (
+            [
+                grouped(ONE, LONG, *[trajectory(reward=1.0)] * 2, episode_indices=(0, 0, 1, 2)),
+                grouped(trajectory((3,)), trajectory((3,) * 6, reward=0.5)),
+                grouped(LONG, LONG),
+            ],
+            {},
+            {"length/winning_tokens": (2 + 6) / 2, "length/losing_tokens": (5 + 1) / 2},
+        ),
+        ([grouped(ONE, ONE)], {}, {"length/winning_tokens": None, "length/losing_tokens": None}),
     ],
-    ids=["staleness", "replayed groups", "masked", "equal and truncated", "branches", "workflow's", "reward parts"],
+    ids=[
+        *("staleness", "replayed groups", "masked", "equal and truncated", "branches", "workflow's", "reward parts"),
+        *("lengths of wins and losses", "all equal"),
+    ],
 )
 def test_metrics_of_a_batch(groups: list[Group], options: dict[str, Any], expected: dict[str, float | None]) -> None:
     """Of trained tokens against version 6. An episode counts once, if it has what is averaged."""
