@@ -110,7 +110,7 @@ test-frameworks: $(STAMP) $(FRAMEWORKS_STAMP)
 $(GPU_STAMP): pyproject.toml
 	@echo 'Installing arl, torch for CUDA (several GB) and the tools of its tests into $(GPU_VENV): minutes, once.'
 	@$(PYTHON) -m venv $(GPU_VENV)
-	@$(GPU_VENV)/bin/pip install $(PIP_SHOWS) -e '.[examples,dev]'
+	@$(GPU_VENV)/bin/pip install $(PIP_SHOWS) -e '.[examples,dev,structured]'
 	@touch $(GPU_STAMP)
 
 test-gpu: $(GPU_STAMP)

@@ -33,7 +33,7 @@ MAX_SEED = (1 << 31) - 1
 """The largest seed that every server takes."""
 
 ALTERS = "tokens sampled under it do not have the policy's logprobs, so training could not follow it"
-ONLY_SAMPLED = "servers give the logprobs of the sampled tokens alone"
+ONLY_SAMPLED = "arl asks servers for the logprobs of the sampled tokens alone, as training needs no others"
 """Why the endpoint refuses a field."""
 
 Count = Annotated[int, Field(ge=1)]
@@ -329,6 +329,10 @@ class CallPolicy:
         return Spoken(
             content=said, reasoning=reasoning, tool_calls=calls, finish_reason="tool_calls" if calls else ended
         )
+
+    def token_texts(self, response: ModelResponse) -> list[str]:
+        """The text of each sampled token."""
+        return [str(self.template.tokenizer.decode([token])) for token in response.output_ids]
 
     def check_tools(self, call: ChatCall) -> None:
         """Raise ModelError if the model's call format is unknown."""

@@ -10,38 +10,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from arl.api.types import new_id
-from arl.web.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
+from arl.web.bodies import BodyError, RequestBody, refused, shown, wrong
 from arl.web.server import DONE, event
-from arl.workflow.proxy.answer_forms import (
-    ANY_OBJECT,
-    Asked,
-    Form,
-    json_schema,
-    openai_choice,
-)
-from arl.workflow.proxy.calls import (
-    ALTERS,
-    MAX_SAMPLES,
-    ONLY_SAMPLED,
-    CallAnswer,
-    CallPolicy,
-    ChatCall,
-    Count,
-    Seed,
-    joined,
-    pieces,
-    usage,
-)
-from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
-from arl.workflow.proxy.form_fields import FormFields
+from arl.workflow.proxy.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
+from arl.workflow.proxy.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, Count, joined, pieces, usage
+from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
+from arl.workflow.proxy.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Kinds of text content -> the field that holds the text."""
-
-
-class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
-    include_usage: bool = False
 
 
 class Schema(RequestBody, ignored=("name", "description", "strict")):
@@ -58,25 +36,21 @@ class ResponseFormat(RequestBody):
 
 
 class ChatRequest(
-    CallBody,
-    FormFields,
+    SampledBody,
     # Agents send these fields of style by default; the model decides how to think and to write.
     ignored=(
         "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
         "service_tier", "store", "user", "verbosity",
     ),
     only={
-        "frequency_penalty": (0,),
+        **UNALTERED,
         "function_call": ("none",),
         "functions": ([],),
-        "logit_bias": ({},),
         "modalities": (["text"],),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
         "top_logprobs": (0,),
     },
     refused={
-        "frequency_penalty": ALTERS, "logit_bias": ALTERS, "presence_penalty": ALTERS, "repetition_penalty": ALTERS,
+        **WHY_UNALTERED,
         "functions": "it is the older form of tools; send tools",
         "function_call": "it is the older form of tool_choice; send tool_choice",
         "modalities": "the model reads and writes text",
@@ -90,18 +64,7 @@ class ChatRequest(
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: Strings = ()
-    stop_token_ids: Integers = ()
-    ignore_eos: bool = False
-    seed: Seed | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stream_options: ChatStreamOptions = ChatStreamOptions()
     logprobs: bool = False
     response_format: ResponseFormat = ResponseFormat()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -211,12 +174,11 @@ class ChatWire:
     def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
         if not self.asked.logprobs:
             return None
-        response, tokenizer = answer.response, self.policy.template.tokenizer
-        texts = [str(tokenizer.decode([token])) for token in response.output_ids]
+        texts = self.policy.token_texts(answer.response)
         return {
             "content": [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, response.output_logprobs, strict=True)
+                for text, logprob in zip(texts, answer.response.output_logprobs, strict=True)
             ]
         }
 
@@ -256,15 +218,7 @@ def read(exchange: Exchange) -> ChatWire:
         ),
         n=asked.n,
         template_options=asked.chat_template_kwargs,
-        max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        stop=tuple(asked.stop) or None,
-        stop_token_ids=tuple(asked.stop_token_ids) or None,
-        ignore_eos=asked.ignore_eos or None,
-        seed=asked.seed,
+        **{**asked.sampling, "max_new_tokens": asked.max_completion_tokens or asked.max_tokens},
     )
     return ChatWire(asked=asked, call=call, policy=policy)
 

@@ -5,64 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from arl.api.types import new_id
-from arl.web.bodies import Integers, RequestBody, Strings, refused, wrong
+from arl.web.bodies import refused, wrong
 from arl.web.server import DONE, event
 from arl.workflow.proxy.answer_forms import Asked
-from arl.workflow.proxy.calls import (
-    ALTERS,
-    MAX_SAMPLES,
-    ONLY_SAMPLED,
-    CallAnswer,
-    CallPolicy,
-    ChatCall,
-    Count,
-    Seed,
-    pieces,
-    usage,
-)
-from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
-from arl.workflow.proxy.form_fields import FormFields
+from arl.workflow.proxy.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, pieces, usage
+from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
+from arl.workflow.proxy.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
 from arl.workflow.proxy.text_dialogue import GivenText
 
 
-class CompletionStreamOptions(RequestBody, ignored=("include_obfuscation",)):
-    include_usage: bool = False
-
-
 class CompletionRequest(
-    CallBody,
-    FormFields,
+    SampledBody,
     ignored=("metadata", "user"),
-    only={
-        "best_of": (1,), "frequency_penalty": (0,), "logit_bias": ({},), "presence_penalty": (0,),
-        "repetition_penalty": (1,), "suffix": ("",),
-    },
+    only={**UNALTERED, "best_of": (1,), "suffix": ("",)},
     refused={
+        **WHY_UNALTERED,
         "best_of": "the best of several answers would be trained as if the model had said it at once",
-        "frequency_penalty": ALTERS, "logit_bias": ALTERS, "presence_penalty": ALTERS, "repetition_penalty": ALTERS,
         "suffix": "the model continues texts, and fills no gaps",
     },
     vital=("suffix",),
-):  # fmt: skip
+):
     """The body of a completion."""
 
     prompt: Any = None
-    max_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: Strings = ()
-    stop_token_ids: Integers = ()
-    ignore_eos: bool = False
-    seed: Seed | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stream_options: CompletionStreamOptions = CompletionStreamOptions()
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -106,13 +74,13 @@ class CompletionWire:
     def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
         if self.asked.logprobs is None:
             return None
-        response = answer.response
-        texts = [str(self.policy.template.tokenizer.decode([token])) for token in response.output_ids]
-        offsets = list(_starts(texts))
+        texts = self.policy.token_texts(answer.response)
         return {
-            "tokens": texts, "token_logprobs": list(response.output_logprobs), "top_logprobs": None,
-            "text_offset": offsets,
-        }  # fmt: skip
+            "tokens": texts,
+            "token_logprobs": list(answer.response.output_logprobs),
+            "top_logprobs": None,
+            "text_offset": list(_starts(texts)),
+        }
 
 
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
@@ -150,15 +118,7 @@ def read(exchange: Exchange) -> CompletionWire:
         text=GivenText(
             prompt=_prompt(asked.prompt, policy.template.tokenizer), adds_special_tokens=asked.add_special_tokens
         ),
-        max_new_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        stop=tuple(asked.stop) or None,
-        stop_token_ids=tuple(asked.stop_token_ids) or None,
-        ignore_eos=asked.ignore_eos or None,
-        seed=asked.seed,
+        **asked.sampling,
     )
     return CompletionWire(asked=asked, call=call, policy=policy)
 
