@@ -25,7 +25,7 @@ _EQUAL = 0.7
 """Share of groups with equal rewards. The healthy run and the quickstart go beyond it as they solve their tasks; the
 starved run was above 0.85 from the first steps on, at a reward near the lowest."""
 _LONGER = 1.5
-"""Times. In docs/presets.md the task of 2.2 collapsed."""
+"""Times. In docs/presets.md runs at 1.8 collapsed."""
 _MOSTLY_RIGHT = 0.75
 """Level of reward from which equal groups are mostly right ones."""
 _FAILED = 0.1

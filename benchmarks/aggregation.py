@@ -7,7 +7,7 @@ Three tasks of a tiny model. In `ramble` a long answer is mostly wrong, in `gues
 loses has used up its turns, and in `count` an answer that stops too early loses. The algorithms differ in what weighs
 the same in a batch: tokens, trajectories, or neither. Each task and seed has one warm-started model for all of them,
 with the same examples, learning rate and servers. A run that is done is not done again. Written to --directory: the
-runs, results.json and table.md.
+runs, results.json, table.md and curves.png.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from matplotlib.figure import Figure
 
 import arl
 from arl.rewards import InlineReward
@@ -274,6 +276,22 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The held-out reward over the steps: a thin line for each run, a thick one for an algorithm's mean."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+        for number, algorithm in enumerate(ALGORITHMS):
+            runs = [dict(r["rewards"]) for r in results if (r["task"], r["algorithm"]) == (task, algorithm)]
+            for one in runs:
+                axes.plot(one.keys(), one.values(), color=f"C{number}", alpha=0.3, linewidth=1)
+            shared = sorted(set[int]().union(*runs)) if runs else []
+            means = [fmean(one[version] for one in runs if version in one) for version in shared]
+            axes.plot(shared, means, color=f"C{number}", linewidth=2, label=algorithm)
+        axes.set(title=task, xlabel="step", ylabel="held-out reward", ylim=(0, 1))
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=80)
+
+
 def _spread(values: Sequence[float]) -> str:
     spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
     return f"{fmean(values):.3f}{spread}"
@@ -294,4 +312,5 @@ if __name__ == "__main__":
         print(name, algorithm, seed, [round(reward, 2) for _, reward in last["rewards"]], flush=True)
     (given.directory / "results.json").write_text(json.dumps(results))
     (given.directory / "table.md").write_text(table(results))
+    plot(results, given.directory / "curves.png")
     print(table(results))
