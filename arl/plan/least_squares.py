@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -49,9 +49,7 @@ def _simplest(columns: np.ndarray, wanted: np.ndarray, preferred: Sequence[int],
     gram, right, total = columns.T @ columns, columns.T @ wanted, float(wanted @ wanted)
     order = {column: place for place, column in enumerate(preferred)}
     best, least = np.zeros(columns.shape[1]), total
-    sets = [chosen for size in range(1, len(right) + 1) for chosen in combinations(range(len(right)), size)]
-    solved = [(error, chosen, values) for chosen in sets for values, error in [_solved(gram, right, total, chosen)]]
-    possible = [(error, chosen, values) for error, chosen, values in solved if values is not None]
+    possible = [entry for size in range(1, len(right) + 1) for entry in _solved(gram, right, total, size)]
     needed = set(preferred[:num_needed])
     most = max((len(needed & set(chosen)) for _, chosen, _ in possible), default=0)
     possible = [entry for entry in possible if len(needed & set(entry[1])) == most]
@@ -69,19 +67,15 @@ def _simplest(columns: np.ndarray, wanted: np.ndarray, preferred: Sequence[int],
 
 
 def _solved(
-    gram: np.ndarray, right: np.ndarray, total: float, chosen: Sequence[int]
-) -> tuple[np.ndarray | None, float]:
-    """The coefficients of these columns, all above 0, and the squared error; None if they have no such solution."""
-    rows = list(chosen)
-    own, wanted = gram[np.ix_(rows, rows)], right[rows]
-    scales = np.sqrt(np.diag(own))
-    if not (scales > 0).all():
-        return None, np.inf
-    try:
-        scaled = np.linalg.solve(own / np.outer(scales, scales) + 1e-10 * np.eye(len(rows)), wanted / scales)
-    except np.linalg.LinAlgError:
-        return None, np.inf
-    values = scaled / scales
-    if (values <= 0).any():
-        return None, np.inf
-    return values, float(max(total - 2 * values @ wanted + values @ own @ values, 0.0))
+    gram: np.ndarray, right: np.ndarray, total: float, size: int
+) -> Iterator[tuple[float, tuple[int, ...], np.ndarray]]:
+    """Of each set of `size` columns whose coefficients are all above 0: the squared error, the set, and these."""
+    sets = np.array(list(combinations(np.flatnonzero(gram.diagonal() > 0), size)), int).reshape(-1, size)
+    own, wanted, scales = gram[sets[:, :, None], sets[:, None, :]], right[sets], np.sqrt(gram.diagonal())[sets]
+    # The addend keeps matrices of columns that are alike from being singular.
+    matrices = own / (scales[:, :, None] * scales[:, None, :]) + 1e-10 * np.eye(size)
+    values = np.linalg.solve(matrices, (wanted / scales)[:, :, None])[:, :, 0] / scales
+    squares = np.einsum("si,sij,sj->s", values, own, values)
+    errors = np.maximum(total - 2 * (values * wanted).sum(axis=1) + squares, 0.0)
+    for i in np.flatnonzero(~(values <= 0).any(axis=1)):
+        yield float(errors[i]), tuple(sets[i].tolist()), values[i]
