@@ -21,13 +21,15 @@ async def plain_loop(seed: int) -> list[list[Group]]:
         batch: list[Group] = []
         while len(batch) < BATCH_SIZE:
             issue = ledger.issue()
+            row = rows[issue.example_id[1]]
             try:
-                episodes = [await Moody().arun_episode(engine, rows[issue.example_id[1]]) for _ in range(GROUP_SIZE)]
+                episodes = [await Moody().arun_episode(engine, row) for _ in range(GROUP_SIZE)]
             except RuntimeError:
                 continue
             trajectories = tuple(t for t in episodes if t is not None)
             if len(trajectories) == GROUP_SIZE:
-                batch.append(grouped(*trajectories, number=issue.group_id, stamp=version, example_id=issue.example_id))
+                known = {"number": issue.group_id, "stamp": version, "example_id": issue.example_id, "example": row}
+                batch.append(grouped(*trajectories, **known))
         batches.append(batch)
         await serve(engine, version + 1)
     return batches
