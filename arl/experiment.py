@@ -9,6 +9,7 @@ import logging
 import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
-from arl.api.errors import HookError
+from arl.api.errors import ConfigError, HookError
 from arl.api.notebook import kernel_shell, run_html
 from arl.api.settings import laid_over
 from arl.api.tracking import Tracker
@@ -72,6 +73,10 @@ class ExperimentConfig(Config):
         return laid_over(cls.tiny_settings, settings) if settings.get("model", TINY) == TINY else settings
 
 
+IS_LOADED_FOR_ITS_EXPERIMENT: ContextVar[bool] = ContextVar("is_loaded_for_its_experiment", default=False)
+"""Whether a command such as `arl try` imports a script, which must not train now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """The model, agent and data of one run, as `launch` takes them. Raises ConfigError if workflow is not one."""
@@ -118,6 +123,11 @@ class Experiment(Generic[ConfigT]):
 
         Run again on the same run_dir, it continues, and knows the evaluation from before any training.
         """
+        if IS_LOADED_FOR_ITS_EXPERIMENT.get():
+            raise ConfigError(
+                "it trains when it is loaded; put the line that trains under `if __name__ == '__main__':`, and write "
+                "at the top level: experiment = Experiment(config=..., prepare=...), see docs/running.md"
+            )
         with json_console(config.log.format == "json"):
             async with OpenRun(config) as held:  # before `prepare`, which may write there
                 return await self._train(config, held)
@@ -251,8 +261,8 @@ def _not_risen(first: tuple[float, float | None], last: tuple[float, float | Non
     if after - before > 2 * error:
         return ""
     return (
-        f"\nthe held-out reward has not risen by more than its error ({after - before:+.3f} ± {error:.3f}): see "
-        f"docs/reward.md, and the Health page of: arl view {run_dir}"
+        f"\nthe held-out reward has not risen by more than twice its standard error ({after - before:+.3f} ± "
+        f"{error:.3f}): see docs/reward.md, and the Health page of: arl view {run_dir}"
     )
 
 

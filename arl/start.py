@@ -24,7 +24,7 @@ from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import Stopped, exit_with, run_until_stopped
-from arl.data.given import examples_of, held_out_of
+from arl.data.given import examples_of, first_of_each, held_out_of
 from arl.data.lazy_rows import Columns
 from arl.data.loading import load_dataset
 from arl.experiment import Experiment, Setup, StepHook, TrainingResult
@@ -125,8 +125,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
             agent.messages(train[0])  # refuses an example without a question before anything starts
-            if held_out is not None:
-                agent.messages(held_out[0])
+            for example in first_of_each(held_out) if held_out is not None else ():
+                agent.messages(example)
         return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out, trackers=own_trackers)
 
     return await Experiment(config=type(settings), prepare=prepare, on_step=on_step).train(settings)

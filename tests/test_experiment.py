@@ -24,6 +24,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, StepStats, Trajectory
 from arl.assembly import launch
 from arl.cli import load_config
+from arl.data.given import held_out_of
 from arl.experiment import Experiment, ExperimentConfig, Setup, StepHook, _not_risen
 from arl.serving import OpenedServers, serve
 from arl.training.run_dir import RunLock
@@ -199,7 +200,7 @@ def test_the_last_line_says_so_if_the_reward_has_not_risen_by_two_standard_error
     first: tuple[float, float | None], last: tuple[float, float | None], is_told: bool
 ) -> None:
     said = _not_risen(first, last, Path("runs/run"))
-    assert ("has not risen by more than its error" in said) is ("docs/reward.md" in said) is is_told
+    assert ("has not risen by more than twice its standard error" in said) is ("docs/reward.md" in said) is is_told
 
 
 class Misspelt(Numbers):
@@ -221,6 +222,23 @@ async def test_a_run_whose_first_evaluation_fails_wholly_does_not_start_and_tell
     assert end.traceback.endswith("NameError: name 'daata' is not defined\n")
     assert [record.exc_info is not None for record in caplog.records if "daata" in record.message] == [True]
     assert (tmp_path / "logs" / "episodes.log").read_text().count("Traceback") == 1
+
+
+class Fussy(Numbers):
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        if "number" not in data:
+            raise KeyError("number")
+        return await super().arun_episode(engine, data)
+
+
+@pytest.mark.usefixtures("engine")
+async def test_a_run_does_not_start_if_all_episodes_of_one_named_dataset_fail(tmp_path: Path) -> None:
+    held_out = held_out_of({"right": EXAMPLES, "wrong": [{"value": 1}] * 3})
+    message = r"all 3 episodes of eval_dataset\['wrong'\] failed in the first evaluation.* KeyError: 'number'"
+    prepared = setup(workflow=Fussy(), eval_dataset=held_out)
+    with pytest.raises(FailureBudgetError, match=message):
+        await Experiment(config=Config, prepare=lambda _: prepared).train(small(tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 class Forgetful(Numbers):

@@ -140,6 +140,7 @@ async def test_several_rewards_are_named_and_weighted_and_a_file_is_a_dataset(
         ({"reward": right, "dataset": iter(SUMS)}, DatasetError, r"give its rows: list\(dataset\)"),
         ({"reward": right, "dataset": []}, DatasetError, "dataset is empty"),
         ({"reward": right, "eval_dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
+        ({"reward": right, "eval_dataset": {"a": SUMS, "b": [{"text": "2"}]}}, DatasetError, "columns text, .* pass"),
         ({"reward": right, "dataset": ["2 + 2"]}, DatasetError, "each row must be a dict"),
         ({"reward": {"right": ("much", right)}}, ConfigError, "finite weight"),
         ({"reward": {"right": (0.5,)}}, ConfigError, r"it must be \(weight, reward\)"),

@@ -207,11 +207,15 @@ def test_help_lists_the_options_and_then_the_scripts_settings(script: Commands) 
     assert "How often it asks." in out
 
 
+TRAINS = "__import__('arl').train(model='m', dataset=[{'prompt': 'a'}], reward=lambda answer, data: 1.0)"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
         ("", "x = 1", "has no `experiment`; write at the top level of it: experiment = Experiment("),
         ("", "experiment = 3", "has a int for its `experiment`"),
+        ("", TRAINS, "cannot be imported: ConfigError: it trains when it is loaded; put the line that trains under"),
         ("", "import nothing_here", "cannot be imported: ModuleNotFoundError: No module named 'nothing_here'"),
         ("", "x = (", "cannot be imported: SyntaxError: '(' was never closed"),
         ("", "raise SystemExit(3)", "SystemExit: 3; put the code that runs the script under `if __name__"),

@@ -15,7 +15,7 @@ from typing import Any
 from arl.api.config import Config
 from arl.api.errors import ConfigError
 from arl.cli import exit_with, load_config, run
-from arl.experiment import Experiment
+from arl.experiment import IS_LOADED_FOR_ITS_EXPERIMENT, Experiment
 
 NAME = "experiment"
 """The name of the experiment at the top level of a script."""
@@ -66,6 +66,7 @@ def _imported(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    token = IS_LOADED_FOR_ITS_EXPERIMENT.set(True)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -74,6 +75,8 @@ def _imported(file: Path) -> ModuleType:
         raise ConfigError(
             f"{file} cannot be imported: {type(error).__name__}: {error}{advice * isinstance(error, SystemExit)}"
         ) from error
+    finally:
+        IS_LOADED_FOR_ITS_EXPERIMENT.reset(token)
     return module
 
 

@@ -60,6 +60,12 @@ def held_out_of(given: Any, columns: Columns = MappingProxyType({})) -> Any:
     return NamedRows({name: examples_of(f"eval_dataset[{name!r}]", rows, columns) for name, rows in named.items()})
 
 
+def first_of_each(held_out: Any) -> list[Any]:
+    """The first example of each held-out dataset."""
+    places = held_out.places.values() if isinstance(held_out, NamedRows) else [range(1)]
+    return [held_out[place[0]] for place in places]
+
+
 _COLUMNS = "{name} is a dict of columns; give its rows: datasets.Dataset.from_dict({name})"
 
 

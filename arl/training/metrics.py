@@ -11,6 +11,7 @@ from statistics import fmean, pstdev, stdev
 
 from arl.api.config import EvaluationConfig
 from arl.api.engine import InferenceEngine, PublishStats
+from arl.api.errors import FailureBudgetError
 from arl.api.events import EvaluationEnded
 from arl.api.types import Evaluation, Group, Trajectory
 from arl.rollout.controller import Dataset, run_examples
@@ -106,6 +107,13 @@ class Evaluator:
             name: _evaluation([episodes[place] for place in places], version, evaluation.wall_s)
             for name, places in self._places.items()
         }
+        for name, places in self._places.items() if is_first else ():
+            own = [episodes[place] for place in places]
+            if (error := own[0].error) is not None and all(episode.error is not None for episode in own):
+                raise FailureBudgetError(
+                    f"all {len(own)} episodes of eval_dataset[{name!r}] failed in the first evaluation, so the run "
+                    f"does not go on. The first failed with {type(error).__name__}: {error}"
+                ) from error
         if parts:
             evaluation = replace(
                 evaluation,

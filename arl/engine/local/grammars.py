@@ -9,6 +9,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from arl.api.grammar import SCHEMAS_BY_NAME, Grammar, unenforced
@@ -16,6 +17,9 @@ from arl.api.installing import install_command
 from arl.web.bodies import RequestError
 
 _MAX_CACHED = 256
+_MAX_WHITESPACE = 20
+"""Characters between two parts of a JSON: a line end and some levels of indentation. Without a bound, a weak model may
+write white space until its tokens are used up."""
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 """Keywords whose values are data, not schemas."""
 
@@ -61,7 +65,7 @@ class Grammars:
             # Without xgrammar's own cache, which takes token-level structural tags of different shapes for the same.
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         compile_kind: dict[str, Callable[[str], Any]] = {
-            "json_schema": self._compiler.compile_json_schema,
+            "json_schema": partial(self._compiler.compile_json_schema, max_whitespace_cnt=_MAX_WHITESPACE),
             "regex": self._compiler.compile_regex,
             "structural_tag": self._compiler.compile_structural_tag,
         }

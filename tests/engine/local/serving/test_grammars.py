@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import xgrammar
 from protocol_client import Client
 from reference import Reference, chosen, close
 
@@ -198,6 +199,16 @@ async def test_a_grammar_that_cannot_be_honoured_is_refused_with_the_reason(
 
 def test_data_in_a_schema_is_not_taken_for_schemas() -> None:
     grammars.check_schema({"properties": {"not": {"const": {"not": 1}}, "format": {"enum": [{"if": 2}]}}})
+
+
+@pytest.mark.parametrize(("spaces", "is_taken"), [(20, True), (21, False)])
+def test_a_model_that_writes_white_space_must_go_on_with_its_json(spaces: int, is_taken: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    schema = Grammar(kind="json_schema", text='{"type": "object", "properties": {"x": {"type": "integer"}}}')
+    matcher = xgrammar.GrammarMatcher(
+        grammars.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).compiled(schema).result()
+    )
+    assert matcher.accept_string("{" + " " * spaces) is is_taken
 
 
 async def test_a_grammar_without_the_extra_says_what_to_install(
