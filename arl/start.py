@@ -7,6 +7,7 @@ import difflib
 import inspect
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
@@ -159,7 +160,7 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
                     notice_s = config.checkpoint.notice_s if config else None
                     return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
             except Stopped as stop:
-                if stop.number == signal.SIGINT:
+                if stop.number == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session goes on
                     raise KeyboardInterrupt from None
                 exit_with(128 + stop.number, f"{stop}; call arl.train again with the same run_dir to continue")
 
