@@ -350,7 +350,7 @@ def _row(stats: StepStats, num_steps: int | None) -> tuple[str, ...]:
     return (
         str(stats.version) if num_steps is None else f"{stats.version} of {num_steps}",
         f"{stats.reward:.3f}",
-        f"{stats.mean_staleness:.1f} / {stats.max_staleness_seen}",
+        f"{stats.mean_staleness:.1f} (max {stats.max_staleness_seen})",
         f"{metrics['samples_per_s']:.0f}",
         f"{stats.wait_s:.2f}s",
         f"{stats.train_s:.2f}s",

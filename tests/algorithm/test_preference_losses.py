@@ -128,9 +128,15 @@ def test_whole_pairs_may_be_split_over_microbatches_in_any_order(loss: Preferenc
 def test_metrics_are_means_over_pairs_however_long_they_are():
     right = ([-1.0], [-2.0], [-3.0] * 4, [-2.0] * 4)
     wrong = ([-2.0] * 9, [-1.0] * 9, [-1.0], [-1.0])
-    _, _, metrics = total(minibatch([right, wrong]), PreferenceLoss(beta=0.1))
+    unmoved = ([-2.0], [-2.0], [-1.0], [-1.0])
+    _, _, metrics = total(minibatch([right, right, wrong, unmoved]), PreferenceLoss(beta=0.1))
     assert metrics == pytest.approx(
-        {"accuracy": 0.5, "margin": 0.1 * (5 - 9) / 2, "chosen_logratio": -4.0, "rejected_logratio": -2.0}
+        {
+            "accuracy": 2.5 / 4,
+            "margin": 0.1 * (5 + 5 - 9) / 4,
+            "chosen_logratio": (1 + 1 - 9) / 4,
+            "rejected_logratio": (-4 - 4) / 4,
+        }
     )
 
 

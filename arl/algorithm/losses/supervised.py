@@ -35,7 +35,7 @@ class PreferenceLoss:
         ipo (Azar et al. 2310.12036, eq. 17):      (h - 1 / (2 beta))^2
 
     A sequence's log-ratio is the sum of c - reference over its trained tokens. Metrics, means over pairs: margin
-    (beta h), accuracy (share of h > 0), chosen_logratio, rejected_logratio.
+    (beta h), accuracy (share of h > 0, ties count half), chosen_logratio, rejected_logratio.
     """
 
     kind: Literal["dpo", "ipo"] = "dpo"
@@ -72,7 +72,7 @@ class PreferenceLoss:
             loss = -(1 - e) * F.logsigmoid(self.beta * h) - e * F.logsigmoid(-self.beta * h)
         metrics = {
             "margin": self.beta * h,
-            "accuracy": (h > 0).to(h.dtype),
+            "accuracy": _share_won(h),
             "chosen_logratio": chosen,
             "rejected_logratio": rejected,
         }
@@ -89,7 +89,7 @@ class RewardModelLoss:
 
         -log sigmoid(s_chosen - s_rejected) + center (s_chosen + s_rejected)^2
 
-    Metrics, means over pairs: margin (the difference), accuracy (share above 0), score.
+    Metrics, means over pairs: margin (the difference), accuracy (share above 0, ties count half), score.
     """
 
     center: float = 0.0
@@ -99,7 +99,7 @@ class RewardModelLoss:
         margin = _per_unit(outputs.values * tokens.advantages, tokens)
         total = _per_unit(outputs.values, tokens)
         loss = -F.logsigmoid(margin) + self.center * total.square()
-        metrics = {"margin": margin, "accuracy": (margin > 0).to(margin.dtype), "score": total / 2}
+        metrics = {"margin": margin, "accuracy": _share_won(margin), "score": total / 2}
         return TokenLosses(
             loss=loss[tokens.unit_ids],
             weighted={name: value.detach()[tokens.unit_ids] for name, value in metrics.items()},
@@ -134,3 +134,8 @@ def _per_unit(values: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
 def _counts(sequence_ids: torch.Tensor) -> torch.Tensor:
     """[M]: for each token, the number of trained tokens in its sequence."""
     return torch.bincount(sequence_ids)[sequence_ids] if len(sequence_ids) else sequence_ids
+
+
+def _share_won(differences: torch.Tensor) -> torch.Tensor:
+    """1 where a difference is above 0, 0 below, 1/2 at 0: a policy that equals its reference is right by chance."""
+    return (differences.sign() + 1) / 2
