@@ -107,13 +107,8 @@ class Evaluator:
             name: _evaluation([episodes[place] for place in places], version, evaluation.wall_s)
             for name, places in self._places.items()
         }
-        for name, places in self._places.items() if is_first else ():
-            own = [episodes[place] for place in places]
-            if (error := own[0].error) is not None and all(episode.error is not None for episode in own):
-                raise FailureBudgetError(
-                    f"all {len(own)} episodes of eval_dataset[{name!r}] failed in the first evaluation, so the run "
-                    f"does not go on. The first failed with {type(error).__name__}: {error}"
-                ) from error
+        if is_first:
+            self._check_names(episodes)
         if parts:
             evaluation = replace(
                 evaluation,
@@ -137,6 +132,16 @@ class Evaluator:
             )
         )
         return evaluation, episodes
+
+    def _check_names(self, episodes: Sequence[Episode]) -> None:
+        """Raise FailureBudgetError if all episodes of a named dataset failed: its rewards of 0 would be no news."""
+        for name, places in self._places.items():
+            errors = [episodes[place].error for place in places]
+            if (first := errors[0]) is not None and None not in errors:
+                raise FailureBudgetError(
+                    f"all {len(errors)} episodes of eval_dataset[{name!r}] failed in the first evaluation, so the run "
+                    f"does not go on. The first failed with {type(first).__name__}: {first}"
+                ) from first
 
 
 def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Evaluation:
