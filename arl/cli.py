@@ -34,13 +34,16 @@ from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError
 from arl.api.finetuning_config import FinetuneConfig
 from arl.api.notebook import kernel_shell
-from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
+from arl.api.settings import PEERS_NAMES, REQUIRED, Setting, config_error, settings_of, whole_section
 from arl.in_cell import is_in_cell, run_in_cell
 from arl.json_console import is_json, json_console, tell
 from arl.stopping import SCRIPT_END, ScriptEnd, command_line
 
 ConfigT = TypeVar("ConfigT", bound=Config | FinetuneConfig)
 T = TypeVar("T")
+
+CONTINUES = "the same command continues from its newest checkpoint, if there is one"
+"""What an interrupted script says by default."""
 
 
 def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
@@ -97,7 +100,7 @@ def run(
     config_class: type[ConfigT],
     argv: Sequence[str] | None = None,
     *,
-    if_stopped: str = "run the same command again to continue",
+    if_stopped: str = CONTINUES,
 ) -> T | None:
     """Load the configuration and run `main` on it: the last line of a script.
 
@@ -208,6 +211,7 @@ def run_until_stopped(
 
         def stop(number: int) -> None:
             if ending.signal is not None and number == signal.SIGINT:
+                _say("a second Ctrl-C: ended before it had saved")
                 ending.speak("Ctrl-C ended it before it had saved")
                 os._exit(128 + number)
             if ending.signal is not None:
@@ -398,7 +402,8 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
         return f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME alone"
     dashes = "--no-" if flag.startswith("--no-") else "--"
     wanted = flag.lstrip("-").removeprefix("no-").partition("=")[0].replace("-", "_")
-    close = [name for name in names if name.endswith(f".{wanted}")]
+    wanted_here = PEERS_NAMES.get(last := wanted.rpartition(".")[2], last)
+    close = [name for name in names if name.endswith(f".{wanted}") or f".{name}".endswith(f".{wanted_here}")]
     close = close or difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
     advice = "did you mean " + " or ".join(dashes + name for name in close) if close else "see --help for all of them"
     return f"{flag} is not a setting; {advice}"

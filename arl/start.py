@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig
-from arl.api.errors import ConfigError
-from arl.api.settings import config_error, laid_over
+from arl.api.errors import ArlError, ConfigError
+from arl.api.settings import PEERS_NAMES, config_error, laid_over
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
@@ -125,9 +125,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
-            agent.messages(train[0])  # refuses an example without a question before anything starts
-            for example in first_of_each(held_out) if held_out is not None else ():
-                agent.messages(example)
+            for example in (train[0], *(first_of_each(held_out) if held_out is not None else ())):
+                agent.check_example(example)  # before anything starts
         return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out, trackers=own_trackers)
 
     return await Experiment(config=type(settings), prepare=prepare, on_step=on_step).train(settings)
@@ -143,7 +142,7 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             unknown = next((name for name in kwargs if name not in signature.parameters), "")
-            close = difflib.get_close_matches(unknown, signature.parameters, n=1)
+            close = difflib.get_close_matches(PEERS_NAMES.get(unknown, unknown), signature.parameters, n=1)
             raise ConfigError(f"arl.train {error}" + "".join(f"; did you mean {name}?" for name in close)) from None
         again = "arl.train with the same run_dir"
         if is_in_cell():
@@ -159,10 +158,12 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
                 with asyncio.Runner() as runner:
                     notice_s = config.checkpoint.notice_s if config else None
                     return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
+            except ArlError as error:
+                raise error.with_traceback(None)  # its message says enough: the user's own frames stay  # noqa: B904
             except Stopped as stop:
                 if stop.number == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session goes on
                     raise KeyboardInterrupt from None
-                exit_with(128 + stop.number, f"{stop}; call arl.train again with the same run_dir to continue")
+                exit_with(128 + stop.number, f"{stop}; arl.train with the same run_dir continues from its newest checkpoint, if there is one")
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call

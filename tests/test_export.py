@@ -80,7 +80,7 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(
         return capsys.readouterr().err
 
     assert "no-run is no directory; name the run_dir" in refused(2, tmp_path / "no-run")
-    assert "has no checkpoint yet; name the run_dir" in refused(2, tmp_path)
+    assert "has no checkpoint; name the run_dir" in refused(2, tmp_path)
     assert "has no checkpoint of version 9, only of 1, 2: " in refused(2, run_dir, "--version", "9")
     (tmp_path / "there").mkdir()
     assert "there is there already; remove it" in refused(2, run_dir, "--out", tmp_path / "there")

@@ -149,7 +149,7 @@ def test_after_a_kill_a_rerun_continues_and_after_ctrl_c_and_a_kill_no_process_i
     assert process.returncode == 130, rest
     assert wanted - scraped == set(), "the dashboard asks for what no scrape gives"
     assert len(wanted) > 30
-    assert "run the same command again to continue" in rest
+    assert "the same command continues from its newest checkpoint, if there is one" in rest
     assert "the run was interrupted (SIGINT): " in rest
     interrupted = how_it_ended(tmp_path)
     assert going_on is not None

@@ -60,13 +60,13 @@ async def test_runs_are_listed_with_their_state_steps_reward_and_model(
     assert {name: (row["version"], row["steps"]) for name, row in rows.items()} == {
         "done": (4, 4), "broken": (0, 4), "dead": (6, 9), "now": (1, 4),
     }  # fmt: skip
-    assert (rows["done"]["reward_version"], rows["dead"]["reward"]) == (4, None)
+    assert (rows["done"]["evaluated_version"], rows["dead"]["reward"]) == (4, None)
     assert (rows["done"]["model"], rows["dead"]["model"]) == ("none", "me/model")
     assert rows["broken"]["why"] == "a bug"
     assert [row["num_bytes"] > 0 for row in rows.values()] == [True] * 4
     main(["runs", str(tmp_path)])
     header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "state", "steps", "held-out", "model", "started", "size"]
+    assert header.split() == ["run", "state", "steps", "held-out", "model", "started", "size", "why"]
     (dead,) = [line for line in lines if "killed" in line]
     assert dead.split()[:7] == [f"{tmp_path}/dead", "killed", "6", "of", "9", "-", "me/model"]
 

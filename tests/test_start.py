@@ -201,6 +201,6 @@ def test_a_notice_of_preemption_lets_train_save_and_ends_the_script(capsys: pyte
             _blocking(atrain)(config=given)
         assert (ended.value.code, saved.pop()) == (143, True)
         said.append(capsys.readouterr().err)
-    plain = "stopped by SIGTERM; call arl.train again with the same run_dir to continue"
+    plain = "stopped by SIGTERM; arl.train with the same run_dir continues from its newest checkpoint, if there is one"
     assert said[0] == plain + "\n"
     assert json.loads(said[1])["message"] == plain

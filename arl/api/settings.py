@@ -20,6 +20,13 @@ from arl.api.errors import ConfigError
 TAGS = ("preset", "kind", "transport")
 """The fields that tell the variants of a section apart."""
 
+PEERS_NAMES = {
+    "n": "group_size", "num_generations": "group_size", "learning_rate": "lr", "output_dir": "run_dir",
+    "max_steps": "steps", "preset": "algorithm", "max_completion_length": "max_new_tokens", "reward_funcs": "reward",
+    "train_dataset": "dataset", "args": "config", "report_to": "trackers",
+}  # fmt: skip
+"""What others call a setting -> its name here, for errors."""
+
 REQUIRED = PydanticUndefined
 """The default of a setting that has none."""
 

@@ -24,7 +24,7 @@ from arl.view.screen import plain
 
 ABOUT = (
     "List the runs in a folder, the last started last: the state of each (running, finished, interrupted, failed, "
-    "stalled or killed), the steps trained, and the last held-out reward. It disturbs no run."
+    "stalled or killed), the steps trained, the last held-out reward or loss, and why a run failed. It disturbs no run."
 )
 _METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 _SIGNS = frozenset((LOCK, END, ENVIRONMENT, _METRICS))
@@ -36,6 +36,8 @@ _SCAN_S = 2.0
 """Longest time to add up the sizes of one run's files."""
 _AT_ONCE = 8
 _WIDE = 1000
+_SAY_WHY = ("failed", "stalled", "killed")
+_MOST_OF_WHY = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,10 @@ class ListedRun:
     """Batches to train."""
     reward: float | None
     """Of the last evaluation."""
-    reward_version: int | None
+    loss: float | None
+    """The same of fine-tuning, which has no rewards."""
+    evaluated_version: int | None
+    """Which one was evaluated last."""
     model: str | None
     began: str | None
     """The last start, ISO 8601 in UTC."""
@@ -70,7 +75,8 @@ class ListedRun:
             version=step.get("version", end.version if end else None),
             steps=start.get("steps", end.steps if end else None),
             reward=evaluation.get("reward"),
-            reward_version=evaluation.get("version"),
+            loss=None if "reward" in evaluation else evaluation.get("loss"),
+            evaluated_version=evaluation.get("version"),
             model=start.get("model"),
             began=start.get("began") or (end.began if end else None) or None,
             num_bytes=sum(disk_use(run_dir, _SCAN_S).values()),
@@ -131,13 +137,19 @@ def _last_row(path: Path) -> dict[str, Any]:
 
 def _table(runs: Sequence[ListedRun]) -> Table:
     table = Table(box=None, header_style="bold")
-    for column in ("run", "state", "steps", "held-out", "model", "started", "size"):
-        is_number, is_name = column in ("steps", "held-out", "size"), column in ("run", "model")
+    for column in ("run", "state", "steps", "held-out", "model", "started", "size", "why"):
+        is_number, is_name = column in ("steps", "held-out", "size"), column in ("run", "model", "why")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=not is_name, overflow="fold")
     for run in runs:
-        cells = (run.run_dir, run.state, _steps(run), _reward(run), run.model or "-", _started(run))
-        table.add_row(*(Text(plain(cell)) for cell in cells), size_text(run.num_bytes))
+        cells = (run.run_dir, run.state, _steps(run), _held_out(run), run.model or "-", _started(run))
+        why = run.why if run.state in _SAY_WHY else ""
+        table.add_row(*(Text(plain(cell)) for cell in (*cells, size_text(run.num_bytes), _shortened(why))))
     return table
+
+
+def _shortened(why: str) -> str:
+    first = why.partition("\n")[0]
+    return first if len(first) <= _MOST_OF_WHY else f"{first[: _MOST_OF_WHY - 1]}…"
 
 
 def _steps(run: ListedRun) -> str:
@@ -145,8 +157,10 @@ def _steps(run: ListedRun) -> str:
     return str(trained) if run.steps is None else f"{trained} of {run.steps}"
 
 
-def _reward(run: ListedRun) -> str:
-    return "-" if run.reward is None else f"{run.reward:.3f} at {run.reward_version}"
+def _held_out(run: ListedRun) -> str:
+    if run.reward is not None:
+        return f"{run.reward:.3f} at {run.evaluated_version}"
+    return "-" if run.loss is None else f"loss {run.loss:.3f} at {run.evaluated_version}"
 
 
 def _started(run: ListedRun) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from arl.api.config import Config
 from arl.api.endpoint import ENDPOINT_KEY
 from arl.api.errors import ConfigError
+from arl.cli import CONTINUES
 from arl.commands.command import OTHER_FLAGS, parse, parser_of, run_command
 from arl.experiment import Experiment, Setup
 from arl.json_console import is_json, tell
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     parser = parser_of("serve", ABOUT, EPILOG)
     parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
     options, settings = parse(parser, argv)
-    run_command(_serve, options, settings, if_stopped="run the same command again to continue")
+    run_command(_serve, options, settings, if_stopped=CONTINUES)
 
 
 async def _serve(experiment: Experiment[Any], config: Config) -> None:

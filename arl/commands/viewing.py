@@ -14,6 +14,7 @@ from pathlib import Path
 from arl.api.errors import ArlError, ConfigError, RunFileError
 from arl.cli import exit_with
 from arl.training.run_end import how_it_ended
+from arl.training.run_facts import starts_of
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import Ending, ViewedRun, run_dirs
 from arl.web.process import add_key_option, answer_until, check_address, key_of
@@ -84,4 +85,6 @@ def the_run(path: Path) -> Path:
 def ending_of(run_dir: Path) -> Ending | None:
     """How the run in run_dir ended, or that it goes on; None if nothing says so."""
     end = how_it_ended(run_dir)
-    return Ending(end.how, end.why, end.what_next) if end else None
+    if end is None:
+        return None
+    return Ending(end.how, end.why, end.what_next, end.steps or (starts_of(run_dir) or [{}])[-1].get("steps"))

@@ -19,7 +19,7 @@ from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.finetuning.chats import to_demonstrations
 from arl.finetuning.demonstrations import finetune, write_model
 from arl.trainer_process import load_train_engine
-from arl.training.display import progress
+from arl.training.display import progress, waiting
 from arl.workflow.chat_template import ChatTemplate, template_of
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
@@ -51,26 +51,27 @@ def warm_start(
     """
     if directory.exists():
         return directory
-    taught = lessons()
-    known = [*phrases, *_phrases(taught)]
     blank = directory.with_name(directory.name + ".blank")
-    shutil.rmtree(blank, ignore_errors=True)
-    write_tiny_model(blank, known, shape, seed)
+    with waiting(f"making a tiny model and its lessons in {directory.parent}"):
+        taught = lessons()
+        known = [*phrases, *_phrases(taught)]
+        shutil.rmtree(blank, ignore_errors=True)
+        write_tiny_model(blank, known, shape, seed)
+        tokenizer = tiny_tokenizer(known)
+        examples = [to_demonstrations(lesson, tokenizer) for lesson in taught]
     num_steps = sum(-(-len(lesson) // batch_size) for lesson in taught)
     optimizer = OptimizerConfig(
         lr=lr, schedule="cosine", warmup_steps=30, total_steps=num_steps, min_lr_ratio=0.1, max_grad_norm=1.0
     )
     engine = load_train_engine(blank, TrainConfig(optimizer=optimizer, num_threads=num_threads), seed=seed)
     try:
-        tokenizer = tiny_tokenizer(known)
         with progress("warm start", num_steps) as advance:
 
             def report(_: int, metrics: Mapping[str, float]) -> None:
                 advance(loss=metrics["loss"])
 
-            for lesson in taught:
-                examples = to_demonstrations(lesson, tokenizer)
-                finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
+            for lesson in examples:
+                finetune(engine, lesson, batch_size=batch_size, seed=seed, on_step=report)
         write_model(engine, directory)
     finally:
         engine.close()

@@ -18,6 +18,7 @@ from arl.rewards.score import (
     ResultT,
     Reward,
     Score,
+    check_example,
     check_limits,
     checked,
     is_finite,
@@ -82,6 +83,9 @@ class WorkflowReward(Shared):
         super().__init__()
         self._reward = reward
         self.name = name
+
+    def check_example(self, data: Example) -> None:
+        check_example(self._reward, data)
 
     async def __call__(self, answer: str, data: Example) -> Score:
         """Raises RewardError, RewardTimeoutError, and the errors of a user's own reward class."""
@@ -175,6 +179,10 @@ class WeightedReward(Shared):
                 raise ConfigError(f"the part {name!r} is {part!r}; it must be (weight, reward) with a finite weight")
         self._weights = {name: float(weight) for name, (weight, _) in parts.items()}
         self._rewards = {name: as_reward(reward) for name, (_, reward) in parts.items()}
+
+    def check_example(self, data: Example) -> None:
+        for reward in self._rewards.values():
+            reward.check_example(data)
 
     async def _open(self, opened: AsyncExitStack) -> None:
         for reward in self._rewards.values():

@@ -66,7 +66,12 @@ class InTag:
 
 def references(data: Example, column: str) -> list[str]:
     """The right answers in a column: a value or a list; `... #### 42` gives 42. Raises RewardError without one."""
-    given = data.get(column)
+    if column not in data:
+        raise RewardError(
+            f"the example has no column {column!r} with a reference answer (it has {', '.join(map(repr, data))}); name "
+            f"the one that does, by the reward's column= or by columns={{{column!r}: ...}}"
+        )
+    given = data[column]
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not several or any(one is None or isinstance(one, Mapping) for one in several):
         raise RewardError(
@@ -92,6 +97,9 @@ class ExactMatch:
         found = self.extract(answer) if self.extract else answer
         return float(found is not None and self._plain(found) in expected)
 
+    def check_example(self, data: Example) -> None:
+        references(data, self.column)
+
     def _plain(self, text: str) -> str:
         text = " ".join(text.split())
         return text.casefold() if self.ignore_case else text
@@ -109,6 +117,9 @@ class NumericMatch:
     """The same, as a share of the reference. The larger of both limits counts."""
     extract: Extract | None = None
     """Finds the answer in the text; unset, the whole text is searched."""
+
+    def check_example(self, data: Example) -> None:
+        references(data, self.column)
 
     def __post_init__(self) -> None:
         if not (self.tolerance >= 0 and self.relative_tolerance >= 0):

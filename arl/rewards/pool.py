@@ -23,10 +23,11 @@ from typing import Any, Generic, ParamSpec, cast
 from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, RewardError, RewardTimeoutError
+from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.offload import finished, offload
 from arl.rewards.fork_server import load_into_fork_server
-from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long, reported
+from arl.rewards.score import ResultT, check_example, check_limits, checked, name_of, ran_too_long, reported
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,9 @@ class RewardPool(Shared, Generic[P, ResultT]):
         self._pool: ProcessPool | None = None
         self._calls: set[concurrent.futures.Future[_Outcome]] = set()
         self._replacing = asyncio.Lock()
+
+    def check_example(self, data: Example) -> None:
+        check_example(self._function, data)
 
     async def _open(self, opened: AsyncExitStack) -> None:
         opened.push_async_callback(self._end)

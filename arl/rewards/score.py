@@ -83,6 +83,12 @@ def check_limits(timeout_s: float, workers: int = 1) -> None:
         raise ConfigError(f"workers is {workers}; it must be at least 1")
 
 
+def check_example(reward: object, data: Example) -> None:
+    """Let a reward that looks a reference up raise RewardError if the example has none. Only arl's own can tell."""
+    if check := getattr(reward, "check_example", None):
+        check(data)
+
+
 def ran_too_long(name: str, timeout_s: float) -> RewardTimeoutError:
     return RewardTimeoutError(f"reward function {name} ran longer than {timeout_s:g} s")
 

@@ -53,6 +53,9 @@ class MathEquality:
 
     column: str = "answer"
 
+    def check_example(self, data: Example) -> None:
+        references(data, self.column)
+
     def __call__(self, answer: str, data: Example) -> Score:
         expected = references(data, self.column)
         is_right = any(is_equal(answer, reference) for reference in expected)

@@ -289,6 +289,17 @@ def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
         display.close()
 
 
+@contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """The same for work of unknown length."""
+    display = _display()
+    try:
+        with display.waiting(name):
+            yield
+    finally:
+        display.close()
+
+
 @dataclass(slots=True, kw_only=True)
 class _Lines:
     """The plain lines about one piece of work."""

@@ -105,7 +105,7 @@ class RunEnd:
         how = {"interrupted": f"was interrupted ({self.signal})" if self.signal else "was interrupted"}.get(self.how)
         how = how or (f"{self.how} ({self.error})" if self.error else self.how)
         numbers = [] if self.version is None else [f"{self.version} of {self.steps} steps are trained"]
-        numbers += [f"{self.totals['wall_s']:.0f} s"] if self.totals else []
+        numbers += [f"{self.totals['wall_s']:.0f} s"] if self.version and self.totals else []
         best, last = self.evaluations.get("best"), self.evaluations.get("last")
         if best and last:
             told, told_best = (

@@ -52,10 +52,12 @@ class Overview:
     """Since the run began, without the time between two lives."""
     left_s: float | None
     """Until all steps are trained, at the speed of the last ones."""
-    rewards: Sequence[float]
-    """Of each step."""
+    measure: str
+    """`reward`, or the `loss` of fine-tuning."""
+    curve: Sequence[float]
+    """The measure of each step."""
     evaluations: Sequence[tuple[int, float]]
-    """(version, reward)"""
+    """(version, measure)"""
     staleness: Mapping[str, float]
     """mean and max of the last step, and the bound, as far as they are known."""
     stale_shares: Sequence[float]
@@ -78,8 +80,9 @@ def overview(viewed: ViewedRun, ending: Ending | None, health: Row, now: float) 
     """To be called on the run's thread. ending: how it ended, if it did. health: of a moment ago. now: time.time()."""
     run, rows, tick = viewed.run, viewed.run.steps, viewed.tick()
     is_live, last = tick["is_live"], rows[-_STEPS:]
-    steps = run.settings.get("steps")
+    steps = run.settings.get("steps", ending and ending.steps)
     steps = steps if isinstance(steps, int) else None
+    measure = viewed.measure
     seconds = _step_seconds(rows[-_STEPS - 1 :])
     left = steps - tick["version"] if steps is not None and is_live and seconds else 0
     loading = tick["loading"]
@@ -92,8 +95,9 @@ def overview(viewed: ViewedRun, ending: Ending | None, health: Row, now: float) 
         steps=steps,
         elapsed_s=_elapsed_s(run, now if is_live else run.last),
         left_s=left * seconds if left > 0 and seconds else None,
-        rewards=_numbers(rows, "reward"),
-        evaluations=[(row["version"], row["reward"]) for row in run.evaluations if _is_number(row.get("reward"))],
+        measure=measure,
+        curve=_numbers(rows, measure),
+        evaluations=[(row["version"], row[measure]) for row in run.evaluations if _is_number(row.get(measure))],
         staleness=_staleness(run, rows),
         stale_shares=_stale_shares(viewed),
         time_shares=_time_shares(last, seconds),

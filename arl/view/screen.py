@@ -101,7 +101,7 @@ def _head(shown: Overview, width: int, ascii_only: bool) -> Text:
 def _numbers(shown: Overview, width: int, blocks: str) -> list[_Section]:
     room = width - _LABEL
     found = [
-        _Section("reward", [_rewards(shown, room, blocks), *_held_out(shown, blocks)]),
+        _Section(shown.measure, [_measured(shown, room, blocks), *_held_out(shown, blocks)]),
         _Section("staleness", _staleness(shown, room, blocks)),
         _Section("time", [*_shares(shown, room, blocks), *([Text(f"now {shown.doing}")] if shown.doing else [])]),
         _Section("speed", [Text(", ".join(f"{_short(value)} {name}" for name, value in shown.speeds.items()))]),
@@ -147,22 +147,23 @@ def _counted(row: Row, text: str, style: str = "") -> Text:
     return Text.assemble((f"{row['count']} x ", "bold"), (plain(text), style))
 
 
-def _rewards(shown: Overview, room: int, blocks: str) -> Text:
-    if not shown.rewards:
+def _measured(shown: Overview, room: int, blocks: str) -> Text:
+    if not shown.curve:
         return Text("no step is trained yet", "dim")
-    said = f"{shown.rewards[-1]:.3f}  "
-    ends = f"  {min(shown.rewards):.3f} to {max(shown.rewards):.3f}"
-    curve = sparkline(shown.rewards, max(room - len(said) - len(ends), 8), blocks)
+    said = f"{shown.curve[-1]:.3f}  "
+    ends = f"  {min(shown.curve):.3f} to {max(shown.curve):.3f}"
+    curve = sparkline(shown.curve, max(room - len(said) - len(ends), 8), blocks)
     return Text.assemble((said, "bold"), (curve, "green"), (ends, "dim"))
 
 
 def _held_out(shown: Overview, blocks: str) -> list[Text]:
     if not shown.evaluations:
         return []
-    version, reward = shown.evaluations[-1]
-    best = max(shown.evaluations, key=lambda one: one[1])
-    said = f"held out {reward:.3f} at version {version}" + (
-        f", best {best[1]:.3f} at {best[0]}" if round(best[1], 3) > round(reward, 3) else ""
+    version, last = shown.evaluations[-1]
+    choose = min if shown.measure == "loss" else max
+    best = choose(shown.evaluations, key=lambda one: one[1])
+    said = f"held out {last:.3f} at version {version}" + (
+        f", best {best[1]:.3f} at {best[0]}" if round(best[1], 3) != round(last, 3) else ""
     )
     curve = sparkline([one for _, one in shown.evaluations], 16, blocks) if len(shown.evaluations) > 1 else ""
     return [Text.assemble(said, "  ", (curve, "green"))]

@@ -42,6 +42,8 @@ class Ending(NamedTuple):
     how: str
     why: str
     what_next: str
+    steps: int | None = None
+    """Batches to train, if files beside the event log say so."""
 
 
 EndingOf = Callable[[Path], Ending | None]
@@ -117,9 +119,16 @@ class ViewedRun:
             "is_live": is_live,
         }
 
+    @property
+    def measure(self) -> str:
+        """What its rows say of the model: `reward`, or the `loss` of fine-tuning, which has no episodes."""
+        row = next(iter((*self.run.steps, *self.run.evaluations)), {})
+        return "loss" if "loss" in row and "reward" not in row else "reward"
+
     def about(self) -> Row:
         run, steps = self.run, self.run.settings.get("steps")
-        how, why, what_next = self._ending_of(self.run_dir) or Ending("unknown", "", "")
+        how, why, what_next, known_steps = self._ending_of(self.run_dir) or Ending("unknown", "", "")
+        steps = known_steps if steps is None else steps
         return {
             "name": self.run_dir.resolve().name,
             "dir": str(self.run_dir),
@@ -208,7 +217,7 @@ class ViewedRun:
         """What could not be read, in sentences."""
         problems = [*self.run.problems, *filter(None, (self._unreadable, self._problem))]
         directory = self.run.files.directory
-        if os.path.isdir(directory):
+        if os.path.isdir(directory) or self.measure == "loss":
             return problems
         if self.run.system or self.run.episodes:
             problems.append(

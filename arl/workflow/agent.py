@@ -63,6 +63,11 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         given = self.prompt(data) if self.prompt is not None else _of_columns(data)
         return with_system(self.system, given)
 
+    def check_example(self, data: Example) -> None:
+        """Raise DatasetError for an example without messages, RewardError for one without a reference answer."""
+        self.messages(data)
+        self._score.check_example(data)
+
     def conversation(self, data: Example, tools: Sequence[Tool] = ()) -> Conversation:
         return Conversation(
             self.tokenizer,

@@ -151,6 +151,12 @@ async def test_a_life_that_goes_back_undoes_what_was_trained_after_its_checkpoin
     assert all(episode.step is None for episode in undone)
 
 
+def waiting_in(run_dir: Path, version: int) -> set[int]:
+    """The groups that wait in a checkpoint to be trained."""
+    with (run_dir / "checkpoints" / f"version-{version:08}" / "groups.npz").open("rb") as file:
+        return {group.group_id for group in read_groups(file)}
+
+
 async def test_what_a_checkpoint_counts_on_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each batch up to its version, the groups that wait in it, and their tokens."""
     monkeypatch.setattr(writer, "_EVERY_S", 1000.0)
@@ -161,8 +167,7 @@ async def test_what_a_checkpoint_counts_on_is_in_the_log(tmp_path: Path, monkeyp
             await asyncio.sleep(0.01)
         await trainer.save()
         record = read_run(tmp_path)
-    with (tmp_path / "checkpoints" / "version-00000003" / "groups.npz").open("rb") as file:
-        waiting = {group.group_id for group in read_groups(file)}
+    waiting = waiting_in(tmp_path, 3)
     assert [batch.version for batch in of_kind(record, events.BatchTrained)] == [1, 2, 3]
     for version, batch in enumerate(engine.batches[:3], start=1):
         episodes = [episode for episode in record.episodes if episode.step == version]
@@ -176,7 +181,7 @@ async def test_groups_that_wait_in_a_checkpoint_are_not_undone_before_the_next_l
     async with running(tmp_path, steps=3, **SETTINGS) as trainer:
         async for _ in trainer:
             pass
-        waiting = {group.group_id for group in trainer.buffer.untrained(3)}
+    waiting = waiting_in(tmp_path, 3)
     async with running(tmp_path, steps=3, **SETTINGS) as trainer:
         assert trainer.events.flush()
         record = read_run(tmp_path)
