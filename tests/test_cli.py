@@ -101,6 +101,7 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--lr", "1e-4"], "--lr is not a setting; did you mean --train.optimizer.lr or --algorithm.critic.lr"),
         (["--batch-size=3"], "--batch-size=3 is not a setting; did you mean --rollout.batch_size"),
         (["--no-shuffle"], "--no-shuffle is not a setting; did you mean --no-rollout.shuffle"),
+        (["--rollout.n=4"], "--rollout.n=4 is not a setting; did you mean --rollout.group_size"),
         (["--qqq"], "--qqq is not a setting; see --help for all of them"),
         (["--rollout.shuffle", "true"], "true belongs to no setting; each value has its flag, and a switch is --NAME"),
         (["--rollout.shuffle=true"], "--rollout.shuffle is a switch; give it without a value, or as --no-rollout.shu"),
@@ -233,8 +234,9 @@ def test_of_signals_after_the_first_only_ctrl_c_ends_the_script_unsaved(
         os.kill(process.pid, first)
         time.sleep(0.2)  # else the kernel may hand both over as one
         os.kill(process.pid, second)
-        out, _ = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
     assert (out, process.returncode) == end
+    assert ("a second Ctrl-C: ended before it had saved" in err) == (second == signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,9 @@ async def test_runs_are_listed_with_their_state_steps_reward_and_model(
     killed(tmp_path / "dead")
     record_start(Config(model="me/model", run_dir=tmp_path / "dead", steps=9), 9)
     (tmp_path / "dead" / "metrics.jsonl").write_text('{"version": 5}\n{"version": 6}\n{"vers')
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "metrics.jsonl").write_text('{"version": 3, "loss": 0.5}\n')
+    (tmp_path / "tuned" / "evaluations.jsonl").write_text('{"version": 3, "loss": 0.25}\n')
     (tmp_path / "done" / "sub").mkdir()
     (tmp_path / "done" / "sub" / "END.json").touch()
     (tmp_path / "notes").mkdir()
@@ -55,18 +58,22 @@ async def test_runs_are_listed_with_their_state_steps_reward_and_model(
         await anext(trainer)
         rows = listed(tmp_path, capsys)
     assert {name: row["state"] for name, row in rows.items()} == {
-        "done": "finished", "broken": "failed", "dead": "killed", "now": "running",
+        "done": "finished", "broken": "failed", "dead": "killed", "now": "running", "tuned": "unknown",
     }  # fmt: skip
     assert {name: (row["version"], row["steps"]) for name, row in rows.items()} == {
-        "done": (4, 4), "broken": (0, 4), "dead": (6, 9), "now": (1, 4),
+        "done": (4, 4), "broken": (0, 4), "dead": (6, 9), "now": (1, 4), "tuned": (3, None),
     }  # fmt: skip
     assert (rows["done"]["evaluated_version"], rows["dead"]["reward"]) == (4, None)
     assert (rows["done"]["model"], rows["dead"]["model"]) == ("none", "me/model")
     assert rows["broken"]["why"] == "a bug"
-    assert [row["num_bytes"] > 0 for row in rows.values()] == [True] * 4
+    assert [row["num_bytes"] > 0 for row in rows.values()] == [True] * 5
     main(["runs", str(tmp_path)])
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split() == ["run", "state", "steps", "held-out", "model", "started", "size", "why"]
+    (broken,) = [line for line in lines if "failed" in line]
+    assert broken.endswith("  a bug")
+    (tuned,) = [line for line in lines if "tuned" in line]
+    assert "loss 0.250 at 3" in tuned
     (dead,) = [line for line in lines if "killed" in line]
     assert dead.split()[:7] == [f"{tmp_path}/dead", "killed", "6", "of", "9", "-", "me/model"]
 

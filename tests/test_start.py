@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import signal
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl
-from arl.api.errors import ConfigError, DatasetError
+from arl.api.errors import ConfigError, DatasetError, RewardError
 from arl.engine.tiny import TURN_END, tiny_tokenizer
+from arl.rewards.answers import NumericMatch
 from arl.start import _blocking, _settings
 
 TOKENIZER = tiny_tokenizer()
@@ -92,6 +94,8 @@ def test_an_error_stands_alone_in_a_scripts_traceback(small: dict[str, Any]) -> 
     with pytest.raises(DatasetError) as raised:
         arl.train(dataset=[], reward=right, **small)
     assert raised.value.__context__ is None
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert files == [Path(__file__).name, "start.py"]
 
 
 async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any]) -> None:
@@ -103,6 +107,7 @@ async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any])
     ("arguments", "said"),
     [
         ({"dataset": SUMS, "stpes": 3}, "arl.train got an unexpected keyword argument 'stpes'; did you mean steps?"),
+        ({"dataset": SUMS, "preset": 3}, "arl.train got an unexpected keyword argument 'preset'; did you mean algorithm?"),
         ({"dataset": SUMS, "xyz": 3}, "arl.train got an unexpected keyword argument 'xyz'"),
         ({}, "arl.train missing a required argument: 'dataset'"),
     ],
@@ -128,6 +133,7 @@ async def test_several_rewards_are_named_and_weighted_and_a_file_is_a_dataset(
     [
         ({}, ConfigError, "neither of reward and workflow"),
         ({"reward": right, "workflow": arl.SingleTurnWorkflow(TOKENIZER, right)}, ConfigError, "both of reward"),
+        ({"reward": {"a": NumericMatch(column="sum")}}, RewardError, "no column 'sum' with a reference"),
         (
             {"workflow": arl.SingleTurnWorkflow(TOKENIZER, right), "system": "Add."},
             ConfigError,
@@ -174,7 +180,8 @@ def test_editors_and_help_see_every_setting_of_both() -> None:
 
 def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from arl.rewards import ThreadReward
-    from arl.start import _runnable
+    from arl.rewards.answers import NumericMatch
+from arl.start import _runnable
 
     def own(answer: str, data: arl.Example) -> float:
         return 1.0

@@ -195,6 +195,19 @@ def test_a_run_without_events_has_a_frame(tmp_path: Path, files: dict[str, str])
     assert "has no event log" in " ".join(text.split())  # it may be broken into lines anywhere
 
 
+def test_fine_tuning_has_a_frame_with_its_losses(tmp_path: Path) -> None:
+    rows = [{"version": version, "loss": 1 / version} for version in (1, 2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "evaluations.jsonl").write_text('{"version": 0, "loss": 2.0}\n{"version": 4, "loss": 0.3}\n')
+    ending = Ending("finished", "all steps are trained", "", 4)
+    text = "\n".join(frame(seen(tmp_path, ending_of=lambda _: ending), 100, None))
+    assert "step 4 of 4" in text
+    assert "loss       0.250" in text
+    assert "held out 0.300 at version 4" in text
+    assert "reward" not in text
+    assert "event log" not in text
+
+
 def test_a_torn_log_has_a_frame_with_what_is_whole(tmp_path: Path) -> None:
     write_run(tmp_path)
     (torn,) = tmp_path.glob("events/0002-*.events.zst")
