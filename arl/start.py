@@ -163,7 +163,10 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
             except Stopped as stop:
                 if stop.number == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session goes on
                     raise KeyboardInterrupt from None
-                exit_with(128 + stop.number, f"{stop}; arl.train with the same run_dir continues from its newest checkpoint, if there is one")
+                exit_with(
+                    128 + stop.number,
+                    f"{stop}; arl.train with the same run_dir continues from its newest checkpoint, if there is one",
+                )
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call

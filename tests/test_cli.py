@@ -192,7 +192,10 @@ def _script(*flags: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-AGAIN, LOST = "the same command continues from its newest checkpoint, if there is one", "what was not saved within checkpoint.notice_s=0.1 is lost\n"
+AGAIN, LOST = (
+    "the same command continues from its newest checkpoint, if there is one",
+    "what was not saved within checkpoint.notice_s=0.1 is lost\n",
+)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +63,12 @@ def processes() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def what_is_there(before: Container[object]) -> dict[str, object]:
-    """Of what a run opens, starts, registers or holds in this process. before: threads and processes of other tests."""
+def trainers() -> set[object]:
+    return {one for one in gc.get_objects() if type(one) is Trainer}
+
+
+def what_is_there(before: set[object]) -> dict[str, object]:
+    """Of what a run opens, starts, registers or holds in this process. before: what is of other tests."""
     files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return {
@@ -76,7 +79,7 @@ def what_is_there(before: Container[object]) -> dict[str, object]:
         "tasks": len(asyncio.all_tasks()),
         "handlers of logs": sum(len(getattr(logger, "handlers", ())) for logger in loggers),
         "handlers of signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
-        "trainers": sum(type(one) is Trainer for one in gc.get_objects()),
+        "trainers": len(trainers() - before),
         "attention functions": sorted(AttentionInterface().valid_keys()),
         "a process group": dist.is_initialized(),
         "shared memory": [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name],
@@ -92,7 +95,7 @@ async def test_the_fourth_run_leaves_what_the_second_left(
     model = write_tiny_model(tmp_path / "model")
     if not are_real:
         use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: tiny_tokenizer().encode("1234")))
-    before: set[object] = {*threading.enumerate(), *processes()}
+    before = {*threading.enumerate(), *processes(), *trainers()}
     found = list[dict[str, object]]()
     for number, how in enumerate(["finished", "interrupted", "failed", "finished"]):
         await train(how, model, tmp_path / f"{number}")

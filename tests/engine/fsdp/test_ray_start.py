@@ -227,4 +227,6 @@ def test_a_run_over_ray_that_gets_sigterm_cleans_up_for_as_long_as_it_takes():
     command = [sys.executable, "-c", STOPPED_WITH_RAY]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (ended.stdout, ended.returncode) == ("saved\n", 143), ended.stderr
-    assert ended.stderr == "stopped by SIGTERM; the same command continues from its newest checkpoint, if there is one\n"
+    assert (
+        ended.stderr == "stopped by SIGTERM; the same command continues from its newest checkpoint, if there is one\n"
+    )
