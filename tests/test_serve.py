@@ -1,5 +1,6 @@
 """`arl serve`: programs in processes of their own play the episodes of an experiment, over HTTP."""
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from scripted_launch import use_fakes
 from arl.__main__ import main
 from arl.api.errors import ConfigError
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import SamplingParams
+from arl.api.types import ModelRequest, SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.rewards import InlineReward
@@ -77,6 +78,22 @@ def playing(url: str, *names: str) -> "dict[str, subprocess.Popen[str]]":
     }
 
 
+class WhenAllPlay:
+    """Says 3, but nothing before all programs have asked, each of which plays one episode at a time."""
+
+    def __init__(self) -> None:
+        self.num_programs = 1
+        self._num_asked = 0
+        self._all_play = asyncio.Event()
+
+    async def __call__(self, request: ModelRequest) -> list[int]:
+        self._num_asked += 1
+        if self._num_asked == self.num_programs:
+            self._all_play.set()
+        await self._all_play.wait()
+        return TOKENIZER.encode("3<|im_end|>")
+
+
 def check(run_dir: Path, programs: "dict[str, subprocess.Popen[str]]") -> None:
     """All programs have ended well, and what they played was trained and evaluated."""
     said = {name: program.communicate(timeout=60)[0] for name, program in programs.items()}
@@ -93,10 +110,12 @@ def test_programs_in_other_languages_train_an_experiment_and_learn_that_it_is_ov
 ) -> None:
     """Real processes and real HTTP; the engines are scripted."""
     TOKENIZER.save_pretrained(tmp_path / "model")
-    engine = ScriptedEngine(lambda request: TOKENIZER.encode("3<|im_end|>"))
+    script_of_model = WhenAllPlay()
+    engine = ScriptedEngine(script_of_model)
     use_fakes(monkeypatch, engine)
     port, run_dir = free_port(), tmp_path / "run"
     programs = playing(f"http://127.0.0.1:{port}")
+    script_of_model.num_programs = len(programs)
     settings = ["--model", str(tmp_path / "model"), "--run_dir", str(run_dir), "--endpoint.port", str(port)]
     main(["serve", str(script), *SMALL, *settings])
     check(run_dir, programs)

@@ -107,7 +107,7 @@ async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any])
     ("arguments", "said"),
     [
         ({"dataset": SUMS, "stpes": 3}, "arl.train got an unexpected keyword argument 'stpes'; did you mean steps?"),
-        ({"dataset": SUMS, "preset": 3}, "arl.train got an unexpected keyword argument 'preset'; did you mean algorithm?"),
+        ({"dataset": SUMS, "n": 3}, "arl.train got an unexpected keyword argument 'n'; did you mean group_size?"),
         ({"dataset": SUMS, "xyz": 3}, "arl.train got an unexpected keyword argument 'xyz'"),
         ({}, "arl.train missing a required argument: 'dataset'"),
     ],
@@ -180,8 +180,7 @@ def test_editors_and_help_see_every_setting_of_both() -> None:
 
 def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from arl.rewards import ThreadReward
-    from arl.rewards.answers import NumericMatch
-from arl.start import _runnable
+    from arl.start import _runnable
 
     def own(answer: str, data: arl.Example) -> float:
         return 1.0

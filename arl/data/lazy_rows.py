@@ -107,7 +107,8 @@ class WithColumns(LazyRows):
                 return given[made]
             has = ", ".join(map(repr, given))
             raise DatasetError(
-                f"row {index + 1} of {self._source} has no {made!r} for columns[{name!r}] (it has {has}); name one of them"
+                f"row {index + 1} of {self._source} has no {made!r} for columns[{name!r}] (it has {has}); name one "
+                "of them"
             )
         try:
             return made(given)
