@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import struct
 import traceback
@@ -176,6 +177,8 @@ class Pipe(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, ConnectionError):
+            self._read_last_words()
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -192,6 +195,13 @@ class Pipe(asyncio.Protocol):
                     return
                 begin = end
         del self._received[:begin]
+
+    def _read_last_words(self) -> None:
+        """What the other end sent before it was closed. A write that fails makes asyncio give up reading, too."""
+        descriptor = self._transport.get_extra_info("socket").fileno()
+        with suppress(OSError):  # also where it would wait
+            while data := os.read(descriptor, 1 << 16):
+                self.data_received(data)
 
     def _read(self, body: memoryview) -> bool:
         try:
