@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-browser test-cluster test-sglang test-frameworks test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
+.PHONY: quickstart test test-runs test-slow test-browser test-cluster test-sglang test-frameworks test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -37,7 +37,11 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not browser and not cluster' -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -m 'not slow and not runs and not browser and not cluster' -n $(TEST_WORKERS)
+
+# Whole runs that are killed and go on, and Ray: processes that take their time to start.
+test-runs: $(STAMP)
+	$(BIN)/python -m pytest -m 'runs and not slow' -n $(TEST_WORKERS)
 
 # Random faults against real runs. Each broken promise prints the command that repeats it.
 CHAOS_S ?= 1200

@@ -40,6 +40,7 @@ def config_of(run_dir: Path, model: Path, **settings: Any) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(600)
 async def test_ratios_of_constrained_tokens_are_1_and_a_resumed_run_has_their_sets(tmp_path: Path) -> None:
     """A trainer that computed them over the whole vocabulary would be wrong by several nats."""

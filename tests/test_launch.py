@@ -117,6 +117,7 @@ def test_three_lines_train_a_model_and_with_max_staleness_0_the_trainer_recomput
         assert abs(row["behavior_kl_proximal"]) < 1e-6
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 def test_after_a_kill_a_rerun_continues_and_after_ctrl_c_and_a_kill_no_process_is_left(
     model: Path, tmp_path: Path

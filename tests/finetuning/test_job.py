@@ -77,6 +77,7 @@ def told(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in UNTOLD} for row in read_jsonl(run_dir / f"{name}.jsonl")]
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
 def test_a_run_that_was_interrupted_and_killed_ends_with_the_weights_and_rows_of_one_that_was_not(

@@ -98,6 +98,7 @@ def check_positions(run_dir: Path, positions: dict[str, int], version: int) -> N
     assert [row["version"] > version for row in later] == [True] * len(later)
 
 
+@pytest.mark.runs
 def test_killed_before_each_operation_on_a_file(lives: Lives):
     """From the first of a start, over two checkpoints that are written and the older ones that are deleted."""
     versions = [0]

@@ -91,6 +91,7 @@ def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_learner: Mak
     assert not dist.is_initialized()
 
 
+@pytest.mark.runs
 def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bit_and_again_in_the_next_process(
     make_learner: Make, model_dir: Path, tmp_path: Path
 ):

@@ -25,7 +25,8 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.disk import AdapterEngine
 from arl.engine.weights.distributed import SendableSnapshot
 
-pytestmark = pytest.mark.timeout(300)  # ranks take their time to start on a machine that has other things to do
+# Ranks take their time to start on a machine that has other things to do.
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

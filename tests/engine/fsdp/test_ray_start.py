@@ -81,6 +81,7 @@ def notices() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.runs
 def test_without_a_model_nothing_stays_behind(
     tmp_path: Path, temporary: Path, notices: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -99,6 +100,7 @@ def test_without_a_model_nothing_stays_behind(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.runs
 def test_a_running_ray_is_used_and_left_as_it_was(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
