@@ -29,7 +29,7 @@ def test_the_code_and_the_commands_of_the_guide_run(
     for command in commands:
         arl(shlex.split(command)[1:])
     assert "held-out loss" in capsys.readouterr().out
-    assert [row["version"] for row in read_jsonl(Path("runs/dpo/evaluations.jsonl"))] == [0, 1, 2]
+    assert [row["version"] for row in read_jsonl(Path("runs/dpo/evaluations.jsonl"))] == [0, 5, 10]
     assert AutoModelForCausalLM.from_pretrained("runs/dpo/trained").config.vocab_size
     for directory in ("reward", "runs/rm/trained"):
         assert AutoModelForSequenceClassification.from_pretrained(directory).config.num_labels == 1
