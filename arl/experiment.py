@@ -19,13 +19,15 @@ from pydantic import model_validator
 from arl.api.config import Config
 from arl.api.errors import ConfigError, HookError
 from arl.api.notebook import kernel_shell, run_html
-from arl.api.settings import laid_over
+from arl.api.settings import laid_over, settings_without_keys
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
+from arl.digest import Digest
 from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
+from arl.remarks import remarks
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.tracking.ready_made import check_trackers
@@ -247,7 +249,16 @@ def _write_results(config: Config, summary: Mapping[str, float]) -> str:
     before, after = ((summary[f"eval_reward_{when}"], summary.get(f"eval_standard_error_{when}")) for when in _WHEN)
     what = " -> ".join(with_error(reward, error) for reward, error in (before, after))
     said = f"held-out reward {what} in {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
-    return said + _not_risen(before, after, config.run_dir)
+    not_risen = _not_risen(before, after, config.run_dir)
+    return said + not_risen + (_worst_finding(config) if not_risen else "")
+
+
+def _worst_finding(config: Config) -> str:
+    """The first finding of `arl view`, unless it is a mere note."""
+    metrics, evaluations = (read_jsonl(config.run_dir / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+    digest = Digest(settings_without_keys(config), metrics, evaluations)
+    worst = next((one for one in remarks(digest) if one.severity != "note"), None)
+    return f"\n{worst.text} {worst.advice}" if worst else ""
 
 
 def _not_risen(first: tuple[float, float | None], last: tuple[float, float | None], run_dir: Path) -> str:

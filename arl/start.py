@@ -159,7 +159,7 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
                     notice_s = config.checkpoint.notice_s if config else None
                     return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
             except ArlError as error:
-                raise error.with_traceback(None)  # its message says enough: the user's own frames stay  # noqa: B904
+                raise error.with_traceback(None)  # noqa: B904 - its message says enough; users' own frames stay
             except Stopped as stop:
                 if stop.number == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session goes on
                     raise KeyboardInterrupt from None

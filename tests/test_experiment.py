@@ -25,7 +25,7 @@ from arl.api.types import Example, Group, ModelRequest, StepStats, Trajectory
 from arl.assembly import launch
 from arl.cli import load_config
 from arl.data.given import held_out_of
-from arl.experiment import Experiment, ExperimentConfig, Setup, StepHook, _not_risen
+from arl.experiment import Experiment, ExperimentConfig, Setup, StepHook, _not_risen, _write_results
 from arl.serving import OpenedServers, serve
 from arl.training.run_dir import RunLock
 from arl.training.run_end import how_it_ended
@@ -201,6 +201,18 @@ def test_the_last_line_says_so_if_the_reward_has_not_risen_by_two_standard_error
 ) -> None:
     said = _not_risen(first, last, Path("runs/run"))
     assert ("has not risen by more than twice its standard error" in said) is ("docs/reward.md" in said) is is_told
+
+
+def test_after_a_reward_that_has_not_risen_the_worst_finding_is_told(tmp_path: Path) -> None:
+    config = Config(model="none", run_dir=tmp_path)
+    row = {"reward": 0.0, "reward_min": 0.0, "reward_max": 0.0, "reward_std": 0.0, "equal_groups": 1.0}
+    rows = [json.dumps({"version": version, **row}) for version in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    reward = {f"eval_{name}_{when}": 0.0 for name in ("reward", "standard_error") for when in ("before", "after")}
+    said = _write_results(config, {"steps": 8, "wall_s": 1.0, **reward})
+    assert said.splitlines()[-1].startswith(
+        "All episodes of the last 8 steps had the reward 0: there is nothing to learn"
+    )
 
 
 class Misspelt(Numbers):
