@@ -136,7 +136,7 @@ def run(
             if end is not None:
                 code, message = (end, "") if isinstance(end, int) else (1, str(end))
         except Stopped as stop:
-            code, message = 128 + stop.number, f"stopped by {signal.Signals(stop.number).name}; {if_stopped}"
+            code, message = 128 + stop.number, stop.said(if_stopped)
         except ArlError as error:
             users_error = error.__cause__ if isinstance(error, FailureBudgetError | HookError) else None
             code, message = 1, f"error: {error}"
@@ -188,9 +188,13 @@ _PATIENCE_S = 10.0
 class Stopped(BaseException):
     """A run was cancelled by a signal, and has saved and cleaned up."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, is_told: bool = False) -> None:
+        """is_told: whether the console has said what continues the run."""
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
+        self.number, self.is_told = number, is_told
+
+    def said(self, what_next: str) -> str:
+        return str(self) if self.is_told else f"{self}; {what_next}"
 
 
 def run_until_stopped(
@@ -236,7 +240,7 @@ def run_until_stopped(
     try:
         return runner.run(cancellable())
     except (asyncio.CancelledError, KeyboardInterrupt):
-        raise Stopped(signal.SIGINT if ending.signal is None else ending.signal) from None
+        raise Stopped(signal.SIGINT if ending.signal is None else ending.signal, is_told=ending.is_told) from None
     finally:
         for timer in timers:
             timer.cancel()

@@ -241,11 +241,11 @@ def _write_results(config: Config, summary: Mapping[str, float]) -> str:
     write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     where = f"see {config.run_dir}/summary.json"
     try:
-        where += f" and {plot_run(config.run_dir).name}"
+        where += f" and {plot_run(config.run_dir)}"
     except ImportError as missing:
         log.warning("%s", missing)
     if "eval_reward_before" not in summary:
-        return f"trained {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
+        return f"trained {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}{_worst_finding(config)}"
     before, after = ((summary[f"eval_reward_{when}"], summary.get(f"eval_standard_error_{when}")) for when in _WHEN)
     what = " -> ".join(with_error(reward, error) for reward, error in (before, after))
     said = f"held-out reward {what} in {summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
@@ -271,6 +271,8 @@ def _not_risen(first: tuple[float, float | None], last: tuple[float, float | Non
     error = math.hypot(error_before or 0.0, error_after or 0.0)
     if after - before > 2 * error:
         return ""
+    if error_before == error_after == 0.0 and before == after:
+        return f"\nall held-out episodes had the reward {after:.3f}, before and after: others would tell more"
     return (
         f"\nthe held-out reward has not risen by more than twice its standard error ({after - before:+.3f} ± "
         f"{error:.3f}): see docs/reward.md, and the Health page of: arl view {run_dir}"

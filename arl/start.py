@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig
-from arl.api.errors import ArlError, ConfigError
+from arl.api.errors import ArlError, CheckpointError, ConfigError, DatasetError, ModelError
 from arl.api.settings import PEERS_NAMES, config_error, laid_over
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
@@ -31,12 +31,14 @@ from arl.data.loading import load_dataset
 from arl.experiment import Experiment, Setup, StepHook, TrainingResult
 from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
 from arl.json_console import json_console
+from arl.remote_calls import OtherTracebackError
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
 from arl.rewards.threads import ThreadReward
 from arl.rollout.controller import Dataset
 from arl.workflow.agent import PromptFunction, SingleTurnWorkflow
 
 P = ParamSpec("P")
+_TELLING = (ConfigError, DatasetError, ModelError, CheckpointError)
 T = TypeVar("T")
 
 Rewards = RewardLike | Mapping[str, RewardLike | tuple[float, RewardLike]]
@@ -159,17 +161,23 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
                     notice_s = config.checkpoint.notice_s if config else None
                     return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s, again=again)
             except ArlError as error:
-                raise error.with_traceback(None)  # noqa: B904 - its message says enough; users' own frames stay
+                told_alone = _alone(error)
             except Stopped as stop:
                 if stop.number == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive session goes on
                     raise KeyboardInterrupt from None
-                exit_with(
-                    128 + stop.number,
-                    f"{stop}; arl.train with the same run_dir continues from its newest checkpoint, if there is one",
-                )
+                next_call = "arl.train with the same run_dir continues from its newest checkpoint, if there is one"
+                exit_with(128 + stop.number, stop.said(next_call))
+            raise told_alone
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call
+
+
+def _alone(error: ArlError) -> ArlError:
+    """Without arl's own frames, here and in the trainer's process, where the message says enough."""
+    if isinstance(error, _TELLING) and isinstance(error.__cause__, OtherTracebackError):
+        error.__cause__ = None
+    return error.with_traceback(None)
 
 
 train = _blocking(atrain)

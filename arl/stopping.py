@@ -16,6 +16,8 @@ class ScriptEnd:
 
     again: str
     """What continues the run, as the subject of a sentence."""
+    is_told: bool = False
+    """Whether the console said how the run ended, and what continues it."""
     signal: int | None = None
     """The first signal that asked the script to end."""
     last_words: list[Callable[[str], object]] = field(default_factory=list[Callable[[str], object]])

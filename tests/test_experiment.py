@@ -132,7 +132,7 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
     assert json.loads((tmp_path / "trained" / "weights.json").read_text()) == {"version": 2}
     said = capsys.readouterr().out
     assert said.startswith("held-out reward 0.000 ± 0.000 -> 0.500 ± 0.189 in 2 steps, ")
-    assert said.endswith(f"; see {tmp_path}/summary.json and reward.png\n")
+    assert said.endswith(f"; see {tmp_path}/summary.json and {tmp_path}/reward.png\n")
     end = how_it_ended(tmp_path)
     assert end is not None
     best = {"version": 2, "reward": 0.5, "standard_error": summary["eval_standard_error_after"]}
@@ -193,6 +193,7 @@ async def test_a_hook_that_raises_ends_the_run_with_its_own_traceback_and_a_chec
         ((0.4, 0.03), (0.5, 0.04), True),
         ((0.4, 0.03), (0.3, 0.04), True),
         ((0.5, None), (0.5, None), True),
+        ((0.5, 0.0), (0.5, 0.01), True),
         ((0.5, None), (1.0, None), False),
     ],
 )
@@ -201,6 +202,11 @@ def test_the_last_line_says_so_if_the_reward_has_not_risen_by_two_standard_error
 ) -> None:
     said = _not_risen(first, last, Path("runs/run"))
     assert ("has not risen by more than twice its standard error" in said) is ("docs/reward.md" in said) is is_told
+
+
+def test_held_out_examples_that_are_all_right_before_and_after_are_too_easy() -> None:
+    said = _not_risen((1.0, 0.0), (1.0, 0.0), Path("runs/run"))
+    assert said.strip() == "all held-out episodes had the reward 1.000, before and after: others would tell more"
 
 
 def test_after_a_reward_that_has_not_risen_the_worst_finding_is_told(tmp_path: Path) -> None:

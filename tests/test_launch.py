@@ -150,7 +150,8 @@ def test_after_a_kill_a_rerun_continues_and_after_ctrl_c_and_a_kill_no_process_i
     assert process.returncode == 130, rest
     assert wanted - scraped == set(), "the dashboard asks for what no scrape gives"
     assert len(wanted) > 30
-    assert "the same command continues from its newest checkpoint, if there is one" in rest
+    assert re.search(r"^next: .* continues from .*version-", rest, re.MULTILINE)
+    assert "stopped by SIGINT\n" in rest
     assert "the run was interrupted (SIGINT): " in rest
     interrupted = how_it_ended(tmp_path)
     assert going_on is not None

@@ -71,7 +71,7 @@ async def test_runs_are_listed_with_their_state_steps_reward_and_model(
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split() == ["run", "state", "steps", "held-out", "model", "started", "size", "why"]
     (broken,) = [line for line in lines if "failed" in line]
-    assert broken.rstrip().endswith("  a bug")
+    assert broken.endswith("  a bug")
     (tuned,) = [line for line in lines if "tuned" in line]
     assert "loss 0.250 at 3" in tuned
     (dead,) = [line for line in lines if "killed" in line]

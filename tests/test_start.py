@@ -14,10 +14,11 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl
-from arl.api.errors import ConfigError, DatasetError, RewardError
+from arl.api.errors import CheckpointError, ConfigError, DatasetError, RewardError, TrainingError
 from arl.engine.tiny import TURN_END, tiny_tokenizer
+from arl.remote_calls import OtherTracebackError
 from arl.rewards.answers import NumericMatch
-from arl.start import _blocking, _settings
+from arl.start import _alone, _blocking, _settings
 
 TOKENIZER = tiny_tokenizer()
 SUMS = [{"question": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(6)]
@@ -96,6 +97,12 @@ def test_an_error_stands_alone_in_a_scripts_traceback(small: dict[str, Any]) -> 
     assert raised.value.__context__ is None
     files = [Path(frame.filename).name for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert files == [Path(__file__).name, "start.py"]
+
+
+def test_the_traceback_of_the_trainers_process_stays_where_the_message_does_not_say_enough() -> None:
+    for error, stays in ((CheckpointError("another model"), False), (TrainingError("a bug"), True)):
+        error.__cause__ = OtherTracebackError("in the trainer's process: ...")
+        assert (_alone(error).__cause__ is not None) == stays
 
 
 async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any]) -> None:

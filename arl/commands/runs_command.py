@@ -101,7 +101,9 @@ def main(argv: Sequence[str]) -> None:
     else:
         console = Console()
         console.width = console.width if console.is_terminal else _WIDE
-        console.print(_table(runs))
+        with console.capture() as drawn:
+            console.print(_table(runs))
+        sys.stdout.write("\n".join(line.rstrip() for line in drawn.get().splitlines()) + "\n")
 
 
 def _run_dirs(folder: Path) -> Iterator[Path]:

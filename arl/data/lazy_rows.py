@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import mmap
 import os
@@ -105,10 +106,11 @@ class WithColumns(LazyRows):
         if isinstance(made, str):
             if made in given:
                 return given[made]
-            has = ", ".join(map(repr, given))
+            close = difflib.get_close_matches(made, map(str, given), n=1)
+            advice = f"did you mean {close[0]!r}?" if close else "name one of them"
             raise DatasetError(
-                f"row {index + 1} of {self._source} has no {made!r} for columns[{name!r}] (it has {has}); name one "
-                "of them"
+                f"row {index + 1} of {self._source} has no {made!r} for columns[{name!r}] (it has "
+                f"{', '.join(map(repr, given))}); {advice}"
             )
         try:
             return made(given)

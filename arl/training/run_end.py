@@ -226,6 +226,8 @@ class OpenRun:
             self._write(end)
             lines = end.lines(self._config.run_dir)
             display_of(self._config.log).tell("end", "\n".join(filter(None, lines)), **asdict(end))
+            if self._script:
+                self._script.is_told = self._config.log.console
             for text in [f"{end.error}: {end.why}", end.traceback] if end.error else []:
                 self._console.line(text)  # the console shows it when the run's blocks are left
             if isinstance(error, CancelledError | KeyboardInterrupt):

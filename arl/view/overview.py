@@ -159,7 +159,7 @@ def _time_shares(rows: Sequence[Row], step_s: float | None) -> dict[str, float]:
     parts = {"waiting": "time/wait_s", "training": "time/train_s", "publishing": "weights/snapshot_s"}
     spent = {name: mean(values) for name, metric in parts.items() if (values := _numbers(rows, metric))}
     whole = max(step_s or 0.0, sum(spent.values()))
-    if not whole:
+    if not whole or not spent:
         return {}
     shares = {name: value / whole for name, value in spent.items()}
     return {**shares, "other": max(1.0 - sum(shares.values()), 0.0)}

@@ -223,7 +223,9 @@ class ViewedRun:
             problems.append(
                 f"{directory} is gone: what was read of it before is shown, without tokens, turns and calls."
             )
-        elif self.run.steps or not self.tick()["is_live"]:  # else it may yet come
+        elif not self.run.steps and not self.tick()["is_live"]:
+            problems.append(f"{self.run_dir} has no event log: no process of it came so far.")
+        elif self.run.steps:  # else it may yet come
             problems.append(
                 f"{self.run_dir} has no event log: its steps and evaluations are shown, its episodes cannot be. An "
                 "older arl wrote none, and log.events: null turns it off."

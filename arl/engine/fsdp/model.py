@@ -82,16 +82,22 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
 
 
+_REPORTERS = ("modeling_utils", "distributed.tensor_parallel", "integrations.tensor_parallel")
+"""Modules of transformers; the third is the second in other versions."""
+
+
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Silence transformers' report of missing tensors; _check_whole reports them instead."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence transformers' reports of missing tensors, which _check_whole reports instead, and of unsharded ones."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in _REPORTERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
