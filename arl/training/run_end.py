@@ -172,6 +172,8 @@ class OpenRun:
         self._began = _now()
         self._trainer: Trainer | None = None
         self._first_version = 0
+        self._before: RunEnd | None = None
+        """How the last start ended, if it was not killed."""
         self._script: ScriptEnd | None = None
         self._console = ConsoleLog(config.run_dir / "logs" / CONSOLE_LOG)
 
@@ -223,7 +225,7 @@ class OpenRun:
     def _leave(self, error: BaseException | None) -> None:
         try:
             end = replace(self._end(error), disk=disk_use(self._config.run_dir))
-            self._write(end)
+            self._write(self._of_the_run(end))
             lines = end.lines(self._config.run_dir)
             display_of(self._config.log).tell("end", "\n".join(filter(None, lines)), **asdict(end))
             if self._script:
@@ -235,9 +237,18 @@ class OpenRun:
         except Exception as failure:  # the run's own error must not be hidden
             log.warning("cannot say how the run ended: %s", failure, exc_info=True)
 
+    def _of_the_run(self, end: RunEnd) -> RunEnd:
+        """How the run ended whose last start ended so: a finished run stays one if a later start was refused."""
+        is_refused = end.how == "failed" and self._trainer is None
+        if is_refused and self._before and self._before.how == "finished":
+            return replace(self._before, process=end.process)
+        return end
+
     def _begin(self) -> None:
+        path = self._config.run_dir / END
+        self._before = _written(path)
         with suppress(OSError):
-            (self._config.run_dir / END).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         record_start(self._config, self._config.steps)
 
     def _write(self, end: RunEnd) -> None:

@@ -16,7 +16,7 @@ from one_turn import OneTurn
 from training.trainer_run import run, running
 
 from arl.api.config import Config
-from arl.api.errors import FailureBudgetError, RunFileError, ServerError, TransportError
+from arl.api.errors import CheckpointError, FailureBudgetError, RunFileError, ServerError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.training import run_end
 from arl.training.run_dir import RunLock
@@ -52,6 +52,15 @@ async def test_a_run_that_is_done_says_so_with_its_numbers_and_the_same_call_tha
     assert f"{tmp_path} uses " in said
     await run(tmp_path)
     assert end_of(tmp_path).why == "there was nothing left to train: steps is 4, and 4 are trained"
+
+
+async def test_a_finished_run_stays_one_if_a_later_start_is_refused(tmp_path: Path) -> None:
+    await run(tmp_path)
+    with pytest.raises(CheckpointError):
+        await run(tmp_path, seed=5)
+    end = end_of(tmp_path)
+    assert (end.how, end.error, end.version) == ("finished", None, 4)
+    assert end.process.startswith(f"process {os.getpid()}")
 
 
 @pytest.mark.parametrize(("best", "said"), [(0.974, ""), (0.9741, ""), (0.98, ", best 0.980 at version 3")])
