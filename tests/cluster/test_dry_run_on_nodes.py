@@ -86,10 +86,10 @@ def test_a_real_start_finds_the_same_before_it_loads_anything(cluster: Cluster) 
 def test_other_clocks_and_versions_are_found(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     shared = tmp_path_factory.mktemp("shared")
     clock, old, none = (shared / name for name in ("clock", "old", "none"))
-    for directory in (clock, old / "arl-0.0.1.dist-info", none):
+    for directory in (clock, old / "arl_train-0.0.1.dist-info", none):
         directory.mkdir(parents=True)
     (clock / "sitecustomize.py").write_text(OTHER_CLOCK)
-    (old / "arl-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: arl\nVersion: 0.0.1\n")
+    (old / "arl_train-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: arl-train\nVersion: 0.0.1\n")
     (none / "sitecustomize.py").write_text(WITHOUT_ARL)
     with Cluster(4, shared=shared) as cluster:
         cluster.start_ray(num_cpus=[0])

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(not Path(SSHD).exists(), reason="there is no sshd: make cluster-packages"),
 ]
-OTHER_ARL = "Metadata-Version: 2.1\nName: arl\nVersion: 99.0\n"
+OTHER_ARL = "import arl.api.installing; arl.api.installing.__version__ = '99.0'\n"
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ def test_stop_from_elsewhere_is_as_ctrl_c(cluster: Cluster):
 
 def test_hosts_without_the_packages_or_with_others_are_named_before_anything_starts(cluster: Cluster):
     shared, log = cluster.shared, cluster.shared / "log"
-    other = shared / "other" / "arl-99.0.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text(OTHER_ARL)
+    other = shared / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text(OTHER_ARL)
     first, second, _ = cluster.nodes
-    for node, path in ((first, ""), (second, f"{other.parent}:")):
+    for node, path in ((first, ""), (second, f"{other}:")):
         wrapper = f'#!/bin/sh\nPYTHONPATH={path}$PYTHONPATH exec {sys.executable} "$@"\n'
         (shared / node.name).write_text(wrapper)
         node.run(["install", "-D", shared / node.name, "/tmp/own/bin/python"])
