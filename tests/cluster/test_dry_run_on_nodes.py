@@ -89,7 +89,8 @@ def test_other_clocks_and_versions_are_found(tmp_path: Path, tmp_path_factory: p
     for directory in (clock, old / "arl_train-0.0.1.dist-info", none):
         directory.mkdir(parents=True)
     (clock / "sitecustomize.py").write_text(OTHER_CLOCK)
-    (old / "arl_train-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: arl-train\nVersion: 0.0.1\n")
+    metadata = "Metadata-Version: 2.1\nName: arl-train\nVersion: 0.0.1\n"
+    (old / "arl_train-0.0.1.dist-info" / "METADATA").write_text(metadata)
     (none / "sitecustomize.py").write_text(WITHOUT_ARL)
     with Cluster(4, shared=shared) as cluster:
         cluster.start_ray(num_cpus=[0])
