@@ -272,7 +272,10 @@ def _not_risen(first: tuple[float, float | None], last: tuple[float, float | Non
     if after - before > 2 * error:
         return ""
     if error_before == error_after == 0.0 and before == after:
-        return f"\nall held-out episodes had the reward {after:.3f}, before and after: others would tell more"
+        return (
+            f"\nall held-out episodes had the reward {after:.3f}, before and after: others would tell more; if it can "
+            "be higher, see docs/reward.md"
+        )
     return (
         f"\nthe held-out reward has not risen by more than twice its standard error ({after - before:+.3f} ± "
         f"{error:.3f}): see docs/reward.md, and the Health page of: arl view {run_dir}"

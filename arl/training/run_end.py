@@ -238,10 +238,10 @@ class OpenRun:
             log.warning("cannot say how the run ended: %s", failure, exc_info=True)
 
     def _of_the_run(self, end: RunEnd) -> RunEnd:
-        """How the run ended whose last start ended so: a finished run stays one if a later start was refused."""
-        is_refused = end.how == "failed" and self._trainer is None
-        if is_refused and self._before and self._before.how == "finished":
-            return replace(self._before, process=end.process)
+        """How the run ended whose last start ended so: with all its steps it stays finished if that start failed."""
+        before, is_refused = self._before, end.how == "failed" and self._trainer is None
+        if is_refused and before and before.how == "finished" and (before.version or 0) >= self._config.steps:
+            return replace(before, process=end.process)
         return end
 
     def _begin(self) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
@@ -122,7 +123,7 @@ class ViewedRun:
     @property
     def measure(self) -> str:
         """What its rows say of the model: `reward`, or the `loss` of fine-tuning, which has no episodes."""
-        row = next(iter((*self.run.steps, *self.run.evaluations)), {})
+        row = next(chain(self.run.steps, self.run.evaluations), {})
         return "loss" if "loss" in row and "reward" not in row else "reward"
 
     def about(self) -> Row:

@@ -177,10 +177,12 @@ class Pipe(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if isinstance(exc, ConnectionError):
-            self._read_last_words()
-        if not self.ended.done():
-            self.ended.set_result(None)
+        try:
+            if isinstance(exc, ConnectionError):
+                self._read_last_words()
+        finally:
+            if not self.ended.done():
+                self.ended.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         self._received += data

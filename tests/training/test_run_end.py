@@ -61,6 +61,9 @@ async def test_a_finished_run_stays_one_if_a_later_start_is_refused(tmp_path: Pa
     end = end_of(tmp_path)
     assert (end.how, end.error, end.version) == ("finished", None, 4)
     assert end.process.startswith(f"process {os.getpid()}")
+    with pytest.raises(CheckpointError):
+        await run(tmp_path, seed=5, steps=5)
+    assert end_of(tmp_path).how == "failed", "a step is missing"
 
 
 @pytest.mark.parametrize(("best", "said"), [(0.974, ""), (0.9741, ""), (0.98, ", best 0.980 at version 3")])
