@@ -39,6 +39,8 @@ from arl.workflow.agent import PromptFunction, SingleTurnWorkflow
 
 P = ParamSpec("P")
 _TELLING = (ConfigError, DatasetError, ModelError, CheckpointError)
+_CHECKED = 100
+"""How many examples are checked for a prompt and a readable reference before a run starts."""
 T = TypeVar("T")
 
 Rewards = RewardLike | Mapping[str, RewardLike | tuple[float, RewardLike]]
@@ -127,7 +129,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
-            for example in (train[0], *(first_of_each(held_out) if held_out is not None else ())):
+            first = (train[index] for index in range(min(len(train), _CHECKED)))
+            for example in (*first, *(first_of_each(held_out) if held_out is not None else ())):
                 agent.check_example(example)  # before anything starts
         return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out, trackers=own_trackers)
 

@@ -17,7 +17,7 @@ import arl
 from arl.api.errors import CheckpointError, ConfigError, DatasetError, RewardError, TrainingError
 from arl.engine.tiny import TURN_END, tiny_tokenizer
 from arl.remote_calls import OtherTracebackError
-from arl.rewards.answers import NumericMatch
+from arl.rewards import NumericMatch, math_reward
 from arl.start import _alone, _blocking, _settings
 
 TOKENIZER = tiny_tokenizer()
@@ -141,6 +141,11 @@ async def test_several_rewards_are_named_and_weighted_and_a_file_is_a_dataset(
         ({}, ConfigError, "neither of reward and workflow"),
         ({"reward": right, "workflow": arl.SingleTurnWorkflow(TOKENIZER, right)}, ConfigError, "both of reward"),
         ({"reward": {"a": NumericMatch(column="sum")}}, RewardError, "no column 'sum' with a reference"),
+        (
+            {"dataset": [*SUMS, {"question": "?", "answer": "forty two"}], "reward": math_reward()},
+            RewardError,
+            "'forty two' is not mathematics",
+        ),
         (
             {"workflow": arl.SingleTurnWorkflow(TOKENIZER, right), "system": "Add."},
             ConfigError,

@@ -6,7 +6,9 @@
 | adapt | as_reward, WeightedReward, rewards on the event loop |
 | pool, threads | blocking functions in worker processes, or in threads |
 | answers | matches of text, numbers, tags, JSON, regular expressions |
-| scorers | math-verify and reasoning-gym |
+| choices | which of several choices an answer names |
+| mathematics | math-verify |
+| scorers | reasoning-gym |
 | unit_tests | code run against unit tests, in a sandbox (examiner: the program inside) |
 | judge | a language model's score, over any OpenAI-compatible URL |
 
@@ -20,10 +22,12 @@ from arl.lazy import lazy_names
 if TYPE_CHECKING:
     from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward
     from arl.rewards.answers import ExactMatch, InTag, JsonFormat, NumericMatch, Tags, last_boxed, last_number, matches
+    from arl.rewards.choices import ChoiceMatch
     from arl.rewards.judge import ChatServer, JudgeReward
+    from arl.rewards.mathematics import MathEquality, math_reward
     from arl.rewards.pool import RewardPool
     from arl.rewards.score import Score
-    from arl.rewards.scorers import MathEquality, math_reward, reasoning_gym_examples, reasoning_gym_reward
+    from arl.rewards.scorers import reasoning_gym_examples, reasoning_gym_reward
     from arl.rewards.threads import ThreadReward
     from arl.rewards.unit_tests import (
         CallTests,
@@ -38,10 +42,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "arl.rewards.adapt": "AsyncReward InlineReward WeightedReward as_reward",
     "arl.rewards.answers": "ExactMatch InTag JsonFormat NumericMatch Tags last_boxed last_number matches",
+    "arl.rewards.choices": "ChoiceMatch",
     "arl.rewards.judge": "ChatServer JudgeReward",
+    "arl.rewards.mathematics": "MathEquality math_reward",
     "arl.rewards.pool": "RewardPool",
     "arl.rewards.score": "Score",
-    "arl.rewards.scorers": "MathEquality math_reward reasoning_gym_examples reasoning_gym_reward",
+    "arl.rewards.scorers": "reasoning_gym_examples reasoning_gym_reward",
     "arl.rewards.threads": "ThreadReward",
     "arl.rewards.unit_tests": "CallTests PrintTests UnitTestReport UnitTestsReward "
     "code_of run_unit_tests unit_tests_of",

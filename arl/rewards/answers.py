@@ -52,6 +52,38 @@ def last_boxed(text: str) -> str | None:
     return text[start:stop].strip() if start >= 0 else None
 
 
+_STATED = re.compile(r"\b(?:answer|option|choice)\b(?:[^.:\n]{0,60}?\b(?:is|are)\b|[\s*_]*[:=])[\s*_:]*", re.IGNORECASE)
+_STATED_WITHIN = 2000
+
+
+def stated(text: str) -> str | None:
+    """What the text says is its answer: its last box, what follows its last `####`, or the last "the answer is"."""
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    _, marked, rest = text.rpartition("####")
+    end = rest if marked else text[-_STATED_WITHIN:]
+    if last := deque(_STATED.finditer(end), maxlen=1):
+        return re.split(r"[.!?](?=\s|$)|\n", end[last[0].end() :], maxsplit=1)[0].strip()
+    return rest.strip().partition("\n")[0].strip() if marked else None
+
+
+_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\{([^{}]*)\}|\\[()]|[$*]")
+_ITEM = re.compile(r"(?:(?:option|choice)\s+)?[(\[]?(\w+)[)\]]?[.):]*", re.IGNORECASE)
+
+
+def bare(text: str) -> str:
+    r"""A short text to compare word for word: `(B)`, `B.`, `option B` and `\text{B}` give `B`; `Yes.` gives `yes`."""
+    text = unmarked(text)
+    item = _ITEM.fullmatch(text)
+    text = item[1] if item else text.rstrip(".,;:")
+    return text if len(text) == 1 else text.casefold()
+
+
+def unmarked(text: str) -> str:
+    """Without LaTeX's delimiters, LaTeX's and Markdown's fonts, and white space beyond single spaces."""
+    return " ".join(_AS_TEXT.sub(r"\1", text).split())
+
+
 @dataclass(frozen=True, slots=True)
 class InTag:
     """Extracts the content of the last `<name>...</name>`."""

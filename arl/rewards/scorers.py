@@ -1,13 +1,13 @@
-"""Scorers of other libraries, math-verify and reasoning-gym, in worker processes that no answer can hang or escape.
+"""reasoning-gym's scorers, in worker processes that no answer can hang or escape.
 
-The second half keeps answers from escaping: it limits the workers' memory, and evaluates no Python in a model's text.
+The second half keeps answers from escaping, those to math_reward too: it limits the workers' memory, and evaluates no
+Python in a model's text.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import logging
 import random
 import resource
 import sys
@@ -19,79 +19,8 @@ from typing import Any
 from arl.api.errors import DatasetError, RewardError
 from arl.api.installing import install_command
 from arl.api.types import Example
-from arl.rewards.answers import last_boxed, references
 from arl.rewards.pool import RewardPool
 from arl.rewards.score import Score, shown
-
-_TAIL = 2000
-"""Without a box, only this many characters at the end of an answer are searched for its last expression."""
-
-
-def math_reward(
-    *, column: str = "answer", timeout_s: float = 5.0, workers: int = 2
-) -> RewardPool[[str, Example], Score]:
-    r"""1.0 if the answer equals the reference mathematically, else 0.0: `\frac{1}{2}`, `0.5` and `2/4` are the same.
-
-    The answer is the content of the last `\boxed{...}`, or else the text after `####`, or else the last expression.
-    column: the example's column with the reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
-    timeout_s: the longest a comparison may take, counted from when a worker begins it.
-
-    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: the
-    model would be trained on all but its worst answers. The metric `killed` counts such answers. Raises RewardError if
-    math-verify is not installed or the example has no reference.
-    """
-    require("math_verify", "math-verify", "rewards")
-    killed = Score(0.0, metrics={"killed": 1.0})
-    return RewardPool(
-        MathEquality(column=column), timeout_s=timeout_s, workers=workers, prepare=_prepare_math, if_killed=killed
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MathEquality:
-    """The function that math_reward's workers run."""
-
-    column: str = "answer"
-
-    def check_example(self, data: Example) -> None:
-        references(data, self.column)
-
-    def __call__(self, answer: str, data: Example) -> Score:
-        expected = references(data, self.column)
-        is_right = any(is_equal(answer, reference) for reference in expected)
-        return Score(float(is_right), metrics={"killed": 0.0})
-
-
-def is_equal(answer: str, reference: str) -> bool:
-    """Whether the text's answer equals the reference. Raises RewardError for an unreadable reference."""
-    from math_verify import verify
-
-    boxed = last_boxed(answer)
-    said = boxed if boxed is not None else answer.rpartition("####")[2].strip() if "####" in answer else None
-    wanted = last_boxed(reference)
-    if said is not None and said == (reference if wanted is None else wanted):
-        return True
-    gold = _parsed(reference if "$" in reference or wanted is not None else rf"\boxed{{{reference}}}")
-    if not gold:
-        raise RewardError(f"the reference answer {shown(reference)} cannot be read by math-verify")
-    found = _parsed(rf"\boxed{{{said}}}" if said is not None else answer[-_TAIL:])
-    return bool(found) and verify(gold, found, timeout_seconds=None)
-
-
-def _prepare_math() -> None:
-    """Load slow modules in a new worker. math-verify's own timers need signals, so they stay off."""
-    import math_verify  # noqa: F401
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are not used
-    guard_evaluation("math_verify", "latex2sympy2_extended")
-    limit_memory()
-
-
-def _parsed(text: str) -> list[Any]:
-    from math_verify import parse
-
-    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-
 
 Datasets = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
 """A dataset of reasoning-gym, several names, or name -> parameters, such as {"chain_sum": {"max_terms": 3}}."""

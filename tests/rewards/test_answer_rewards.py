@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from arl.api.errors import ConfigError, DatasetError, RewardError
 from arl.api.installing import install_command
 from arl.rewards import (
+    ChoiceMatch,
     ExactMatch,
     InTag,
     JsonFormat,
@@ -27,7 +28,8 @@ from arl.rewards import (
     reasoning_gym_reward,
     scorers,
 )
-from arl.rewards.scorers import GymScore, is_equal
+from arl.rewards.mathematics import is_equal
+from arl.rewards.scorers import GymScore
 
 EQUAL = [
     (r"So $x=\boxed{\frac{1}{2}}$.", "0.5"),
@@ -188,10 +190,26 @@ async def test_an_answer_on_which_a_regular_expression_hangs_scores_zero() -> No
 
 async def test_rewards_on_the_event_loop_are_quick_on_any_answer() -> None:
     """Ten times as long an answer takes some ten times as long, and not a hundred."""
-    data = {"answer": "4"}
+    data = {"answer": "4", "letter": "A"}
     extracting = [ExactMatch(extract=extract) for extract in (last_boxed, InTag("a"))]
-    rewards = [NumericMatch(), *extracting, Tags("a", "b"), JsonFormat()]
-    pieces = [*"9-}{[ \\", "1,", "1 / ", "1e1", r"\boxed{", "<a>", "</a>", "```json\n", "\n```\n"]
+    choice = ChoiceMatch(column="letter")
+    rewards = [NumericMatch(), *extracting, Tags("a", "b"), JsonFormat(), choice]
+    pieces = [
+        *"9-}{[ \\",
+        "####",
+        "#### answer ",
+        "(A) ",
+        "**",
+        "answer is ",
+        "1,",
+        "1 / ",
+        "1e1",
+        r"\boxed{",
+        "<a>",
+        "</a>",
+        "```json\n",
+        "\n```\n",
+    ]
     began = time.process_time()
     for piece in pieces:
         for reward in rewards:
