@@ -124,7 +124,7 @@ def _without_commands(latex: str) -> str:
     return re.sub(r"\\(?:begin|end|operatorname)\*?\{\w*\*?\}|\\[a-zA-Z]+", ";", latex)
 
 
-_DELIMITERS = re.compile(r"^(?:\\?\$|\\\(|\\\[|[\s*])+|(?:\$|\\\)|\\\]|[\s*.,;:])+$")
+_DELIMITERS = re.compile(r"^(?:\\?\$|\\\(|\\\[|[\s*`#=])+|(?:\$|\\\)|\\\]|[\s*`.,;:])+$")
 _FUNCTIONS = r"pi|a?(?:sin|cos|tan)h?|arc(?:sin|cos|tan)|cot|sec|csc|log|ln|exp"
 _AS_LATEX = (
     (re.compile(r"\\!|\\(?:left|right)(?![a-zA-Z])"), ""),
