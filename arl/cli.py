@@ -33,6 +33,7 @@ from pydantic_settings.exceptions import SettingsError
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError
 from arl.api.finetuning_config import FinetuneConfig
+from arl.api.moved_settings import instead_of_correction
 from arl.api.notebook import kernel_shell
 from arl.api.settings import PEERS_NAMES, REQUIRED, Setting, config_error, settings_of, whole_section
 from arl.in_cell import is_in_cell, run_in_cell
@@ -406,11 +407,18 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
         return f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME alone"
     dashes = "--no-" if flag.startswith("--no-") else "--"
     wanted = flag.lstrip("-").removeprefix("no-").partition("=")[0].replace("-", "_")
+    if wanted.startswith("algorithm.correction"):
+        return f"{flag}: {instead_of_correction()}; lists are JSON, such as --algorithm.weights '{_A_LIST}'"
+    if lists := [name for name in names if wanted.startswith(f"{name}.")]:
+        return f"{flag} is not a setting; --{lists[0]} takes all of its value, as JSON"
     wanted_here = PEERS_NAMES.get(last := wanted.rpartition(".")[2], last)
     close = [name for name in names if name.endswith(f".{wanted}") or f".{name}".endswith(f".{wanted_here}")]
     close = close or difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
     advice = "did you mean " + " or ".join(dashes + name for name in close) if close else "see --help for all of them"
     return f"{flag} is not a setting; {advice}"
+
+
+_A_LIST = '[{"level": "token", "upper": 2}]'
 
 
 def _help_texts(config_class: type[BaseModel]) -> dict[str, str]:
@@ -441,4 +449,9 @@ def _default_text(setting: Setting) -> str:
     default = setting.default
     if setting.is_section and default is not None:
         return "All of it, as JSON."
-    return f"(default: {default if isinstance(default, str | Path) else json.dumps(default, default=str)})"
+    return f"(default: {default if isinstance(default, str | Path) else json.dumps(default, default=_as_json)})"
+
+
+def _as_json(value: object) -> object:
+    """A section in a list as its own settings, and what JSON does not know as text."""
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else str(value)

@@ -76,12 +76,12 @@ _RULES = (
     _Rule(
         "effective_sample_size", lambda mean: mean < 0.5, "warning",
         "The effective sample size was {mean:.2f} in the last steps: few tokens carry most of the weight.",
-        "Use a smaller rollout.max_staleness, or a correction that bounds the weights more.",
+        "Use a smaller rollout.max_staleness, or a smaller upper in algorithm.weights.",
         "importance weights: the effective sample size is {mean:.2f}",
     ),
     _Rule(
         "behavior_weight_zero", lambda mean: mean > 0.3, "warning",
-        "{mean:.0%} of the trained tokens had weight 0 in the last steps: the correction left them out.",
+        "{mean:.0%} of the trained tokens had weight 0 in the last steps: algorithm.rejections left them out.",
         "Use a smaller rollout.max_staleness; check that sampler and trainer agree (behavior_kl_proximal).",
         "{mean:.0%} of the tokens have weight 0",
     ),
@@ -295,8 +295,8 @@ def _distance(run: Digest) -> Symptom | None:
         severity="warning",
         text=f"The policy was {kl:.2g} nats (behavior_kl_proximal) away from the sampler of its tokens, which were "
         f"{staleness:.3g} versions old.",
-        advice="Use a smaller rollout.max_staleness or a smaller train.optimizer.lr, and a correction that bounds the "
-        "weights (algorithm.correction).",
+        advice="Use a smaller rollout.max_staleness or a smaller train.optimizer.lr, and weights with an upper bound "
+        "(algorithm.weights).",
         remark=f"the policy is {kl:.2g} nats away from the sampler of its tokens",
     )
 

@@ -127,7 +127,7 @@ def stored_as_bfloat16(model: Path, directory: Path, is_fresh: bool) -> Path:
 
 def train(model: Path, lr: float, steps: Sequence[list[TrainSequence]], scratch: Path) -> list[Measured]:
     engine = FSDPTrainEngine(model, TrainConfig(optimizer=OptimizerConfig(lr=lr)))
-    loss = PolicyLoss.of(preset("decoupled_ppo", correction={"kind": "none"}))
+    loss = PolicyLoss.of(preset("decoupled_ppo", weights=[{"level": "token"}]))
     out = []
     try:
         with ThreadPoolExecutor(1) as pool:

@@ -278,7 +278,7 @@ async def measure_publishing_of(
         "distributed": DistributedTransport(DistributedWeightsConfig()),
     }
     sequences = random_sequences(args, SHAPES[args.shape])[:1]
-    loss = PolicyLoss.of(preset("decoupled_ppo", correction={"kind": "none"}))
+    loss = PolicyLoss.of(preset("decoupled_ppo", weights=[{"level": "token"}]))
     with serving(args, model, "--max-running-requests", "4", "--context-length", "256") as url:
         async with RemoteSGLangEngine([url], LocalEngineConfig(), version=engine.version) as client:
             for name, transport in transports.items():

@@ -54,6 +54,17 @@ DAPO: Any = {"preset": "dapo", "loss": {"clip_low": 0.125}, "overlong": {"max_to
             preset("dapo", loss={"clip_low": 0.125}, overlong={"max_tokens": 9999, "buffer_tokens": 3}),
         ),
         (AgentConfig, {"preset": "dapo"}, GSPO, preset("gspo")),
+        (AgentConfig, {}, ["--algorithm.weights", "sequence"], preset("decoupled_ppo", weights=["sequence"])),
+        (
+            AgentConfig,
+            {"preset": "icepop", "rejections": [{"level": "geometric", "lower": 0.5}]},
+            ["--algorithm.weights", '[{"level": "token", "upper": 3}, "geometric"]'],
+            preset(
+                "icepop",
+                weights=[{"level": "token", "upper": 3}, "geometric"],
+                rejections=[{"level": "geometric", "lower": 0.5}],
+            ),
+        ),
         (AgentConfig, DAPO, ["--algorithm.preset", "dapo"], AlgorithmConfig.model_validate(DAPO)),
     ],
 )
@@ -101,6 +112,15 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--lr", "1e-4"], "--lr is not a setting; did you mean --train.optimizer.lr or --algorithm.critic.lr"),
         (["--batch-size=3"], "--batch-size=3 is not a setting; did you mean --rollout.batch_size"),
         (["--no-shuffle"], "--no-shuffle is not a setting; did you mean --no-rollout.shuffle"),
+        (
+            ["--algorithm.correction.kind", "mask"],
+            "correction is not a setting; it is two lists, weights and rejections",
+        ),
+        (["--algorithm.weights.0.upper", "2"], "--algorithm.weights takes all of its value, as JSON"),
+        (
+            ["--algorithm.rejections", "token"],
+            "algorithm.rejections[0]: 'token' was given for a part of a list; each part is a mapping, such as",
+        ),
         (["--rollout.n=4"], "--rollout.n=4 is not a setting; did you mean --rollout.group_size"),
         (["--qqq"], "--qqq is not a setting; see --help for all of them"),
         (["--rollout.shuffle", "true"], "true belongs to no setting; each value has its flag, and a switch is --NAME"),

@@ -1,4 +1,4 @@
-"""An algorithm as settings: advantages, policy loss, corrections, penalties, and how token losses add up.
+"""An algorithm as settings: advantages, policy loss, weights, penalties, and how token losses add up.
 
 Letters: R reward, A advantage; c, p, b a token's current, proximal and behavior logprobs; r the ratio, w the behavior
 weight. Formulas, papers and the purpose of each part are in docs/algorithms.md. A preset fills in every field; a field
@@ -12,9 +12,9 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
 
+from arl.api.moved_settings import instead_of_correction
 from arl.api.objective import (
     AdvantageConfig,
-    CorrectionConfig,
     CriticConfig,
     DistillationAdvantage,
     GiGPOAdvantage,
@@ -23,8 +23,10 @@ from arl.api.objective import (
     LossConfig,
     OverlongConfig,
     PassAtKAdvantage,
+    RejectionPart,
     ReturnsAdvantage,
     SelectionConfig,
+    WeightPart,
 )
 from arl.api.presets import BASE, PRESETS, unknown_preset
 from arl.api.settings import Section, config_error, laid_over
@@ -44,7 +46,12 @@ class AlgorithmConfig(Section):
     """The policy's loss, a function of advantages and ratios."""
     selection: SelectionConfig | None
     """Tokens that the loss treats apart. Unset: none."""
-    correction: CorrectionConfig
+    weights: tuple[WeightPart, ...]
+    """The factors of w, which multiplies each token's loss: {"level": "token", "lower": 0.1, "upper": 5} is exp(p - b)
+    held between 0.1 and 5. Empty, with proximal=bypassed: no weight."""
+    rejections: tuple[RejectionPart, ...]
+    """Bounds on exp(p - b), outside which a token or trajectory has weight 0: {"level": "geometric", "lower": 0.99,
+    "upper": 1.01}; all of them hold. Empty: nothing is rejected."""
     kl: KLConfig
     overlong: OverlongConfig
     critic: CriticConfig | None
@@ -83,6 +90,9 @@ class AlgorithmConfig(Section):
         name = settings.get("preset", cls.model_fields["preset"].default)
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(unknown_preset(name))
+        if "correction" in settings:
+            proximal = settings.get("proximal", PRESETS[name].settings["proximal"])
+            raise ValueError(instead_of_correction(settings["correction"], proximal))
         config = handler(laid_over({"preset": name, **PRESETS[name].settings}, settings))
         # The preset's fields do not count as given: another preset may fill them in differently.
         object.__setattr__(config, "__pydantic_fields_set__", set(settings))
@@ -130,6 +140,7 @@ class AlgorithmConfig(Section):
                 yield from self._approximated_contradictions()
             case "bypassed":
                 yield from self._bypassed_contradictions()
+        yield from self._weight_contradictions()
         yield from self._kl_contradictions()
         usual = (BASE["sequence_tokens"], PRESETS[self.preset].settings["sequence_tokens"])
         if self.aggregation != "sequence_sum" and self.sequence_tokens not in usual:
@@ -177,13 +188,23 @@ class AlgorithmConfig(Section):
             yield "proximal is approximated, but with one update per batch p is c, which costs nothing; use recomputed"
 
     def _bypassed_contradictions(self) -> Iterator[str]:
-        no_weight = "with proximal=bypassed there is no weight exp(p - b)"
-        if self.correction.kind != "none":
-            yield f"correction.kind is {self.correction.kind}, but {no_weight}; use none, or proximal=recomputed"
-        if self.correction.veto is not None:
-            yield f"correction.veto is set, but {no_weight} to look at"
-        if level := self._chosen("correction").get("level"):
-            yield f"correction.level is {level}, but {no_weight}; use proximal=recomputed"
+        of = "with proximal=bypassed there is no exp(p - b)"
+        if self.weights:
+            yield f"weights has a part of level {self.weights[0].level}, but {of} to weigh by; set weights=[]"
+        if self.rejections:
+            yield f"rejections has a part of level {self.rejections[0].level}, but {of} to look at; set rejections=[]"
+
+    def _weight_contradictions(self) -> Iterator[str]:
+        levels = [part.level for part in self.weights]
+        if not levels and self.proximal != "bypassed":
+            yield (
+                f"weights is empty, but with proximal={self.proximal} a token counts by exp(p - b); use "
+                'weights=["token"] for that number without bounds, ["none"] to give every token the weight 1'
+            )
+        if "none" in levels and len(levels) > 1:
+            yield "weights has a part of level none beside others; it means that w is 1, so it stands alone"
+        for level in (level for level in dict.fromkeys(levels) if levels.count(level) > 1):
+            yield f"weights has two parts of level {level}, whose product would be its square; leave one out"
 
     def _kl_contradictions(self) -> Iterator[str]:
         kl = self.kl

@@ -231,30 +231,57 @@ SelectionConfig = Annotated[SecondMomentSelection | ClipCovSelection | KLCovSele
 # What stale tokens weigh ----------------------------------------------------------------------------------------------
 
 
-class CorrectionConfig(Section):
-    """The correction of the behavior weight w = exp(p - b). Decoupling multiplies each token's loss by w."""
+class WeightPart(Section):
+    """A factor of the behavior weight w, which multiplies each token's loss: exp(p - b), held between two bounds. A
+    level alone, such as "token", is one without bounds."""
 
-    kind: Literal["none", "truncate", "mask"] = "truncate"
-    """none: w as it is. truncate: min(w, upper) (TIS). mask: w where lower <= w <= upper, else 0 (MIS, IcePop)."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """token: w of each token. sequence: the product over its trajectory's trained tokens. geometric: their geometric
-    mean."""
-    upper: PositiveFloat = 5.0
-    """The upper bound of w: see kind."""
-    lower: float = Field(default=0.0, ge=0)
-    """With kind mask: the lower bound of w."""
-    veto: float | None = Field(default=None, gt=0, lt=1)
-    """A trajectory with a token of exp(p - b) below this has weight 0. Unset: no trajectory is vetoed."""
+    level: Literal["token", "sequence", "geometric", "none"]
+    """token: exp(p - b) of each token. sequence: the product over its trajectory's trained tokens. geometric: their
+    geometric mean. none, as the only part: w is 1, whatever policy sampled the token."""
+    lower: float | None = Field(default=None, gt=0)
+    """A smaller weight is raised to this. Unset: no lower bound."""
+    upper: float | None = Field(default=None, gt=0)
+    """A larger weight is lowered to this: truncated importance sampling (TIS). Unset: no upper bound."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_level(cls, given: Any) -> object:
+        return {"level": given} if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
-        if self.kind == "mask" and self.lower > self.upper:
-            raise ValueError(f"lower is {self.lower}; it must be at most upper, which is {self.upper}")
-        if self.kind == "none" and self._changed("upper"):
-            raise ValueError(f"upper is {self.upper}, but kind=none corrects nothing")
-        if self.kind != "mask" and self._changed("lower"):
-            raise ValueError(f"lower is {self.lower}, but kind={self.kind} has no lower bound; mask has one")
+        _check_order(self.lower, self.upper)
+        if self.level == "none" and self._changed("lower", "upper"):
+            raise ValueError("level is none, whose weight is 1; it takes no bounds")
         return self
+
+
+class RejectionPart(Section):
+    """Bounds on exp(p - b). What lies outside has weight 0, and still counts in the denominators."""
+
+    level: Literal["token", "sequence", "geometric"]
+    """token: rejects each token whose exp(p - b) lies outside (IcePop). sequence: a trajectory, by the product over
+    its trained tokens (MIS). geometric: a trajectory, by their geometric mean."""
+    lower: float | None = Field(default=None, gt=0)
+    """The smallest value that is kept. Unset: any."""
+    upper: float | None = Field(default=None, gt=0)
+    """The largest value that is kept. Unset: any."""
+    veto: bool = False
+    """With level token: one token outside rejects its whole trajectory."""
+
+    @model_validator(mode="after")
+    def _rejects_something(self) -> Self:
+        _check_order(self.lower, self.upper)
+        if self.lower is None and self.upper is None:
+            raise ValueError("neither lower nor upper is set, so nothing is rejected; set one of them")
+        if self.veto and self.level != "token":
+            raise ValueError(f"veto is set, but level={self.level} rejects whole trajectories already; leave veto out")
+        return self
+
+
+def _check_order(lower: float | None, upper: float | None) -> None:
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(f"lower is {lower}; it must be at most upper, which is {upper}")
 
 
 # Penalties ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ BASE: Mapping[str, Any] = {
     "advantage": {"kind": "returns", "baseline": "group_mean", "scale": "group_std"},
     "loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2},
     "selection": None,
-    "correction": {"kind": "truncate", "level": "token", "upper": 5.0},
+    "weights": ({"level": "token", "upper": 5.0},),
+    "rejections": (),
     "kl": {"coefficient": 0.0},
     "overlong": {},
     "critic": None,
@@ -33,7 +34,7 @@ BASE: Mapping[str, Any] = {
 }
 """Decoupled PPO with group-relative advantages, and no penalties."""
 
-_BYPASSED = {"proximal": "bypassed", "correction": {"kind": "none"}}
+_BYPASSED = {"proximal": "bypassed", "weights": ()}
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
 _CENTRED = {"scale": "none"}
 
@@ -245,17 +246,19 @@ _OF_CORRECTIONS: Mapping[str, Preset] = {
     "tis": _preset(
         "Yao et al. 2025",
         "For servers that compute a little differently: caps each token's weight exp(p - b) at 2.",
-        correction={"kind": "truncate", "upper": 2.0},
+        weights=({"level": "token", "upper": 2.0},),
     ),
     "mis": _preset(
         "Liu et al. 2025",
         "Leaves out trajectories that the trainer finds more than twice as likely as the sampler did.",
-        correction={"kind": "mask", "level": "sequence", "upper": 2.0},
+        weights=({"level": "sequence"},),
+        rejections=({"level": "sequence", "upper": 2.0},),
     ),
     "icepop": _preset(
         "2510.18855",
         "Leaves out tokens on which trainer and sampler disagree, either way. For mixtures of experts.",
-        correction={"kind": "mask", "lower": 0.5, "upper": 5.0},
+        weights=({"level": "token"},),
+        rejections=({"level": "token", "lower": 0.5, "upper": 5.0},),
     ),
     "m2po": _preset(
         "2510.01161",

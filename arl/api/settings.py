@@ -6,6 +6,7 @@ A section is a class of settings. Some come in variants, a class for each, told 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -132,6 +133,13 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
     return f"{given!r} was given for a whole section; set its fields, such as --{name}.{example} VALUE{alone}"
 
 
+def part_of_list(_name: str, field: FieldInfo, given: object) -> str:
+    """The message about a value that was given for one of a list's sections."""
+    first, inner = next(iter(sections(field.annotation)[0].model_fields.items()))
+    example = json.dumps({first: next(iter(get_args(inner.annotation)), "...")})
+    return f"{given!r} was given for a part of a list; each part is a mapping, such as {example}"
+
+
 _MISSING = "give it as --{name} VALUE or in the --config file"
 
 
@@ -168,9 +176,11 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails, missing: str) -> st
             tag, allowed = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "")
             return f"{name}.{tag} is {context['tag']!r}; allowed there: {allowed}"
         case "missing":
-            return f"{name} is missing; {missing.format(name=name)}"
+            return f"{name} is missing" + ("" if "]" in name else f"; {missing.format(name=name)}")
         case "model_type" | "model_attributes_type" if field is not None:
-            return f"{name}: {whole_section(name, field, given)}"
+            return f"{name}: {(part_of_list if name.endswith(']') else whole_section)(name, field, given)}"
+        case "tuple_type":
+            return f"{name} is {given!r}; it must be a list"
         case "value_error":
             return f"{name}: {message}" if name else message
         case _:

@@ -120,7 +120,7 @@ def stale(model: Path) -> Settings:
 
     The eight steps take longer than generation does, on any machine: so the tokens do become that old.
     """
-    uncorrected = arl.preset("decoupled_ppo", correction={"kind": "none"}, minibatches=4, epochs=2)
+    uncorrected = arl.preset("decoupled_ppo", weights=[{"level": "token"}], minibatches=4, epochs=2)
     return healthy(model) | {"max_staleness": 32, "lr": 1e-3, "algorithm": uncorrected}
 
 

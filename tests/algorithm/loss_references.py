@@ -15,7 +15,7 @@ import torch
 
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens
-from arl.api.objective import ClipCovSelection, CorrectionConfig, KLCovSelection, SecondMomentSelection
+from arl.api.objective import ClipCovSelection, KLCovSelection, RejectionPart, SecondMomentSelection, WeightPart
 
 Logprobs = Sequence[float]
 Signs = Sequence[int]
@@ -149,20 +149,35 @@ TOKEN_FORMS: dict[str, TokenForm] = {
 # The parts around them ------------------------------------------------------------------------------------------------
 
 
-def behavior_weights(proximal: Logprobs, behavior: Logprobs, config: CorrectionConfig) -> list[float]:
+def behavior_weights(
+    proximal: Logprobs, behavior: Logprobs, parts: Sequence[WeightPart], rejections: Sequence[RejectionPart]
+) -> list[float]:
     ratios = [math.exp(p - b) for p, b in zip(proximal, behavior, strict=True)]
-    if config.level == "sequence":
-        weights = [math.prod(ratios)] * len(ratios)
-    elif config.level == "geometric":
-        weights = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
-    else:
-        weights = ratios
-    if config.kind == "truncate":
-        weights = [min(w, config.upper) for w in weights]
-    elif config.kind == "mask":
-        weights = [w if config.lower <= w <= config.upper else 0.0 for w in weights]
-    if config.veto is not None and min(ratios) < config.veto:
-        weights = [0.0] * len(weights)
+    whole = math.prod(ratios)
+    levels = {
+        "token": ratios,
+        "sequence": [whole] * len(ratios),
+        "geometric": [whole ** (1 / len(ratios))] * len(ratios),
+        "none": [1.0] * len(ratios),
+    }
+    weights = []
+    for t in range(len(ratios)):
+        weight = 1.0
+        for part in parts:
+            factor = levels[part.level][t]
+            if part.lower is not None and factor < part.lower:
+                factor = part.lower
+            if part.upper is not None and factor > part.upper:
+                factor = part.upper
+            weight *= factor
+        weights.append(weight)
+    for part in rejections:
+        low = 0.0 if part.lower is None else part.lower
+        high = math.inf if part.upper is None else part.upper
+        is_kept = [low <= value <= high for value in levels[part.level]]
+        for t in range(len(ratios)):
+            if not is_kept[t] or (part.veto and not all(is_kept)):
+                weights[t] = 0.0
     return weights
 
 
@@ -191,7 +206,7 @@ def policy_loss(
     """sum(loss_weights * loss) over the trajectory, with entropies of 2."""
     anchor = proximal_logprobs(tokens, fixed, proximal, version)
     surrogate = TOKEN_FORMS[config.loss.kind](current, fixed, anchor, tokens.advantages, config.loss)
-    weights = behavior_weights(anchor, tokens.behavior, config.correction)
+    weights = behavior_weights(anchor, tokens.behavior, config.weights, config.rejections)
     total = 0.0
     for t, c in enumerate(current):
         policy = surrogate[t]

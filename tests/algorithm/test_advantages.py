@@ -174,7 +174,7 @@ def test_the_order_of_numbers_changes_no_bit_of_their_spread(values: list[float]
 
 
 SAMPLER, TEACHER = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4)
-ALGORITHM = preset("distillation", correction={"kind": "none"}, minibatches=2)
+ALGORITHM = preset("distillation", weights=[{"level": "token"}], minibatches=2)
 
 
 def advantage(token: int, student: tuple[float, ...]) -> float:

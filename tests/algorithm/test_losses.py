@@ -34,16 +34,32 @@ SURROGATES: dict[str, dict[str, Any]] = {
     "mirror descent": {"kind": "mirror_descent", "tau": 0.7},
     "dppo": {"kind": "dppo_tv", "delta": 0.1},
 }
-CORRECTIONS = [
-    {**correction, "level": level, "veto": veto}
-    for correction in ({"kind": "truncate", "upper": 1.3}, {"kind": "mask", "lower": 0.7, "upper": 1.3})
-    for level in ("token", "sequence", "geometric")
-    for veto in (None, 0.6)
-]
+LEVELS = ("token", "sequence", "geometric")
+VETO = {"level": "token", "lower": 0.6, "upper": 1.8, "veto": True}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    **{f"{level} truncated above": {"weights": [{"level": level, "upper": 1.3}]} for level in LEVELS},
+    **{f"{level} truncated below": {"weights": [{"level": level, "lower": 0.9}]} for level in LEVELS},
+    **{f"{level} bounded": {"weights": [{"level": level, "lower": 0.8, "upper": 1.2}]} for level in LEVELS},
+    "without bounds": {"weights": [{"level": "token"}]},
+    "no weight": {"weights": [{"level": "none"}]},
+    "two weights": {"weights": [{"level": "token", "upper": 1.4}, {"level": "geometric", "lower": 0.9, "upper": 1.2}]},
+    "three weights": {"weights": [{"level": level, "upper": 1.3} for level in LEVELS]},
+}
+REJECTIONS: dict[str, list[dict[str, Any]]] = {
+    **{f"{level} mask": [{"level": level, "lower": 0.7, "upper": 1.3}] for level in LEVELS},
+    "token mask, low side": [{"level": "token", "lower": 0.9}],
+    "sequence mask, high side": [{"level": "sequence", "upper": 1.2}],
+    "veto": [VETO],
+    "veto, low side": [{"level": "token", "lower": 0.6, "veto": True}],
+    "veto, high side": [{"level": "token", "upper": 1.5, "veto": True}],
+    "every mask": [*({"level": level, "lower": 0.4, "upper": 1.6} for level in LEVELS), VETO],
+}
 PARTS: dict[str, dict[str, Any]] = {
     **{name: {"loss": loss} for name, loss in SURROGATES.items()},
-    **{"-".join(map(str, correction.values())): {"correction": correction} for correction in CORRECTIONS},
-    "no correction": {"correction": {"kind": "none"}},
+    **WEIGHTS,
+    **{name: {"rejections": parts} for name, parts in REJECTIONS.items()},
+    "mask without a weight": {"weights": [{"level": "none"}], "rejections": REJECTIONS["geometric mask"]},
+    "two weights, every mask": {**WEIGHTS["two weights"], "rejections": REJECTIONS["every mask"]},
     "k2 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k2"}},
     "k3 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k3"}},
     "unbiased k1": {"kl": {"coefficient": 0.3, "estimator": "k1", "unbiased": True}},
@@ -53,7 +69,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "entropy bonus": {"entropy": 0.1},
     "second moment": {"selection": {"kind": "second_moment"}, "kl": {"coefficient": 0.1}},
     "clip_cov": {"selection": {"kind": "clip_cov"}, "entropy": 0.1},
-    "kl_cov": {"selection": {"kind": "kl_cov", "coefficient": 0.7}, "correction": {"kind": "mask", "upper": 1.2}},
+    "kl_cov": {"selection": {"kind": "kl_cov", "coefficient": 0.7}, "rejections": [{"level": "token", "upper": 1.2}]},
     "gspo, selected": {"loss": SURROGATES["gspo"], "selection": {"kind": "clip_cov"}},
 }
 BATCH = [tokens for seed in range(11, 14) for tokens in random_batch(seed)]
@@ -61,6 +77,8 @@ every_part = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 
 
 def loss_of(parts: dict[str, Any], proximal: str = "recomputed") -> PolicyLoss:
+    if proximal == "bypassed":
+        parts = {**parts, "proximal": "bypassed", "weights": [], "rejections": []}
     config = preset("decoupled_ppo", minibatches=2, **parts)
     return PolicyLoss(config=config, proximal=proximal, version=VERSION, max_staleness=MAX_STALENESS)  # pyright: ignore[reportArgumentType]
 
@@ -88,8 +106,6 @@ def of_tokens(n: int = 2, **columns: Sequence[float]) -> Tokens:
 @every_part
 @pytest.mark.parametrize("proximal", ["recomputed", "current", "approximated", "bypassed"])
 def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any], proximal: str):
-    if proximal == "bypassed":
-        parts = {**parts, "correction": {"kind": "none"}}
     loss = loss_of(parts, proximal)
     _, total, slopes = evaluated(loss, BATCH)
 
@@ -106,7 +122,7 @@ def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any],
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_trust_region_holds_back_some_tokens_and_a_hard_clip_takes_their_gradient(name: str):
-    loss = loss_of({"loss": SURROGATES[name], "correction": {"kind": "none"}})
+    loss = loss_of({"loss": SURROGATES[name], "weights": [{"level": "token"}]})
     losses, _, slopes = evaluated(loss, BATCH)
     is_clipped = losses.means["clip_fraction"].bool().tolist()
     assert any(is_clipped) == (name not in ("importance sampling", "reinforce"))
@@ -148,7 +164,7 @@ def test_each_loss_says_which_tokens_it_holds_back(
         ({"epochs": 2}, "recomputed"),
         ({"selection": {"kind": "second_moment"}}, "recomputed"),
         ({"proximal": "approximated", "minibatches": 2}, "approximated"),
-        ({"proximal": "bypassed", "correction": {"kind": "none"}}, "bypassed"),
+        ({"proximal": "bypassed", "weights": []}, "bypassed"),
     ],
 )
 def test_current_logprobs_serve_as_proximal_ones_if_nothing_else_needs_them(changes: dict[str, Any], proximal: str):
@@ -232,7 +248,7 @@ def test_a_loss_stays_on_its_device_and_never_waits_for_it(parts: dict[str, Any]
 
 def test_metrics_say_what_the_ratio_the_clip_and_the_weight_did():
     tokens = of_tokens(3, current=[-0.4, -2.0, -1.0], behavior=[-1.0, -1.0, -4.0], advantages=[1.0] * 3)
-    losses, _, _ = evaluated(loss_of({"correction": {"upper": 5.0}}), [tokens])
+    losses, _, _ = evaluated(loss_of({"weights": [{"level": "token", "upper": 5.0}]}), [tokens])
     ratios = [math.exp(0.6), math.exp(-1.0), 1.0]
     assert losses.means["ratio"].tolist() == pytest.approx(ratios)
     assert losses.maxima["ratio_max"].tolist() == pytest.approx(ratios)
@@ -246,9 +262,9 @@ def test_metrics_say_what_the_ratio_the_clip_and_the_weight_did():
     )
     assert losses.means["entropy"].tolist() == [2.0, 2.0, 2.0]
     assert losses.sample_sizes["effective_sample_size"].tolist() == pytest.approx([1.0, 1.0, 5.0])
-    masked, _, _ = evaluated(loss_of({"correction": {"kind": "mask", "upper": 5.0}}), [tokens])
+    masked, _, _ = evaluated(loss_of({"rejections": [{"level": "token", "upper": 5.0}]}), [tokens])
     assert masked.means["behavior_weight_zero"].tolist() == [0.0, 0.0, 1.0]
-    bypassed, _, _ = evaluated(loss_of({"correction": {"kind": "none"}}, "bypassed"), [tokens])
+    bypassed, _, _ = evaluated(loss_of({}, "bypassed"), [tokens])
     ratios = [math.exp(d) for d in (0.6, -1.0, 3.0)]
     assert bypassed.sample_sizes["effective_sample_size"].tolist() == pytest.approx(ratios)
 

@@ -15,8 +15,22 @@ IN_REWARD = {"coefficient": 0.1, "place": "reward"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
     ({"critic": {}}, "critic is set, but advantage.kind=returns does not use it"),
-    ({"proximal": "bypassed", "correction": {"kind": "none", "veto": 0.1}}, "correction.veto is set"),
-    ({"proximal": "bypassed"}, "correction.kind is truncate, but with proximal=bypassed there is no weight"),
+    ({"proximal": "bypassed"}, "weights has a part of level token, but with proximal=bypassed there is no exp(p - b)"),
+    (
+        {"proximal": "bypassed", "weights": [], "rejections": [{"level": "sequence", "upper": 2}]},
+        "rejections has a part of level sequence, but with proximal=bypassed",
+    ),
+    (
+        {"weights": []},
+        "weights is empty, but with proximal=recomputed a token counts by exp(p - b); use weights",
+    ),
+    ({"weights": [{"level": "token"}, {"level": "none"}]}, "a part of level none beside others"),
+    ({"weights": [{"level": "token"}, {"level": "token", "upper": 2}]}, "has two parts of level token, whose product"),
+    ({"weights": [{"level": "none", "upper": 2}]}, "weights[0]: level is none, whose weight is 1; it takes no bounds"),
+    ({"weights": [{"upper": 2}]}, "weights[0].level is missing"),
+    ({"weights": {"level": "token"}}, "weights is {'level': 'token'}; it must be a list"),
+    ({"weights": ["tokens"]}, "weights[0].level is 'tokens': Input should be 'token', 'sequence', 'geometric' or"),
+    ({"rejections": ["token"]}, "rejections[0]: 'token' was given for a part of a list; each part is a mapping, such"),
     (
         {"proximal": "approximated", "minibatches": 2, "selection": {"kind": "second_moment"}},
         "selection.kind is second_moment, and",
@@ -34,9 +48,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator is k1 in the loss, whose gradient ignores the ref"),
     ({"kl": IN_REWARD, "overlong": {"mask_truncated": True}}, "what overlong.mask_truncated leaves out has no KL"),
     ({"kl": IN_REWARD, "dynamic_sampling": True}, "a group of equal rewards is not equal"),
-    ({"correction": {"kind": "mask", "lower": 6.0}}, "lower is 6.0; it must be at most upper, which is 5.0"),
-    ({"correction": {"kind": "none", "upper": 2.0}}, "upper is 2.0, but kind=none corrects nothing"),
-    ({"correction": {"lower": 0.1}}, "lower is 0.1, but kind=truncate has no lower bound"),
+    (
+        {"rejections": [{"level": "token", "lower": 6, "upper": 5}]},
+        "[0]: lower is 6.0; it must be at most upper, which",
+    ),
+    ({"weights": [{"level": "token", "lower": 6, "upper": 5}]}, "lower is 6.0; it must be at most upper, which is 5.0"),
+    ({"rejections": [{"level": "token"}]}, "neither lower nor upper is set, so nothing is rejected"),
+    ({"rejections": [{"level": "geometric", "upper": 2, "veto": True}]}, "level=geometric rejects whole trajectories"),
+    ({"correction": {"upper": 2}}, "correction is not a setting; it is two lists, weights and rejections"),
+    (
+        {"correction": {"kind": "truncate", "level": "sequence", "upper": 2.0, "lower": 0.0, "veto": None}},
+        'the same is weights=[{"level": "sequence", "upper": 2.0}] and rejections=[]',
+    ),
+    (
+        {"correction": {"kind": "mask", "level": "geometric", "upper": 2.0, "lower": 0.5, "veto": 0.1}},
+        '[{"level": "geometric", "lower": 0.5, "upper": 2.0}, {"level": "token", "lower": 0.1, "veto": true}]',
+    ),
+    ({"correction": {"kind": "none"}}, 'the same is weights=[{"level": "token"}] and rejections=[]'),
+    ({"correction": {"kind": "none"}, "proximal": "bypassed"}, "the same is weights=[] and rejections=[]"),
     ({"overlong": {"penalty": 0.5}}, "penalty is 0.5, but max_tokens is not set; set it too"),
     ({"overlong": {"buffer_tokens": 5}}, "buffer_tokens is 5, but max_tokens is not set; set it too"),
     ({"overlong": {"buffer_tokens": 5, "max_tokens": 4}}, "it must be at most max_tokens, 4"),
@@ -51,10 +80,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": {"clip_high": 0.3}}, "loss.clip_high is 0.3, which holds tokens back by c - p, but with one update per"),
     ({"loss": {"dual_clip": 3.0}}, "loss.dual_clip is 3.0, which holds tokens back by c - p"),
     ({"loss": {"kind": "dppo_tv", "delta": 0.1}}, "loss.delta is 0.1, which holds tokens back by c - p"),
-    (
-        {"proximal": "bypassed", "correction": {"kind": "none", "level": "sequence"}},
-        "correction.level is sequence, but with proximal=bypassed there is no weight",
-    ),
 ]
 
 
@@ -74,12 +99,13 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("dapo", {"minibatches": 1, "loss": {"clip_low": None, "clip_high": None}}),
     ("dr_grpo", {"aggregation": "token_mean"}),
     ("dr_grpo", {"aggregation": "token_mean", "sequence_tokens": 1024}),
-    ("mis", {"proximal": "bypassed", "correction": {"kind": "none", "level": "sequence"}}),
+    ("mis", {"proximal": "bypassed", "weights": [], "rejections": []}),
     ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "epochs": 2}),
-    ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "proximal": "bypassed", "correction": {"kind": "none"}}),
+    ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "proximal": "bypassed", "weights": []}),
     ("decoupled_ppo", {"loss": {"kind": "topr"}}),
     ("decoupled_ppo", {"loss": {"kind": "cispo"}}),
-    ("decoupled_ppo", {"correction": {"kind": "none", "level": "sequence"}}),
+    ("decoupled_ppo", {"weights": [{"level": "sequence"}]}),
+    ("decoupled_ppo", {"weights": ["none"], "rejections": [{"level": "geometric", "lower": 0.99}]}),
     ("decoupled_ppo", {"aggregation": "sequence_sum", "sequence_tokens": 9}),
 ]
 
@@ -121,9 +147,14 @@ CONSTANTS: list[tuple[str, str, Any]] = [
     ("reinforce++", "advantage.scale", "batch_std"),
     ("ppo", "advantage.lam", 0.95),
     ("m2po", "selection.limit", 0.04),
-    ("icepop", "correction.lower", 0.5),
-    ("tis", "correction.upper", 2.0),
-    ("mis", "correction.level", "sequence"),
+    ("decoupled_ppo", "weights.0.upper", 5.0),
+    ("tis", "weights.0.upper", 2.0),
+    ("mis", "weights.0.upper", None),
+    ("mis", "rejections.0.level", "sequence"),
+    ("mis", "rejections.0.upper", 2.0),
+    ("icepop", "rejections.0.lower", 0.5),
+    ("icepop", "rejections.0.upper", 5.0),
+    ("naive", "weights", []),
     ("clip_cov", "selection.share", 2e-4),
     ("kl_cov", "selection.share", 2e-3),
     ("dppo_tv", "loss.delta", 0.15),
@@ -142,8 +173,10 @@ def test_a_preset_sets_every_field_is_valid_names_its_paper_and_says_in_a_senten
 
 @pytest.mark.parametrize(("name", "path", "value"), CONSTANTS)
 def test_a_preset_has_the_constants_of_its_paper(name: str, path: str, value: Any) -> None:
-    section, field = path.split(".")
-    assert getattr(getattr(preset(name), section), field) == value
+    found: Any = preset(name).model_dump(mode="json")
+    for field in path.split("."):
+        found = found[int(field) if isinstance(found, list) else field]
+    assert found == value
 
 
 def test_presets_differ_from_each_other() -> None:

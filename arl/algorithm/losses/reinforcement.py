@@ -7,8 +7,7 @@ c current, p proximal, b behavior logprobs; A advantage; w behavior weight.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from arl.algorithm.losses.surrogates import MAX_LOG_RATIO, PolicyTokens, Trajectories, clamped, surrogate
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.objective import CorrectionConfig, KLCovSelection
+from arl.api.objective import KLCovSelection, RejectionPart, WeightPart
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -35,8 +34,8 @@ class PolicyLoss:
 
     ratio, ratio_max             exp(c - p)
     clip_fraction                share of tokens that the surrogate's trust region holds back; each says how
-    behavior_weight, .._max      w, as corrected
-    behavior_weight_zero         share of tokens that the correction masked or a veto took out
+    behavior_weight, .._max      w, bounded, and 0 for rejected tokens
+    behavior_weight_zero         share of tokens that a rejection took out
     behavior_kl_proximal         estimate of KL(b || p), where p is known
     behavior_kl_current          estimate of KL(b || c)
     effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
@@ -80,7 +79,7 @@ class PolicyLoss:
             current=current, proximal=proximal, advantages=tokens.advantages, trajectories=trajectories
         )
         policy = surrogate(terms, config.loss)
-        weight = behavior_weight(proximal - behavior, trajectories, config.correction)
+        weight = behavior_weight(proximal - behavior, trajectories, config.weights, config.rejections)
         loss = weight * self._selected(policy.loss, terms, tokens)
         if config.kl.coefficient > 0 and config.kl.place == "loss":
             loss = loss + config.kl.coefficient * self._divergence(current, tokens)
@@ -182,30 +181,44 @@ def approximated_proximal(
     return behavior + staleness / (staleness + 1) * (current.detach() - behavior)
 
 
-def behavior_weight(log_weight: torch.Tensor, trajectories: Trajectories, config: CorrectionConfig) -> torch.Tensor:
-    """w float[M], detached, from log_weight = p - b: the weight of decoupled PPO (2110.00641), corrected.
+def behavior_weight(
+    log_weight: torch.Tensor,
+    trajectories: Trajectories,
+    weights: Sequence[WeightPart],
+    rejections: Sequence[RejectionPart],
+) -> torch.Tensor:
+    """w float[M], detached, from log_weight = p - b: the weight of decoupled PPO (2110.00641).
 
-        level: token      w = exp(p - b)
-               sequence   w = exp(sum(p - b)), the product over the trajectory's trained tokens
-               geometric  w = exp(mean(p - b))
-        kind:  none       w
-               truncate   min(w, upper)                          truncated importance sampling (IMPALA, 1802.01561)
-               mask       w where lower <= w <= upper, else 0    masked importance sampling; IcePop (2510.18855)
-
-        veto:  0 for a trajectory in which any token has exp(p - b) < veto
+        level: token      x = exp(p - b)
+               sequence   x = exp(sum(p - b)), the product over the trajectory's trained tokens
+               geometric  x = exp(mean(p - b))
+               none       x = 1
+        w = product of clip(x, lower, upper) over `weights`    truncated importance sampling (IMPALA, 1802.01561)
+        w = 0 where lower <= x <= upper fails for any of `rejections`    masks: IcePop (2510.18855), MIS; with veto, for
+                                                                         any token of the trajectory
 
     A token of weight 0 still counts in the denominators of loss_weights.
     """
     log_weight = log_weight.detach()
-    weight = torch.exp(clamped(_at_level(log_weight, trajectories, config.level)))
-    if config.kind == "truncate":
-        weight = weight.clamp(max=config.upper)
-    elif config.kind == "mask":
-        weight = weight * ((weight >= config.lower) & (weight <= config.upper))
-    if config.veto is not None:
-        is_low = (log_weight < math.log(config.veto)).to(log_weight.dtype)
-        weight = weight * (trajectories.sums(is_low) == 0)
+    weight = torch.ones_like(log_weight)
+    for part in weights:
+        if part.level != "none":
+            weight = weight * _held(torch.exp(clamped(_at_level(log_weight, trajectories, part.level))), part)
+    for part in rejections:
+        # Not clamped: bounds may lie far out, and an infinite value is outside.
+        value = torch.exp(_at_level(log_weight, trajectories, part.level))
+        is_outside = _held(value, part) != value
+        if part.veto:
+            is_outside = trajectories.sums(is_outside.to(weight.dtype)) > 0
+        weight = weight * ~is_outside
     return weight
+
+
+def _held(values: torch.Tensor, part: WeightPart | RejectionPart) -> torch.Tensor:
+    """The values between the part's bounds."""
+    if part.lower is None and part.upper is None:
+        return values
+    return values.clamp(part.lower, part.upper)
 
 
 def _at_level(log_weight: torch.Tensor, trajectories: Trajectories, level: str) -> torch.Tensor:

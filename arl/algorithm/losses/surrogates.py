@@ -5,8 +5,8 @@ tokens of trajectory i. D_i = sum(d) over them. sg( ) is held fixed under differ
 
 Two rules hold for all of them. First, a token's loss has a gradient in that token's c alone. Quantities of a whole
 trajectory enter it detached, in a form whose gradient, summed over the trajectory, is the paper's. So weights per token
-(corrections, selections, aggregations) mean the same everywhere. Second, each loss has the scale of its paper under one
-aggregation:
+(behavior weights, selections, aggregations) mean the same everywhere. Second, each loss has the scale of its paper
+under one aggregation:
 
     losses that are means over a trajectory (gspo, gmpo) and losses per token: under sequence_mean the paper's
     losses that are sums over a trajectory (topr, mirror_descent): under sequence_sum the paper's, over the constant

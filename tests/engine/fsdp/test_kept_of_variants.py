@@ -124,7 +124,7 @@ def test_with_adapters_they_are_those_of_the_merged_model_and_the_reference_thos
     make_learner: MakeLearner, model_dir: Path, tmp_path: Path
 ):
     settings = {"lora": {"rank": 4, "alpha": 8}, "optimizer": MOVING}
-    learner = make_learner(settings, kl={"coefficient": 0.1}, correction={"upper": 2.0})
+    learner = make_learner(settings, kl={"coefficient": 0.1}, weights=[{"level": "token", "upper": 2.0}])
     trained(learner, random_groups(0))
     learner.engine.snapshot().write(tmp_path / "merged")
     groups = random_groups(1)

@@ -150,13 +150,13 @@ STANDING = {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}, "max_tokens_per_mic
 )
 @pytest.mark.parametrize("seed", [5, 6])
 def test_they_are_those_of_each_trajectory_alone(model_dir: Path, seed: int, proximal: str, level: str):
-    masked = {"kind": "mask", "level": level, "upper": 3.0, "lower": 0.1, "veto": None}
+    masked = {"weights": [{"level": level}], "rejections": [{"level": level, "upper": 3.0, "lower": 0.1}]}
     algorithm: dict[str, Any] = {
         "preset": "decoupled_ppo",
         "minibatches": 2,
         "epochs": seed - 4,
         "proximal": proximal,
-        "correction": {"kind": "none", "veto": None} if proximal == "bypassed" else masked,
+        **({"weights": []} if proximal == "bypassed" else masked),
         "overlong": {"mask_truncated": True},
         "kl": {"coefficient": 0.1},
     }

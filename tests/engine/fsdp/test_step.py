@@ -41,7 +41,13 @@ def test_steps_equal_those_of_a_plain_loop(any_model_dir: Path, make_engine: Mak
     "changes",
     [
         {},
-        {"correction": {"kind": "mask", "level": "geometric", "lower": 0.9, "upper": 1.1, "veto": 0.5}},
+        {
+            "weights": [{"level": "token", "upper": 1.5}],
+            "rejections": [
+                {"level": "geometric", "lower": 0.9, "upper": 1.1},
+                {"level": "token", "lower": 0.5, "upper": 3, "veto": True},
+            ],
+        },
         {"preset": "gspo", "minibatches": 1},
         {"preset": "cispo", "minibatches": 1, "aggregation": "sequence_mean"},
     ],

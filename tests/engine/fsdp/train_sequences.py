@@ -20,8 +20,10 @@ from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.train_engine import learning_rate
 
 VOCABULARY = 256
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
-"""A loss whose ratios leave 1 and whose clipping and correction have an effect."""
+LOSS = PolicyLoss.of(
+    preset("decoupled_ppo", loss={"clip_high": 0.3}, weights=[{"level": "token", "upper": 2.0}], minibatches=2)
+)
+"""A loss whose ratios leave 1 and whose clips and bounds of weights have an effect."""
 OF_WORK = {"microbatches", "packing_efficiency", "forwarded_tokens", "forwarded_share"}
 """Metrics that say how the work was split."""
 
