@@ -36,6 +36,9 @@ class ClientConfig(Section):
     """Longest time one server may take to load new weights before it is fenced off."""
     update_order: Literal["all", "rolling"] = "all"
     """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
+    replay_truncation: bool = True
+    """Under top_p, top_k or min_p, servers return the ids that each token was sampled among, and training computes its
+    logprobs among these. False: logprobs are of the whole distribution, which the samples do not follow."""
     min_servers: PositiveInt = 1
     """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (plus
     startup_timeout_s, if arl starts the servers)."""

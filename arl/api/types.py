@@ -77,6 +77,11 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether top_p, top_k or min_p narrow what is sampled."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
+
+    @property
     def logprob_temperature(self) -> float:
         """Logits are divided by this before the log-softmax that gives logprobs; 1 for greedy sampling."""
         return self.temperature if self.temperature > 0 else 1.0
@@ -117,8 +122,8 @@ class ModelResponse:
     temperature: float = 1.0
     """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among, if a grammar constrained it: the log-softmax is over these ids alone.
-    Trajectories that are built by hand need them, too."""
+    """What each token was sampled among, under a grammar, top_p, top_k or min_p: the log-softmax is over these ids
+    alone. Trajectories that are built by hand need them, too."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""

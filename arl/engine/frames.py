@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMAT = 3
+FORMAT = 4
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 32 << 20
@@ -47,7 +47,7 @@ class Call:
     number: int
     rid: str
     settings: bytes
-    """JSON: sampling_params, extra_key, lora_path, continued_tokens."""
+    """JSON: sampling_params, extra_key, lora_path, continued_tokens, return_sampling_mask."""
     session: bytes = b""
     """The sequence of this call is kept under this name in the place of the last; empty: it is not kept."""
     base: int = 0
@@ -89,7 +89,7 @@ class Result:
     ids: np.ndarray = field(default_factory=_nothing)
     logprobs: np.ndarray = field(default_factory=_nothing)
     kept_ids: bytes = b""
-    """What each token was sampled among, as KeptIds.encode writes it; empty without a grammar."""
+    """What each token was sampled among, as KeptIds.encode writes it; empty if the call did not ask."""
     microseconds: int = 0
     """From the call's coming to its result."""
 

@@ -1,4 +1,4 @@
-"""Refuses trajectories that train tokens sampled under a grammar and do not say among which ids."""
+"""Refuses trajectories that train tokens sampled among some ids alone and do not say among which."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def check_trajectory(trajectory: Trajectory, responses: Sequence[ModelResponse])
             if is_it.all() and (is_bare[seen] & is_constrained[:n]).any():
                 raise TrajectoryError(
                     f"arun_episode returned a trajectory whose tokens from {start} on were sampled under a grammar, "
-                    "but without their kept_ids: training would compute other logprobs than the sampler did; after n "
-                    "tokens of a prompt, pass kept_ids=response.kept_ids.joined([n, response.kept_ids])"
+                    "top_p, top_k or min_p, but without their kept_ids: training would compute other logprobs than the "
+                    "sampler did; after n tokens of a prompt, pass "
+                    "kept_ids=response.kept_ids.joined([n, response.kept_ids])"
                 )

@@ -109,7 +109,7 @@ class Pulse:
 
 
 class _Felt:
-    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those under a grammar."""
+    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids."""
 
     def __init__(
         self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None, constrained: list[ModelResponse]

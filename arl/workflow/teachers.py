@@ -93,11 +93,6 @@ class DistillationWorkflow(RolloutWorkflow):
                 f"the student sampled at temperature {trajectory.temperature:g}, and the teacher's logprobs are at 1; "
                 "set SamplingParams(temperature=1.0) for distillation"
             )
-        if trajectory.kept_ids is not None:
-            raise ConfigError(
-                "the student sampled under a grammar, so its logprobs are over the tokens that this allowed, and the "
-                "teacher's are over all; leave SamplingParams.grammar out for distillation"
-            )
         token_ids, first = tuple(trajectory.token_ids.tolist()), int(trajectory.loss_mask.argmax())
         teacher = await self._teacher.logprobs(token_ids, start=first)
         pairs = zip(teacher, trajectory.behavior_logprobs.tolist(), trajectory.loss_mask.tolist(), strict=True)

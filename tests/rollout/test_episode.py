@@ -388,7 +388,7 @@ def test_a_response_under_a_grammar_is_not_trained_without_its_kept_ids() -> Non
     for flawed in (ByHand(None), ByHand(half), ByHand(None, mask=(0, 0, 0, 0, 0, 1))):
         error = by_hand(flawed).error
         assert isinstance(error, TrajectoryError)
-        assert "tokens from 4 on were sampled under a grammar, but without their kept_ids" in str(error)
+        assert "tokens from 4 on were sampled under a grammar, top_p, top_k or min_p, but without" in str(error)
 
 
 def test_an_engine_that_answers_under_a_grammar_must_say_among_which_ids() -> None:

@@ -127,14 +127,19 @@ async def test_each_token_of_an_episode_that_branched_is_judged_once_and_its_met
 async def test_a_temperature_or_a_coefficient_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sampled at temperature 0\.7"):
         await distilled(replace(TWO_TURNS, temperature=0.7))
-    constrained = KeptIds.of([None] * (len(TWO_TURNS.token_ids) - 1) + [[int(TWO_TURNS.token_ids[-1])]])
-    with pytest.raises(ConfigError, match="the student sampled under a grammar"):
-        await distilled(replace(TWO_TURNS, kept_ids=constrained))
     for coefficient in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="coefficient"):
             DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient, keep_reward=True)
     with pytest.raises(ConfigError, match=r"coefficient is 2\.0, but without keep_reward .* leave it out"):
         await distilled(TWO_TURNS, coefficient=2.0)
+
+
+async def test_a_students_truncated_tokens_are_compared_with_the_whole_teacher() -> None:
+    last = int(TWO_TURNS.token_ids[-1])
+    truncated = replace(TWO_TURNS, kept_ids=KeptIds.of([None] * (len(TWO_TURNS.token_ids) - 1) + [[last, last + 1]]))
+    judged, plain = await distilled(truncated), await distilled(TWO_TURNS)
+    assert judged.token_rewards.tolist() == plain.token_rewards.tolist()
+    assert judged.kept_ids == truncated.kept_ids
 
 
 async def test_a_teacher_that_fails_fails_the_episode_with_its_own_error() -> None:

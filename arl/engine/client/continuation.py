@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from arl.api.errors import TrajectoryError
+from arl.api.errors import ServerError, TrajectoryError
 from arl.api.kept_ids import KeptIds
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
-from arl.engine.client.server_client import Answer
+from arl.engine.client.server_client import Answer, ServerClient
 
 _MAX_DIGITS = 19
 
-MOST_CONSTRAINED = 1024
-"""The top_k of a constrained request to SGLang that names none. Its kept ids are listed in the answer, 4 bytes each."""
+MOST_KEPT = 1024
+"""The top_k of a request to SGLang that needs kept ids and names none. They are listed in the answer."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -119,9 +119,11 @@ class PartialResponse:
     told; SGLang takes all of them for the prompt, so there the response begins again.
     """
 
-    def __init__(self, request: ModelRequest) -> None:
+    def __init__(self, request: ModelRequest, *, replays_truncation: bool = True) -> None:
+        """replays_truncation: under top_p, top_k or min_p, ask for what each token was sampled among."""
         self.session_id = request.session_id
-        self._sampling = request.sampling
+        self.sampling = request.sampling
+        self.needs_kept_ids = self.is_constrained or (replays_truncation and request.sampling.is_filtered)
         self.prompt_ids = _token_array(request)
         """int32."""
         self._output_ids: list[int] = []
@@ -147,7 +149,7 @@ class PartialResponse:
 
     @property
     def is_constrained(self) -> bool:
-        return self._sampling.grammar is not None
+        return self.sampling.grammar is not None
 
     def payload(
         self, rid: str, cache_key: str, adapter: str | None = None, *, most_kept: int | None = None
@@ -158,19 +160,19 @@ class PartialResponse:
         """
         if self.is_constrained and most_kept is not None:
             self._begin_again()
-        budget = self._sampling.max_new_tokens - self.num_tokens
-        if _ends_with_beginning_of(self._sampling.stop, self._tail):
+        budget = self.sampling.max_new_tokens - self.num_tokens
+        if _ends_with_beginning_of(self.sampling.stop, self._tail):
             budget = 1
         self._asked = budget
         named: dict[str, Any] = {} if adapter is None else {"lora_path": adapter}
-        if self.is_constrained:
+        if self.needs_kept_ids:
             named["return_sampling_mask"] = True
-            if most_kept is None:
-                named["continued_tokens"] = self.num_tokens
+        if self.is_constrained and most_kept is None:
+            named["continued_tokens"] = self.num_tokens
         return {
             "rid": rid,
             "input_ids": self._ids_so_far(),
-            "sampling_params": _sampling_params(self._sampling, budget, most_kept),
+            "sampling_params": _sampling_params(self.sampling, budget, most_kept),
             "return_logprob": True,
             "stream": False,
             "extra_key": cache_key,
@@ -191,8 +193,10 @@ class PartialResponse:
             return f"answered with {len(answer.output_ids)} tokens, but was asked for at most {self._asked}"
         if vocab_size is not None and max(answer.output_ids, default=0) >= vocab_size:
             return f"sampled token id {max(answer.output_ids)}, but the model has {vocab_size} tokens"
-        if self.is_constrained and answer.output_ids and answer.kept_ids is None:
-            return "sampled under a grammar, and does not say which ids it allowed"
+        if self.needs_kept_ids and answer.output_ids and answer.kept_ids is None:
+            under = "a grammar" if self.is_constrained else "top_p, top_k or min_p"
+            without = "" if self.is_constrained else "; engine.replay_truncation=false does without"
+            return f"sampled under {under}, and does not say among which ids (output_token_sampling_mask){without}"
         return None
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
@@ -219,7 +223,7 @@ class PartialResponse:
             output_logprobs=tuple(self._logprobs),
             output_versions=tuple(self._versions),
             stop_reason=self.stop_reason,
-            temperature=self._sampling.logprob_temperature,
+            temperature=self.sampling.logprob_temperature,
             kept_ids=KeptIds.joined(self._kept_ids),
             server=self.server,
             queued_s=self.queued_s,
@@ -234,23 +238,45 @@ class PartialResponse:
         # Also of an answer cut for length: SGLang looks at the budget first, and a seam may have asked for one token.
         if answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
             return "stop"
-        if self.num_tokens >= self._sampling.max_new_tokens:
+        if self.num_tokens >= self.sampling.max_new_tokens:
             return "length"
         # A server that stops for length before the budget it was given has reached the end of its context.
         cut_short = answer.finish == "length" and len(answer.output_ids) < self._asked
         return "length" if cut_short else None
 
     def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
-        is_end = token_id in self._sampling.stop_token_ids or token_id in eos_token_ids
-        return is_end and not self._sampling.ignore_eos
+        is_end = token_id in self.sampling.stop_token_ids or token_id in eos_token_ids
+        return is_end and not self.sampling.ignore_eos
 
     def _completes_a_stop_string(self, text: str) -> bool:
-        longest = max(map(len, self._sampling.stop), default=0)
+        longest = max(map(len, self.sampling.stop), default=0)
         if longest == 0:
             return False
         text = self._tail + text
         self._tail = text[-longest:]
-        return any(stop in text for stop in self._sampling.stop)
+        return any(stop in text for stop in self.sampling.stop)
+
+
+def most_kept_of(client: ServerClient, sampling: SamplingParams) -> int | None:
+    """The limit on the kept ids that this server lists for a token; None: it has none.
+
+    Raises ServerError if it cannot list those of this sampling.
+    """
+    if client.is_embedded:
+        return None
+    if (most := client.most_kept) is None:
+        what = "top_p, top_k and min_p need" if sampling.grammar is None else "constrained requests need"
+        without = ", or engine.replay_truncation=false, which trains by the logprobs of the whole distribution"
+        raise ServerError(
+            f"{client.address} does not say among which tokens it samples, and training needs to know: {what} SGLang "
+            f"0.5.23 or newer{without if sampling.grammar is None else ''}"
+        )
+    if sampling.top_k > most:
+        raise ServerError(
+            f"top_k is {sampling.top_k}, but {client.address} lists at most {most} tokens among which it samples: use "
+            f"a smaller top_k, or start it with --sampling-mask-max-tokens {sampling.top_k}"
+        )
+    return most
 
 
 def _token_array(request: ModelRequest) -> np.ndarray:
@@ -291,7 +317,7 @@ def _sampling_params(sampling: SamplingParams, max_new_tokens: int, most_kept: i
         params["sampling_seed"] = sampling.seed
     if (grammar := sampling.grammar) is not None:
         params[grammar.kind] = grammar.text
-        if most_kept is not None and sampling.top_k == -1:
-            # SGLang lists kept ids only under a finite top_k, and needs room for logits that are equal to the last.
-            params["top_k"] = max(2, min(MOST_CONSTRAINED, most_kept // 2))
+    if most_kept is not None and sampling.top_k == -1:
+        # SGLang lists kept ids only under a finite top_k, and needs room for logits that are equal to the last.
+        params["top_k"] = max(2, min(MOST_KEPT, most_kept // 2))
     return params

@@ -52,7 +52,7 @@ _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
 
 
-_SETTINGS = ("sampling_params", "extra_key", "lora_path", "continued_tokens")
+_SETTINGS = ("sampling_params", "extra_key", "lora_path", "continued_tokens", "return_sampling_mask")
 """What frames carry of a request beside its tokens and its name."""
 
 _MAX_CACHED_BYTES = 1024
@@ -91,7 +91,7 @@ class Answer:
     server_s: float = 0.0
     """How long the server had it; 0 if it does not say."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among, if a grammar constrained it."""
+    """What each token was sampled among, if the request asked: its logprobs are among these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +333,7 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
         raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
     kept_ids = None
     if (masks := meta.get("output_token_sampling_mask")) is not None:
-        # The others are of the grammar's distribution before top_k, top_p and min_p.
+        # The other logprobs are of the distribution before top_k, top_p and min_p.
         kept_ids, logprobs = KeptIds.of(masks), meta["output_token_sampling_logprobs"]
     return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"), kept_ids)
 
@@ -376,7 +376,7 @@ def _answer(
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(logprobs)} logprobs for {len(ids)} output_ids")
     if kept_ids is not None and not (len(kept_ids) == len(ids) and kept_ids.allows(np.array(ids, np.int32)).all()):
-        raise ValueError("the ids that its tokens were sampled among lack a token")
+        raise ValueError("the ids that its tokens were sampled among (output_token_sampling_mask) lack a token")
     cached = meta.get("cached_tokens")
     return Answer(
         output_ids=ids,

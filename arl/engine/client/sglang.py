@@ -43,7 +43,7 @@ from arl.api.errors import (
 from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
 from arl.cluster.servers_file import DRAIN_S, base_url
-from arl.engine.client.continuation import Attempt, PartialResponse, version_of
+from arl.engine.client.continuation import Attempt, PartialResponse, most_kept_of, version_of
 from arl.engine.client.line import Line
 from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
@@ -145,7 +145,7 @@ class RemoteSGLangEngine:
         server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server.
         """
-        partial = PartialResponse(request)
+        partial = PartialResponse(request, replays_truncation=self._config.replay_truncation)
         self._check_tokens(request, partial)
         now = asyncio.get_running_loop().time
         deadline = now() + self._config.request_timeout_s
@@ -262,13 +262,13 @@ class RemoteSGLangEngine:
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
-        most_kept = self._most_kept(server) if partial.is_constrained else None
+        most_kept = most_kept_of(server.client, partial.sampling) if partial.needs_kept_ids else None
         attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
         cache_key = self._pool.cache_key(server)
         payload = partial.payload(rid, cache_key, attempt.adapter, most_kept=most_kept)
         try:
             async with attempt.scope:
-                if partial.may_cut and most_kept is None:  # else the cut would lose its tokens
+                if partial.may_cut and not (partial.is_constrained and most_kept):  # the cut would lose its tokens
                     self._patience.begin(attempt)
                 answer = await server.client.generate(payload, partial.session_id)
                 self._patience.answered(attempt)
@@ -286,17 +286,6 @@ class RemoteSGLangEngine:
             partial.may_cut = partial.may_cut and not attempt.is_cut
             self._pool.end(server, attempt)
         return self._keep(server, attempt, partial, answer)
-
-    def _most_kept(self, server: Server) -> int | None:
-        """The limit on the kept ids that this server lists for a constrained token; None: it has none."""
-        if server.client.is_embedded:
-            return None
-        if server.client.most_kept is None:
-            raise ServerError(
-                f"{server.address} does not say which tokens a grammar allowed, and training needs to know: "
-                "constrained requests need SGLang 0.5.23 or newer"
-            )
-        return server.client.most_kept
 
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
         """Add the answer to what the request has; returns the fault, if there is one."""

@@ -1,6 +1,6 @@
 """Constraints: where each constrained sequence stands in its grammar, and the tokens that a step may sample.
 
-Constraint.fill --> Allowed (one mask for the rows of a step) --> sampler --> Constraint.take, with the kept ids
+Constraint.fill --> Allowed (one mask for the rows of a step) --> sampler --> Allowed.note, Constraint.accept
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from arl.api.kept_ids import SetTable
 
 
 class Constraint:
-    """One sequence's place in its grammar, and the set that each of its tokens was sampled among."""
+    """One sequence's place in its grammar."""
 
-    def __init__(self, compiled: Any, vocab_size: int, *, has_end: bool) -> None:
+    def __init__(self, compiled: Any, *, has_end: bool) -> None:
         """has_end: the model has a token that ends a response; without one, the grammar's end is the response's."""
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not has_end)
-        self.sets = SetTable(vocab_size)
 
     @property
     def has_ended(self) -> bool:
@@ -51,21 +50,19 @@ class Allowed:
     """bool[rows, V], where the logits are."""
     is_whole: Sequence[bool]
     """Whether all tokens are allowed."""
-    is_filtered: torch.Tensor
-    """bool[rows]: top_k, top_p or min_p narrow the row's tokens further."""
+    is_alive: Sequence[bool]
+    """Whether any token is."""
 
     @classmethod
-    def of(
-        cls, constraints: Sequence[Constraint | None], is_filtered: Sequence[bool], size: int, device: Any
-    ) -> Allowed:
+    def of(cls, constraints: Sequence[Constraint | None], size: int, device: Any) -> Allowed:
         """For rows of which at least one has a constraint. size: the model's vocabulary."""
         rows = [row for row, constraint in enumerate(constraints) if constraint is not None]
         bitmask = np.full((len(rows), -(-size // 32)), -1, np.int32)
         is_whole = [not c.fill(bitmask, i) for i, c in enumerate(c for c in constraints if c is not None)]
         bits = bitmask.view(np.uint8)
-        mask = torch.from_numpy(np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_))
-        filtered = torch.tensor([is_filtered[row] for row in rows])
-        return cls(rows=rows, bits=bits, mask=mask.to(device), is_whole=is_whole, is_filtered=filtered.to(device))
+        mask = np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_)
+        is_alive = mask.any(1).tolist()
+        return cls(rows=rows, bits=bits, mask=torch.from_numpy(mask).to(device), is_whole=is_whole, is_alive=is_alive)
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] with minus infinity for what is not allowed. A row in which nothing is keeps its logits."""
@@ -73,33 +70,12 @@ class Allowed:
         excluded[self.rows] = ~self.mask & self.mask.any(1, keepdim=True)
         return logits.masked_fill(excluded, -torch.inf)
 
-    def places(self) -> dict[int, int]:
-        """The row of a step -> its place here."""
-        return {row: place for place, row in enumerate(self.rows)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepSets:
-    """What the constrained rows of a step were sampled among, to be noted with their tokens."""
-
-    allowed: Allowed
-    filtered: torch.Tensor | None
-    """bool[rows, V]: what filters left of it; None if no row is filtered."""
-
-    def note(self, place: int, sets: SetTable) -> bool:
-        """Add a row's set to its sequence's table. Returns False if there was nothing to sample."""
-        if self.filtered is not None and self.allowed.is_filtered[place]:
-            ids = self.filtered[place].nonzero()[:, 0].int().cpu().numpy()
-            sets.add(ids.tobytes(), ids)
-            return True
-        if self.allowed.is_whole[place]:
+    def note(self, place: int, sets: SetTable) -> None:
+        """Add what the row at this place may sample to its sequence's table."""
+        key = self.bits[place].tobytes()
+        if self.is_whole[place]:
             sets.add_free()
-            return True
-        key = self.allowed.bits[place].tobytes()
-        if sets.knows(key):
+        elif sets.knows(key):
             sets.add(key)
-            return True
-        ids = self.allowed.mask[place].nonzero()[:, 0].int().cpu().numpy()
-        if len(ids):
-            sets.add(key, ids)
-        return len(ids) > 0
+        else:
+            sets.add(key, self.mask[place].nonzero()[:, 0].int().cpu().numpy())

@@ -110,7 +110,8 @@ class FrameServer:
         }
         if job.sampling.stop:
             head["text"] = self._generation.text(job, _settings(call.settings)[0].sampling_params)
-        ids, logprobs = np.array(job.output_ids, dtype=np.int32), np.array(job.output_logprobs, dtype=np.float32)
+        ids = np.array(job.output_ids, dtype=np.int32)
+        logprobs = np.array(job.kept_logprobs if job.returns_kept_ids else job.output_logprobs, dtype=np.float32)
         lasted = int(1e6 * (time.monotonic() - job.began))
         kept_ids = b"" if job.sets is None else job.sets.kept_ids().encode()
         return Result(

@@ -97,14 +97,14 @@ class SettingsBody(RequestBody):
     """The name of a loaded adapter."""
     continued_tokens: Annotated[int, Field(ge=0)] = 0
     """So many tokens at the end of input_ids belong to the response; its grammar goes on after them."""
+    return_sampling_mask: bool = False
+    """Return what each token was sampled among, and its logprob among these."""
 
 
 class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     """The first token of the prompt whose logprob is returned; -1 for none of them."""
-    return_sampling_mask: bool = False
-    """Return what each token was sampled among."""
 
 
 class TokenizeBody(RequestBody):
@@ -207,8 +207,6 @@ class Generation:
                 f"logprob_start_len={start} is higher than the number of input tokens {len(body.input_ids)}."
             )
         job = self.job(body.rid, body.input_ids, body, body.sampling_params.params())
-        if body.return_sampling_mask and job.compiled is None:
-            raise RequestError("return_sampling_mask needs a grammar here: json_schema, regex or structural_tag")
         job.logprob_start = start if body.return_logprob and start >= 0 else None
         await self._inflight.run(self._scheduler, job)
         answer = {"output_ids": job.output_ids, "meta_info": self._meta_info(job, body.return_logprob)}
@@ -234,6 +232,11 @@ class Generation:
                 f"Requested token count exceeds the model's maximum context length of {limit} tokens: "
                 f"{num_prompt} of the prompt and {num_new} new ones."
             )
+        if body.return_sampling_mask and not (sampling.is_filtered or sampling.grammar):
+            raise RequestError(
+                "return_sampling_mask needs top_k, top_p or min_p at a temperature above 0, or a grammar: without them "
+                "every token is sampled among the whole vocabulary"
+            )
         if body.continued_tokens >= num_prompt:
             raise RequestError(f"continued_tokens={body.continued_tokens} leaves no prompt of {num_prompt} input_ids")
         return Job(
@@ -244,6 +247,7 @@ class Generation:
             adapter=body.lora_path,
             is_prefill_only=num_new == 0,
             num_continued=body.continued_tokens,
+            returns_kept_ids=body.return_sampling_mask,
             compiled=self._grammars.compiled(sampling.grammar) if sampling.grammar else None,
         )
 
@@ -291,7 +295,7 @@ class Generation:
         masks = [] if job.sets is None else [row.nonzero()[0].tolist() for row in job.sets.kept_ids().mask(size)]
         return {
             "output_token_sampling_mask": masks,
-            "output_token_sampling_logprobs": job.output_logprobs,
+            "output_token_sampling_logprobs": job.kept_logprobs,
             "output_token_sampling_mask_length": len(masks),
         }
 

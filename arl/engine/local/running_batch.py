@@ -10,31 +10,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
 
-from arl.engine.local.constraints import Allowed, Constraint, StepSets
+from arl.api.kept_ids import SetTable
+from arl.engine.local.constraints import Allowed, Constraint
 from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.sampler import BatchSampler, StopStrings, is_filtered, random_stream
+from arl.engine.local.sampler import BatchSampler, Samples, StopStrings, random_stream
 from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """A step's results for each of the plan's sampled rows: a token and its logprob, or a reward model's scores."""
+    """A step's results for each of the plan's sampled rows: a sample, or a reward model's scores."""
 
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
+    samples: Samples = field(default_factory=lambda: Samples(tokens=[], logprobs=[], kept_logprobs=[], kept={}))
+    allowed: Allowed | None = None
+    """What constrained rows were sampled among, before filters."""
     scores: Sequence[list[float]] = ()
     """For each sampled row, one number for each label."""
     given: Sequence[float] = ()
     """Logprobs of given tokens, chunk after chunk."""
-    kept: StepSets | None = None
-    """What constrained rows were sampled among."""
 
 
 class RunningBatch:
@@ -91,6 +91,8 @@ class RunningBatch:
         constraint = self._constraint(job)
         if job.is_done:
             return
+        if job.returns_kept_ids and not job.is_prefill_only:
+            job.sets = SetTable(self._runner.vocab_size)
         tokens = [*job.input_ids, *job.output_ids]
         extra_key = f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key
         stop_ids = self._runner.eos_ids.union(sampling.stop_token_ids)
@@ -114,13 +116,12 @@ class RunningBatch:
         if job.compiled is None or job.is_prefill_only:
             return None
         has_end = bool(self._runner.eos_ids)
-        constraint = Constraint(job.compiled.result(), self._runner.vocab_size, has_end=has_end)
+        constraint = Constraint(job.compiled.result(), has_end=has_end)
         begun = job.input_ids[len(job.input_ids) - job.num_continued :]
         for number, token in enumerate(begun):
             if constraint.has_ended or not constraint.accept(token):
                 job.abort(f"token {number} of the {len(begun)} that the response begins with breaks its grammar", 400)
                 return None
-        job.sets = constraint.sets
         return constraint
 
     # ---- a step: plan, run, take ------------------------------------------------------------------------------
@@ -162,9 +163,8 @@ class RunningBatch:
         else:
             positions = [len(row.tokens) for row in plan.sampled]
             sampler, allowed = self._sampler_of(plan.sampled), self._allowed(plan.sampled)
-            tokens, logprobs, kept = sampler.sample(logits, positions, allowed)
-            computed = Computed(tokens=tokens, logprobs=logprobs, given=given, kept=kept)
-        if math.isnan(sum(computed.logprobs) + sum(computed.given) + sum(map(sum, computed.scores))):
+            computed = Computed(samples=sampler.sample(logits, positions, allowed), allowed=allowed, given=given)
+        if math.isnan(sum(computed.samples.logprobs) + sum(computed.given) + sum(map(sum, computed.scores))):
             raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
         return computed
 
@@ -173,7 +173,8 @@ class RunningBatch:
         if self._sampler is None or self._sampled != rows:
             params = [row.job.sampling for row in rows]
             streams = [row.stream for row in rows]
-            self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device)
+            notes = [row.job.returns_kept_ids for row in rows]
+            self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device, notes)
             self._sampled = rows
         return self._sampler
 
@@ -182,8 +183,7 @@ class RunningBatch:
         constraints = [row.constraint for row in rows]
         if not any(constraints):
             return None
-        filtered = [is_filtered(row.job.sampling) for row in rows]
-        return Allowed.of(constraints, filtered, self._runner.vocab_size, self._runner.device)
+        return Allowed.of(constraints, self._runner.vocab_size, self._runner.device)
 
     def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
         for row, length in zip(plan.rows, plan.lengths, strict=True):
@@ -211,20 +211,24 @@ class RunningBatch:
         """Hand out the step's samples; returns the rows that end with them."""
         version = self.weight_version
         ended: list[Row] = []
-        constrained = dict(self._noted(rows, computed)) if computed.kept else {}
-        for number, (row, token, logprob) in enumerate(zip(rows, computed.tokens, computed.logprobs, strict=True)):
+        dead = self._note(rows, computed)
+        samples = computed.samples
+        told = zip(rows, samples.tokens, samples.logprobs, samples.kept_logprobs, strict=True)
+        for number, (row, token, logprob, kept_logprob) in enumerate(told):
             job, tokens = row.job, row.tokens
             if job.is_prefill_only:
                 job.finish_reason = {"type": "length", "length": 0}
                 ended.append(row)
                 continue
-            if not constrained.get(number, True):
+            if number in dead:
                 job.abort(f"its grammar allows no token of this model after {len(job.output_ids)} sampled ones", 400)
                 ended.append(row)
                 continue
             tokens.append(token)
             job.output_ids.append(token)
             job.output_logprobs.append(logprob)
+            if job.returns_kept_ids:
+                job.kept_logprobs.append(kept_logprob)
             job.versions.append(version)
             if row.stop or token in row.stop_ids or len(tokens) >= row.max_length or _has_matched(row):
                 job.finish_reason = self._finish_reason(row, token)
@@ -232,16 +236,25 @@ class RunningBatch:
                     ended.append(row)
         return ended
 
-    def _noted(self, rows: Sequence[Row], computed: Computed) -> Iterator[tuple[int, bool]]:
-        """Take constrained rows on in their grammars. Gives (place of a row, whether there was anything to sample)."""
-        assert computed.kept is not None
-        for place, number in enumerate(computed.kept.allowed.rows):
-            constraint = rows[number].constraint
-            assert constraint is not None
-            is_alive = computed.kept.note(place, constraint.sets)
-            if is_alive and not constraint.accept(computed.tokens[number]):
-                raise RuntimeError(f"a grammar refused token {computed.tokens[number]}, which it had allowed")
-            yield number, is_alive
+    def _note(self, rows: Sequence[Row], computed: Computed) -> set[int]:
+        """Note what tokens were sampled among, and take constrained rows on in their grammars. Returns the rows whose
+        grammar allows nothing."""
+        for number, ids in computed.samples.kept.items():
+            if (sets := rows[number].job.sets) is not None:
+                sets.add_free() if len(ids) == self._runner.vocab_size else sets.add(ids.tobytes(), ids)
+        dead: set[int] = set()
+        for place, number in enumerate(computed.allowed.rows if computed.allowed else ()):
+            row, token = rows[number], computed.samples.tokens[number]
+            assert computed.allowed is not None
+            assert row.constraint is not None
+            if not computed.allowed.is_alive[place]:
+                dead.add(number)
+                continue
+            if row.job.sets is not None and number not in computed.samples.kept:
+                computed.allowed.note(place, row.job.sets)
+            if not row.constraint.accept(token):
+                raise RuntimeError(f"a grammar refused token {token}, which it had allowed")
+        return dead
 
     def _take_scores(self, rows: Sequence[Row], computed: Computed) -> Sequence[Row]:
         for row, of_labels in zip(rows, computed.scores, strict=True):

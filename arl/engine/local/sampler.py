@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from arl.api.types import SamplingParams
-from arl.engine.local.constraints import Allowed, StepSets
+from arl.engine.local.constraints import Allowed
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -43,10 +43,17 @@ def random_stream(seed: int | None) -> int:
     return z ^ (z >> 33)
 
 
-def is_filtered(sampling: SamplingParams) -> bool:
-    """Whether top_k, top_p or min_p narrow what is sampled."""
-    is_off = sampling.top_k == -1 and sampling.top_p == 1 and sampling.min_p == 0
-    return not is_off and sampling.temperature > 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """A token for each of B rows, and what it was drawn among."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Under logits / temperature and the row's grammar, before top_k, top_p and min_p."""
+    kept_logprobs: list[float]
+    """After these, if the row's kept ids are noted; else the same."""
+    kept: dict[int, np.ndarray]
+    """For each row whose kept ids are noted and that top_k, top_p or min_p narrow: the ids, int32, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +66,7 @@ class Filter:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filter | None:
-        if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
+        if not any(p.is_filtered for p in params):
             return None
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
         top_p = [p.top_p if p.top_p < 1 else 2.0 for p in params]  # rounding must not cut the tail where top_p is off
@@ -88,12 +95,21 @@ class BatchSampler:
     """bool[B], or [1] for all; None if no sequence is greedy."""
     is_all_greedy: bool
     filter: Filter | None
+    noted: Sequence[int]
+    """The rows whose kept ids are noted, of those that the filter narrows."""
     streams: np.ndarray
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], streams: Sequence[int], vocab_size: int, device: torch.device
+        cls,
+        params: Sequence[SamplingParams],
+        streams: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        notes: Sequence[bool] = (),
     ) -> BatchSampler:
+        """notes: whether each row's kept ids are noted; empty: none are."""
+        noted = [row for row, is_noted in enumerate(notes) if is_noted and params[row].is_filtered]
         if len({(p.temperature, p.top_k, p.top_p, p.min_p) for p in params}) == 1:
             params = params[:1]  # columns of one row serve all
         temperatures = [p.logprob_temperature for p in params]
@@ -105,40 +121,37 @@ class BatchSampler:
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             is_all_greedy=all(greedy),
             filter=Filter.of(params, vocab_size, device),
+            noted=noted,
             streams=np.array(streams, dtype=np.uint64),
         )
 
-    def sample(
-        self, logits: torch.Tensor, positions: Sequence[int], allowed: Allowed | None = None
-    ) -> tuple[list[int], list[float], StepSets | None]:
-        """One token for each row of logits [B, V], its logprob under logits / temperature, and what rows were sampled
-        among.
+    def sample(self, logits: torch.Tensor, positions: Sequence[int], allowed: Allowed | None = None) -> Samples:
+        """One token for each row of logits [B, V].
 
-        positions: where in its sequence each sampled token will stand. allowed: what constrained rows may sample. Their
-        logprobs are of the distribution that they are drawn from; those of other rows are from before any filter.
+        positions: where in its sequence each sampled token will stand. allowed: what constrained rows may sample.
         """
         logits = logits.float() if allowed is None else allowed.only(logits.float())
         scaled = logits if self.temperature is None else logits / self.temperature
         logprobs = scaled.log_softmax(-1)
-        kept: torch.Tensor | None = None
+        filtered: torch.Tensor | None = None
         if self.is_all_greedy:
             tokens = logits.argmax(-1)
         else:
             probs = logprobs.exp()
             if self.filter is not None:
                 probs = self.filter.apply(probs)
-                if allowed is not None:
-                    kept = probs[allowed.rows] > 0
+                filtered = probs[self.noted] if self.noted else None
             tokens = self._draw(probs, positions)
             if self.greedy is not None:
                 tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-        if allowed is None:
-            return tokens.tolist(), chosen.tolist(), None
-        if kept is not None:
-            of_kept = logprobs[allowed.rows].masked_fill(~kept, -torch.inf).logsumexp(-1)
-            chosen[allowed.rows] -= of_kept.where(allowed.is_filtered, 0.0)
-        return tokens.tolist(), chosen.tolist(), StepSets(allowed=allowed, filtered=kept)
+        before = chosen.tolist()
+        if filtered is None:
+            return Samples(tokens=tokens.tolist(), logprobs=before, kept_logprobs=before, kept={})
+        chosen[self.noted] -= filtered.sum(-1).log()
+        kept = dict(zip(self.noted, _ids_of_rows(filtered > 0), strict=True))
+        among = chosen.clamp(max=0).tolist()
+        return Samples(tokens=tokens.tolist(), logprobs=before, kept_logprobs=among, kept=kept)
 
     def _draw(self, probs: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """Invert the cumulative distribution in token order, so that filters of other rows cannot change a draw."""
@@ -147,6 +160,13 @@ class BatchSampler:
         targets = u.to(probs.device)[:, None] * cumulative[:, -1:]
         # NaN logits land past the end: their logprob reports them, but such an index would kill a GPU.
         return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
+
+
+def _ids_of_rows(is_kept: torch.Tensor) -> list[np.ndarray]:
+    """The ids that each row of bool [B, V] holds, int32."""
+    ids = is_kept.nonzero()[:, 1].int().cpu().numpy()
+    ends = is_kept.sum(-1).cumsum(0).tolist()
+    return [ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 class StopStrings:

@@ -30,7 +30,7 @@ _BLOCK = 16
 class Job:
     """A request for one continuation of `input_ids`. Only the model thread writes the fields from input_logprobs on.
 
-    output_ids, output_logprobs and versions grow together, one entry for each sampled token.
+    output_ids, output_logprobs, kept_logprobs and versions grow together, one entry for each sampled token.
     """
 
     rid: str
@@ -46,6 +46,8 @@ class Job:
     """The job samples nothing and ends with its prompt."""
     num_continued: int = 0
     """So many tokens at the end of input_ids belong to the response: its grammar goes on after them."""
+    returns_kept_ids: bool = False
+    """Note what each token was sampled among."""
     compiled: Future[Any] | None = None
     """The compiled grammar that the response must match, if any; done when the model thread gets the job."""
 
@@ -56,11 +58,13 @@ class Job:
     output_ids: list[int] = field(default_factory=list[int])
     """The sampled tokens, with the stop token."""
     output_logprobs: list[float] = field(default_factory=list[float])
-    """Natural log, of logits / temperature, before top_p, top_k and min_p; under a grammar, after it and these."""
+    """Natural log, of logits / temperature and after a grammar, before top_p, top_k and min_p."""
+    kept_logprobs: list[float] = field(default_factory=list[float])
+    """Among the kept ids, after top_p, top_k and min_p; only if these are returned."""
     versions: list[str] = field(default_factory=list[str])
     """The weight version that sampled each token."""
     sets: SetTable | None = None
-    """What each token was sampled among, under a grammar."""
+    """What each token was sampled among, if it is to be returned."""
     cached_tokens: int = 0
     began: float = field(default_factory=time.monotonic)
     """When it came, by the monotonic clock."""

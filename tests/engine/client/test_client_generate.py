@@ -18,7 +18,7 @@ from arl.engine.client.sglang import RemoteSGLangEngine
 async def test_a_request_travels_under_sglangs_names_and_its_answer_becomes_a_response(server: Server):
     sampling = {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "ignore_eos": True}
     params = SamplingParams(**sampling, stop=("zz",), stop_token_ids=(1, 2), seed=11)
-    async with over(server, version=3, api_key="secret") as engine:
+    async with over(server, version=3, api_key="secret", replay_truncation=False) as engine:
         response = await engine.agenerate(ModelRequest(input_ids=(1, 2, 3), sampling=params, rid="mine"))
     assert_seamless(response, 5)
     assert response.output_versions == (3,) * 5

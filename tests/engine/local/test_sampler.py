@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def draw(logits: torch.Tensor, num_draws: int, **params: Any) -> torch.Tensor:
     """Token counts over `num_draws` positions of one seeded stream."""
     sampler = BatchSampler.of([SamplingParams(**params)] * num_draws, [random_stream(5)] * num_draws, len(logits), CPU)
-    tokens, _, _ = sampler.sample(logits.expand(num_draws, -1), list(range(num_draws)))
+    tokens = sampler.sample(logits.expand(num_draws, -1), list(range(num_draws))).tokens
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
 
 
@@ -73,11 +73,40 @@ def test_rows_of_a_mixed_batch_are_sampled_as_each_would_be_alone() -> None:
     logits = torch.randn(len(params), 30)
     streams = [random_stream(index) for index in range(len(params))]
     positions = list(range(100, 100 + len(params)))
-    tokens, logprobs, _ = BatchSampler.of(params, streams, 30, CPU).sample(logits, positions)
-    for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-        alone = BatchSampler.of([params[row]], [streams[row]], 30, CPU).sample(logits[row : row + 1], [positions[row]])
-        assert alone[0] == [token]
-        assert alone[1] == pytest.approx([logprob], abs=1e-6)
+    notes = [row % 3 > 0 for row in range(len(params))]
+    together = BatchSampler.of(params, streams, 30, CPU, notes).sample(logits, positions)
+    for row in range(len(params)):
+        alone = BatchSampler.of([params[row]], [streams[row]], 30, CPU, [notes[row]]).sample(
+            logits[row : row + 1], [positions[row]]
+        )
+        assert alone.tokens == [together.tokens[row]]
+        assert alone.logprobs == pytest.approx([together.logprobs[row]], abs=1e-6)
+        assert alone.kept_logprobs == pytest.approx([together.kept_logprobs[row]], abs=1e-6)
+        kept_together = [ids.tolist() for number, ids in together.kept.items() if number == row]
+        assert [ids.tolist() for ids in alone.kept.values()] == kept_together
+    assert set(together.kept) == {row for row in range(len(params)) if notes[row] and params[row].is_filtered}
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.9}])
+def test_noted_ids_are_those_that_filters_leave_and_logprobs_are_among_them(filters: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    logits = 2 * torch.randn(50, 30)
+    params = [SamplingParams(temperature=0.8, **filters)] * 50
+    sampler = BatchSampler.of(params, list(map(random_stream, range(50))), 30, CPU, [True] * 50)
+    samples = sampler.sample(logits, list(range(50)))
+    for row, (token, probs) in enumerate(zip(samples.tokens, (logits / 0.8).softmax(-1), strict=True)):
+        support = plain_support(probs.tolist(), **filters)
+        assert samples.kept[row].tolist() == sorted(support)
+        among = float((probs[token] / probs[sorted(support)].sum()).log())
+        assert samples.kept_logprobs[row] == pytest.approx(among, abs=1e-6)
+        assert samples.logprobs[row] == pytest.approx(float(probs[token].log()), abs=1e-6)
+
+
+def test_a_token_without_others_beside_it_has_probability_1() -> None:
+    sampler = BatchSampler.of([SamplingParams(top_k=1)] * 40, list(range(40)), 30, CPU, [True] * 40)
+    samples = sampler.sample(torch.randn(40, 30), list(range(40)))
+    assert samples.kept_logprobs == pytest.approx([0.0] * 40, abs=1e-6)
+    assert max(samples.kept_logprobs) <= 0
 
 
 def test_random_numbers_of_streams_and_positions_are_uniform_and_unrelated() -> None:
