@@ -61,7 +61,7 @@ class Allowed:
         is_whole = [not c.fill(bitmask, i) for i, c in enumerate(c for c in constraints if c is not None)]
         bits = bitmask.view(np.uint8)
         mask = np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_)
-        is_alive = mask.any(1).tolist()
+        is_alive = [bool(of_row.any()) for of_row in mask]
         return cls(rows=rows, bits=bits, mask=torch.from_numpy(mask).to(device), is_whole=is_whole, is_alive=is_alive)
 
     def only(self, logits: torch.Tensor) -> torch.Tensor:
