@@ -60,6 +60,7 @@ from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display, display_of
 from arl.training.metrics import Evaluator, RunTotals
+from arl.training.recording import Recorder, forget_steps
 from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
 from arl.training.resumed_settings import say_changes
@@ -199,6 +200,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
+    await offload(forget_steps, config.run_dir, learner.version)
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, given, played, learner, events)
@@ -361,7 +363,8 @@ def _load_learner(config: Config, workflow: RolloutWorkflow, events: Events) -> 
     def start() -> RemoteLearner:
         return RemoteLearner(next(hosts), log, config.train.num_threads)
 
-    learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events)
+    recorder = Recorder(config, model_digest(config.model)) if config.record else None
+    learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events, recorder)
     try:
         _check_room(config, workflow, learner.engine.limits.context_length)
     except BaseException:

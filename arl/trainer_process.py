@@ -65,7 +65,7 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False) -> LearnerHost
         learner = load_learner(config)
     try:
         placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
-        return LearnerHost(learner, frames_of, placed, config.train.num_ranks, has_room)
+        return LearnerHost(learner, frames_of, placed, config.train.num_ranks, has_room, is_recorded=config.record)
     except BaseException:
         learner.close()
         raise
@@ -110,15 +110,18 @@ def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
     return ranks
 
 
-def load_learner(config: Config) -> Learner:
-    """The policy's engine; and the critic's beside it, if any. A failure closes what was built."""
+def load_learner(config: Config, load: Callable[..., TrainEngine] = load_train_engine) -> Learner:
+    """The policy's engine; and the critic's beside it, if any. A failure closes what was built.
+
+    load: loads each engine, from what load_train_engine gets.
+    """
     from arl.training.learner import Learner
 
     _check_critics_tokens(config)
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
         for model, train, head in _loads(config):
-            engine: Any = load_train_engine(model, train, seed=config.seed, head=head)
+            engine: Any = load(model, train, seed=config.seed, head=head)
             stack.callback(engine.close)
             if train.is_over_ray:
                 engine.check_shares(config.run_dir)

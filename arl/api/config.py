@@ -244,6 +244,8 @@ class Config(Section):
     """Batches to train."""
     seed: int = 0
     """Seeds the dataset's order and the trainer's draws; with rollout.seed_requests sampling too."""
+    record: bool = False
+    """Keep of each step what its numbers depend on, in run_dir/recording: `arl replay` runs the steps again."""
     engine: EngineConfig = LocalEngineConfig()
     """The inference servers, and how to speak to them."""
     rollout: RolloutConfig = RolloutConfig()

@@ -13,6 +13,8 @@ from arl.api.types import ModelRequest, ModelResponse
 if TYPE_CHECKING:
     import torch
 
+    from arl.api.weight_prints import TensorPrint
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -385,6 +387,11 @@ class TrainEngine(WeightSource, Protocol):
     def kept(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """What the loss of the last train_batch kept: for each minibatch, name -> float32[T] over all its tokens, nan
         where loss_mask is 0."""
+        ...
+
+    def fingerprint(self) -> Mapping[str, TensorPrint]:
+        """A few numbers of each trained tensor, by its name. Equal weights have equal prints, however they are shared
+        among ranks."""
         ...
 
     def save(self, directory: Path) -> Saving:

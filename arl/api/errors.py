@@ -138,6 +138,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint lacks a file, or one of its files cannot be read; an earlier one may be whole."""
 
 
+class RecordingError(ArlError):
+    """Recorded steps are missing or damaged, or belong to another model or arl."""
+
+
 class ToolError(ArlError):
     """A tool cannot do what the model asked, and the model reads the message. Also: a function cannot be a tool."""
 

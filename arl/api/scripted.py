@@ -17,6 +17,7 @@ from arl.api.engine import ModelLimits, Output, Saving, Snapshot, TokenLoss, Upd
 from arl.api.errors import EngineClosedError
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse
+from arl.api.weight_prints import TensorPrint
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +143,9 @@ class ScriptedTrainEngine:
         self.batches.append([list(minibatch) for minibatch in minibatches])
         self._version += 1
         return {"loss": 0.0}
+
+    def fingerprint(self) -> dict[str, TensorPrint]:
+        return {"version": TensorPrint(bits=self._version, norm=float(self._version), projection=float(self._version))}
 
     def snapshot(self) -> Snapshot:
         return _ScriptedSnapshot(version=self._version)

@@ -14,6 +14,7 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import EventsConfig
 from arl.api.events import KeptTokens, TokenFrame
 from arl.api.types import Group, Trajectory
+from arl.api.weight_prints import TensorPrint
 from arl.rollout.group import episode_name
 
 if TYPE_CHECKING:
@@ -45,6 +46,15 @@ class TrainedBatch:
     """For the event log, if there is one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWeights:
+    """The fingerprints of a step's weights."""
+
+    before: str
+    """The digest of all tensors (arl.api.weight_prints)."""
+    after: Mapping[str, TensorPrint]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReportedBatch:
     """A TrainedBatch as the trainer's process tells of it."""
@@ -54,6 +64,8 @@ class ReportedBatch:
     """KeptBatch's."""
     tokens: list[TokenFrame] = field(default_factory=list[TokenFrame])
     """Of the rows that KeptBatch names."""
+    weights: StepWeights | None = None
+    """Of a step that is recorded."""
     cpu_s: float = 0.0
     """CPU seconds that the trainer's process used for the batch; 0 if they are unknown."""
 

@@ -25,6 +25,7 @@ from arl.api.engine import Saving, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Group
+from arl.api.weight_prints import TensorPrint
 from arl.training.kept_tokens import KeptBatch, TrainedBatch, kept_batch
 
 
@@ -112,6 +113,11 @@ class Learner:
         if kl.coefficient > 0 and kl.update_every is not None and self.version % kl.update_every == 0:
             self.engine.update_reference()
         return TrainedBatch(metrics=metrics, kept=self._kept(batch))
+
+    def fingerprint(self) -> dict[str, TensorPrint]:
+        """Of all trained tensors, those of the critic under `critic.NAME`."""
+        of_critic = self.critic.fingerprint() if self.critic else {}
+        return {**self.engine.fingerprint(), **{f"critic.{name}": one for name, one in of_critic.items()}}
 
     def save(self, directory: Path) -> Saving:
         if self.critic is None:

@@ -31,6 +31,7 @@ from arl.api.types import Group
 from arl.remote_calls import KeptSaving, KeptSnapshot
 from arl.training.flat_groups import FlatBatch
 from arl.training.kept_tokens import ReportedBatch
+from arl.training.recording import Recorder
 from arl.training.remote_learner import RemoteBatch, RemoteLearner
 from arl.training.run_dir import checkpoint_of, saved_versions
 
@@ -52,15 +53,23 @@ class RecoveringLearner:
     """
 
     def __init__(
-        self, start: Callable[[], RemoteLearner], checkpoints: Path, config: TrainConfig, events: Events = NOWHERE
+        self,
+        start: Callable[[], RemoteLearner],
+        checkpoints: Path,
+        config: TrainConfig,
+        events: Events = NOWHERE,
+        recorder: Recorder | None = None,
     ) -> None:
-        """start: starts a learner at the model's own weights. checkpoints: the directory of all of them."""
+        """start: starts a learner at the model's own weights. checkpoints: the directory of all of them. recorder:
+        keeps each step.
+        """
         self._start = start
         self._checkpoints = checkpoints
         self._max_recoveries, self._num_ranks = config.max_recoveries, config.num_ranks
         self._looked_at = 0
         """It looks for room for the ranks that are missing after a newer checkpoint than this."""
         self._events = events
+        self._recorder = recorder
         self._learner = start()
         self.engine = RecoveringWeights(self)
         self.version: int = self._learner.version
@@ -91,14 +100,15 @@ class RecoveringLearner:
     def train(self, batch: RemoteBatch) -> ReportedBatch:
         """Train `batch`, the one that was prepared last."""
         self._grow()
-        before = self.version
+        before, trained = self.version, None
         try:
-            return self.call(lambda learner: learner.train(self._prepared))
+            trained = self.call(lambda learner: learner.train(self._prepared))
+            return trained
         finally:
             if not self._is_over:
                 self.version = self._learner.version
             if self.version > before:
-                self._keep(before)
+                self._keep(before, trained)
 
     def save(self, directory: Path) -> KeptSaving:
         def act(learner: RemoteLearner) -> KeptSaving:
@@ -139,9 +149,11 @@ class RecoveringLearner:
                 self._recover(error)
         raise TrainingError(self._what_happened())
 
-    def _keep(self, version: int) -> None:
+    def _keep(self, version: int, trained: ReportedBatch | None) -> None:
         """Keep the batch just trained, and none that the newest complete checkpoint holds."""
         self._losses.clear()
+        if self._batch is not None and self._recorder is not None:
+            self._recorder.keep(version, self._batch, trained, self.num_ranks)
         if self._batch is not None and self._max_recoveries:
             newest = max(saved_versions(self._checkpoints), default=0)
             self._kept = {v: kept for v, kept in self._kept.items() if v >= newest} | {version: self._batch}

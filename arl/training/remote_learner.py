@@ -18,10 +18,11 @@ from arl.api.engine import ModelLimits
 from arl.api.errors import ArlError
 from arl.api.placed import Placed
 from arl.api.types import Group, new_id
+from arl.api.weight_prints import digest_of
 from arl.object_process import ObjectProcess
 from arl.remote_calls import Kept, KeptSaving, KeptSnapshot
 from arl.training.flat_groups import FlatBatch
-from arl.training.kept_tokens import Pack, ReportedBatch, reported
+from arl.training.kept_tokens import Pack, ReportedBatch, StepWeights, reported
 
 if TYPE_CHECKING:
     from arl.training.learner import Learner, PreparedBatch
@@ -40,8 +41,12 @@ class LearnerHost:
         placed: Placed,
         num_ranks: int = 1,
         has_room: Callable[[], bool] = lambda: False,
+        *,
+        is_recorded: bool = False,
     ) -> None:
-        """pack: packs tokens for the event log. has_room: whether there is room for the ranks that are missing."""
+        """pack: packs tokens for the event log. has_room: whether there is room for the ranks that are missing.
+        is_recorded: take the weights' fingerprints with each step.
+        """
         self._placed = placed
         self._learner = learner
         self._pack = pack
@@ -50,6 +55,9 @@ class LearnerHost:
         self._kept = Kept()
         self._batch: tuple[PreparedBatch, Sequence[Group]] | None = None
         self._cpu_began = 0.0
+        self._is_recorded = is_recorded
+        self._digest = ""
+        """Of the weights, where it is known."""
         self.ask, self.forget = self._kept.ask, self._kept.forget
 
     def version(self) -> int:
@@ -77,8 +85,10 @@ class LearnerHost:
         if self._batch is None:
             raise RuntimeError("no batch is prepared")
         (batch, groups), self._batch = self._batch, None
+        before = self._digest_now() if self._is_recorded else ""
         done = reported(self._learner.train(batch), groups, self._pack)
-        return replace(done, cpu_s=time.process_time() - self._cpu_began), self._learner.version
+        weights = self._weights_since(before) if self._is_recorded else None
+        return replace(done, weights=weights, cpu_s=time.process_time() - self._cpu_began), self._learner.version
 
     def keep(self, key: str, method: str) -> int:
         """Take a snapshot and keep it; returns its version."""
@@ -90,7 +100,16 @@ class LearnerHost:
         self._kept.put(key, self._learner.save(directory))
 
     def load(self, directory: Path) -> None:
+        self._digest = ""
         self._learner.load(directory)
+
+    def _digest_now(self) -> str:
+        return self._digest or digest_of(self._learner.fingerprint())
+
+    def _weights_since(self, before: str) -> StepWeights:
+        after = self._learner.fingerprint()
+        self._digest = digest_of(after)
+        return StepWeights(before=before, after=after)
 
     def unseen(self, directory: Path) -> str | None:
         """A sentence if a rank on another machine does not see this machine's directory; None if it does."""

@@ -27,6 +27,7 @@ from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
 from arl.api.placed import PlacedPart
+from arl.api.weight_prints import TensorPrint
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.remote_calls import Kept, Messages, place_of, reported
 
@@ -84,6 +85,10 @@ class RankActor:
         """shares: this rank's part of each minibatch. Returns the metrics, and what the loss kept."""
         metrics = self._engine.train_batch(shares, loss)
         return metrics, [{name: column.numpy() for name, column in kept.items()} for kept in self._engine.kept]
+
+    @reported
+    def fingerprint(self) -> dict[str, TensorPrint]:
+        return self._engine.fingerprint()
 
     @reported
     def load(self, directory: Path) -> int:

@@ -28,6 +28,7 @@ from arl.api.errors import ConfigError, ProcessLostError, TrainingError
 from arl.api.placed import PlacedPart
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import new_id
+from arl.api.weight_prints import TensorPrint
 from arl.engine.fsdp.minibatch import divide, joined_columns
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, bundle_of, has_room
 from arl.remote_calls import KeptSnapshot
@@ -115,6 +116,9 @@ class RayTrainEngine:
         ]
         self._version += 1
         return metrics
+
+    def fingerprint(self) -> dict[str, TensorPrint]:
+        return self._ranks.train_alike("fingerprint")[0]
 
     def snapshot(self) -> KeptSnapshot:
         return KeptSnapshot(self._ranks, self._kept("snapshot"), self._version)

@@ -28,6 +28,8 @@ from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError
 from arl.api.train_sequence import TrainSequence
+from arl.api.weight_prints import TensorPrint
+from arl.engine.fsdp.fingerprint import fingerprints
 from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
     KeptValues,
@@ -148,6 +150,12 @@ class FSDPTrainEngine:
         metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
         self._version += 1
         return metrics
+
+    def fingerprint(self) -> dict[str, TensorPrint]:
+        """Of the trained parameters, by the names that checkpoints have; a collective."""
+        self._enter()
+        trained = {name.removeprefix("model."): p for name, p in self._trained.items()}
+        return fingerprints(trained, self._device)
 
     def snapshot(self) -> RankSnapshot:
         """Copy the weights aside, in the dtype that servers hold; a collective."""

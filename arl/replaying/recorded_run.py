@@ -1,0 +1,166 @@
+"""The recording of a run: its steps, the checkpoints that they can begin from, and their settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from arl.api.config import Config
+from arl.api.errors import ConfigError, RecordingError
+from arl.api.settings import config_error, laid_over
+from arl.engine.model_files import model_digest
+from arl.training.recording import DIRECTORY, RecordedStep, recorded_versions, step_file
+from arl.training.run_dir import checkpoint_of, saved_versions
+
+_MATTER = ("seed", "train", "algorithm", "rollout")
+"""The sections that a step's numbers depend on, besides its batch."""
+_ABOUT_TRAINING = ("algorithm", "train", "seed")
+"""What a replay can change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """The steps to run, and where they begin."""
+
+    checkpoint: Path | None
+    """None: the model that the run began from."""
+    base: int
+    """The version that it holds."""
+    first: int
+    """The first step that was asked for. Those from `base` on come before it, to get there."""
+    stop: int
+    """The last one is stop - 1."""
+
+
+class RecordedRun:
+    """Raises RecordingError for a directory without recorded steps."""
+
+    def __init__(self, run_dir: Path, model: str | None = None) -> None:
+        """model: where the model is that the run began from, if it was moved."""
+        self.run_dir = run_dir
+        self._model = model
+        self.versions = recorded_versions(run_dir)
+        if not self.versions:
+            raise RecordingError(
+                f"{run_dir} has no recorded steps (in {run_dir / DIRECTORY}): only a run with record=True keeps them"
+            )
+
+    def stretch(self, first: int | None = None, stop: int | None = None) -> Stretch:
+        """Raises RecordingError, which says what there is, if a step in it, or what it begins from, is missing.
+
+        first: without it, the first step that can be reached. stop: without it, the end of the recording.
+        """
+        stop = self.versions[-1] + 1 if stop is None else stop
+        if first is None:
+            first = next((version for version in self.versions if self._base_of(version) is not None), self.versions[0])
+        if first >= stop:
+            raise ConfigError(f"there is no step from {first} up to, but not including, {stop}")
+        base = self._base_of(first)
+        if base is None or (missing := next(iter(sorted({*range(base, stop)} - {*self.versions})), None)) is not None:
+            what = f"step {first}" if base is None else f"step {missing}"
+            raise RecordingError(f"{self.run_dir} cannot replay {what}: {self._what_there_is()}")
+        saved = saved_versions(self._checkpoints)
+        return Stretch(
+            checkpoint=checkpoint_of(self._checkpoints, base) if base in saved else None,
+            base=base,
+            first=first,
+            stop=stop,
+        )
+
+    def step(self, version: int) -> RecordedStep:
+        return RecordedStep.read(step_file(self.run_dir / DIRECTORY, version))
+
+    def settings_of(self, step: RecordedStep, scratch: Path) -> Config:
+        """What trained the step: as the run, but on as many ranks as there were. scratch: a directory for its files."""
+        sections = {name: step.settings[name] for name in _MATTER if name in step.settings}
+        model = self._model or str(step.settings["model"])
+        self._check_model(model, step)
+        laid = laid_over(sections, {"train": {"num_ranks": step.num_ranks, "min_ranks": None}})
+        given = {**laid, "model": model, "run_dir": scratch, "record": True, "log": {"events": None, "console": False}}
+        return _validated(given, "the settings of the recorded run do not fit this arl")
+
+    def _check_model(self, model: str, step: RecordedStep) -> None:
+        if step.model_digest is None or model in self._checked:
+            return
+        here = model_digest(model)
+        if here is None:
+            raise RecordingError(
+                f"{model}, from which the run began, cannot be read here; say where it is (--model DIR)"
+            )
+        if here != step.model_digest:
+            raise RecordingError(
+                f"{model} is another model than the run began from: its digest differs; say where that one is "
+                "(--model DIR)"
+            )
+        self._checked.add(model)
+
+    @cached_property
+    def _checked(self) -> set[str]:
+        return set()
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def _base_of(self, version: int) -> int | None:
+        """The newest version from which recorded steps lead to `version`; None without one."""
+        bases = {0, *saved_versions(self._checkpoints)}
+        for base in range(version, -1, -1):
+            if base in bases:
+                return base
+            if base - 1 not in self.versions:
+                return None
+        return None
+
+    def _what_there_is(self) -> str:
+        recorded = ", ".join(f"{a}:{b}" for a, b in _ranges(self.versions))
+        saved = ", ".join(map(str, sorted(saved_versions(self._checkpoints)))) or "none"
+        return (
+            f"recorded are the steps {recorded}, checkpoints are of the versions {saved} (and of version 0, the model "
+            "itself); a replay begins at a checkpoint and needs every step from there on"
+        )
+
+
+def other_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """`config` with changes laid over it, section by section. Raises ConfigError for one that no replay can make."""
+    if not changes:
+        return config
+    for name in changes:
+        if name not in _ABOUT_TRAINING:
+            raise ConfigError(
+                f"{name} has no effect in a replay, which samples nothing; change settings of "
+                f"{', '.join(_ABOUT_TRAINING)}"
+            )
+    before = config.model_dump(mode="json", exclude={"log", "run_dir"})
+    given = {**laid_over(before, changes), "run_dir": config.run_dir, "log": config.log}
+    return _validated(given, "other settings")
+
+
+def _validated(given: Mapping[str, Any], what: str) -> Config:
+    try:
+        return Config.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(f"{what}: {config_error(Config, error)}") from None
+
+
+def fingerprint_of(config: Config) -> str:
+    """Equal for settings that train alike, so that one learner serves neighbouring steps."""
+    matter = config.model_dump(mode="json", include={*_MATTER, "model"}, fallback=str)
+    return json.dumps(matter, sort_keys=True)
+
+
+def _ranges(versions: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, stop) of each run of neighbours."""
+    start = previous = versions[0]
+    for version in versions[1:]:
+        if version != previous + 1:
+            yield start, previous + 1
+            start = version
+        previous = version
+    yield start, previous + 1
