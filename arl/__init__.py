@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from arl.eventlog.run_record import read_run
     from arl.experiment import Experiment, ExperimentConfig, Setup
     from arl.rehearsal import dry_run
+    from arl.replaying.replay import replay
     from arl.serving import serve
     from arl.start import atrain, train
     from arl.trainer_process import load_train_engine
@@ -69,6 +70,7 @@ _HOMES = {
     "arl.experiment": "Experiment ExperimentConfig Setup",
     "arl.finetuning": "",
     "arl.rehearsal": "dry_run",
+    "arl.replaying.replay": "replay",
     "arl.rewards": "",
     "arl.sandbox": "",
     "arl.serving": "serve",

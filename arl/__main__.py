@@ -17,6 +17,7 @@ _COMMANDS = {
     "runs": ("runs_command", "list the runs in a folder: how each ended or that it trains, steps, rewards"),
     "view": ("viewing", "show runs in a browser: every episode, token and second"),
     "top": ("terminal", "show a run in this terminal, live"),
+    "replay": ("replay_command", "train steps of a recorded run again: are they the same, and what if?"),
     "trace": ("tracing", "write a timeline of a run to a file for Perfetto"),
     "sft": ("sft_command", "fine-tune a model on chats: supervised, on what the assistant says"),
     "dpo": ("dpo_command", "fine-tune a model on preferences: DPO, IPO"),

@@ -72,6 +72,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     device: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
     trackers: str | Sequence[str | Tracker] | None = None,
+    record: bool | None = None,
     on_step: StepHook | None = None,
     config: Config | None = None,
 ) -> TrainingResult:
@@ -95,6 +96,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     max_staleness: how many versions old a trained token may be; 0 is synchronous training.
     lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.
     trackers: experiment trackers, by names such as "trackio" or "wandb", or a `Tracker` of your own.
+    record: keep what each step's numbers depend on, for `arl.replay`.
     on_step: called with the numbers of each step (`StepStats`) and the trainer; a coroutine function is awaited.
     config: all other settings.
 
@@ -113,6 +115,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
             "run_dir": run_dir,
             "steps": steps,
             "seed": seed,
+            "record": record,
             "rollout": {"batch_size": batch_size, "group_size": group_size, "max_staleness": max_staleness},
             "train": {**device_and_dtype, "optimizer": {"lr": lr}},
             "engine": device_and_dtype if is_embedded else {},

@@ -110,10 +110,10 @@ def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
     return ranks
 
 
-def load_learner(config: Config, load: Callable[..., TrainEngine] = load_train_engine) -> Learner:
+def load_learner(config: Config, load: Callable[..., TrainEngine] | None = None) -> Learner:
     """The policy's engine; and the critic's beside it, if any. A failure closes what was built.
 
-    load: loads each engine, from what load_train_engine gets.
+    load: loads each engine instead of load_train_engine, from the same arguments.
     """
     from arl.training.learner import Learner
 
@@ -121,7 +121,7 @@ def load_learner(config: Config, load: Callable[..., TrainEngine] = load_train_e
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
         for model, train, head in _loads(config):
-            engine: Any = load(model, train, seed=config.seed, head=head)
+            engine: Any = (load or load_train_engine)(model, train, seed=config.seed, head=head)
             stack.callback(engine.close)
             if train.is_over_ray:
                 engine.check_shares(config.run_dir)

@@ -27,7 +27,7 @@ that are at least half of a sequence are shared all the same, as many such seque
 _TILE = 256
 """The most tokens of several stretches that are one masked block of attention."""
 _WASTED = 1024
-"""A stretch joins the tile before it if at most this many of its tokens times the tile's are masked in vain."""
+"""A steps joins the tile before it if at most this many of its tokens times the tile's are masked in vain."""
 
 Run = tuple[int, int]
 """(start, stop) of neighbouring tokens in a packed row."""
@@ -85,7 +85,7 @@ class PrefixOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class StepRange:
     """The tokens [start, stop) of a packed row. Each follows the one before it and attends to it causally."""
 
     start: int
@@ -121,8 +121,8 @@ class RowPlan:
     """int64: where the run of the order's k-th sequence begins."""
     parents: torch.Tensor
     """int64: the number of the sequence with the last token that the k-th shares; its own if it shares none."""
-    stretches: tuple[Stretch, ...]
-    """The row, from left to right. A node's first child continues its stretch; further children begin new ones."""
+    stretches: tuple[StepRange, ...]
+    """The row, from left to right. A node's first child continues its steps; further children begin new ones."""
     closed: tuple[tuple[int, int, int], ...]
     """The row in pieces (start, stop, end), from left to right: the subtrees of all tokens of a piece stop at `end`."""
 
@@ -154,7 +154,7 @@ class RowPlan:
                 path.append((k, end, end + length - common))
                 end += length - common
         stops = [*(start for start, _ in starts[1:]), end]
-        stretches = [Stretch(start=a, stop=b, depth=depth) for (a, depth), b in zip(starts, stops, strict=False)]
+        stretches = [StepRange(start=a, stop=b, depth=depth) for (a, depth), b in zip(starts, stops, strict=False)]
         return cls(
             order=order,
             begins=torch.tensor(begins[:-1], dtype=torch.int64),
@@ -192,11 +192,11 @@ class RowPlan:
         owners = torch.where(shared[owners] > positions, self.parents[owners], owners)
         return self.begins[owners] + positions - shared[owners]
 
-    def context(self, stretch: Stretch) -> torch.Tensor:
-        """int64[depth]: the places of the tokens before the stretch that it sees, in order."""
-        if not stretch.depth:
+    def context(self, steps: StepRange) -> torch.Tensor:
+        """int64[depth]: the places of the tokens before the steps that it sees, in order."""
+        if not steps.depth:
             return self.subtree_stops[:0]
-        return (self.subtree_stops[: stretch.start] > stretch.start).nonzero()[:, 0]
+        return (self.subtree_stops[: steps.start] > steps.start).nonzero()[:, 0]
 
     def blocks(self) -> list[Block]:
         """The blocks of attention: tiles of the row to themselves, then runs of keys to the later queries below them.
@@ -209,11 +209,11 @@ class RowPlan:
     def _tiles(self) -> Iterator[tuple[int, int, int]]:
         """(start, stop, number of stretches) of each tile, from left to right."""
         start, count = 0, 0
-        for i, stretch in enumerate(self.stretches):
-            width = stretch.start - start
-            if i and (stretch.stop - start > _TILE or width * stretch.num_tokens > _WASTED):
-                yield start, stretch.start, count
-                start, count = stretch.start, 0
+        for i, steps in enumerate(self.stretches):
+            width = steps.start - start
+            if i and (steps.stop - start > _TILE or width * steps.num_tokens > _WASTED):
+                yield start, steps.start, count
+                start, count = steps.start, 0
             count += 1
         if count:
             yield start, self.num_tokens, count

@@ -29,7 +29,7 @@ def load_experiment(file: Path) -> Experiment[Any]:
     if not file.is_file() or file.suffix != ".py":
         what = "there is no file" if not file.exists() else "this is not a Python file:"
         raise ConfigError(f"{what} {file}; name the script of an experiment first, then options and its settings")
-    module = _imported(file.resolve())
+    module = import_script(file.resolve())
     experiment = getattr(module, NAME, None)
     if not isinstance(experiment, Experiment):
         has = "has no" if experiment is None else f"has a {type(experiment).__name__} for its"
@@ -54,7 +54,7 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith("<frozen importlib") or Path(__file__).parents[1] in Path(filename).parents
 
 
-def _imported(file: Path) -> ModuleType:
+def import_script(file: Path) -> ModuleType:
     loaded = sys.modules.get(file.stem)
     if loaded is not None:
         if getattr(loaded, "__file__", None) == str(file):

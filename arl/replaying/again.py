@@ -17,10 +17,10 @@ from pathlib import Path
 from arl.api.config import Config
 from arl.api.errors import RecordingError
 from arl.api.weight_prints import TensorPrint, digest_of
-from arl.replaying.recorded_run import RecordedRun, Stretch, fingerprint_of
+from arl.replaying.recorded_run import RecordedRun, StepRange, fingerprint_of
 from arl.trainer_process import host_learner
 from arl.training.kept_tokens import StepWeights
-from arl.training.recording import RecordedStep
+from arl.training.recording import Build, RecordedStep
 from arl.training.remote_learner import RemoteLearner
 
 TOLERANCE = 1e-3
@@ -43,6 +43,20 @@ class ReplayedStep:
     """The one that differs most; empty if none does."""
     loss: float
     recorded_loss: float
+    build: tuple[str, ...]
+    """How what computes here differs from what computed the run: versions of arl, Python, torch; the processor."""
+    is_on_cpu: bool
+
+    @property
+    def must_be_identical(self) -> bool:
+        """The same build computes the same numbers on a CPU. Elsewhere they are compared within a tolerance."""
+        return self.is_on_cpu and not self.build
+
+    def is_good(self, tolerance: float) -> bool:
+        """Whether these are the run's numbers, as far as they are known."""
+        if self.is_identical or not self.is_known:
+            return True
+        return not self.must_be_identical and self.difference <= tolerance
 
     @property
     def is_known(self) -> bool:
@@ -54,16 +68,16 @@ class ReplayedStep:
         return self.digest == self.recorded_digest
 
 
-def replay_again(run: RecordedRun, stretch: Stretch) -> Iterator[ReplayedStep]:
-    """Run the steps, also those that lead to the first one. Raises RecordingError, ConfigError and a learner's errors."""
+def replay_again(run: RecordedRun, which: StepRange) -> Iterator[ReplayedStep]:
+    """Run the steps, and those that lead to the first one. Raises RecordingError, ConfigError, a learner's errors."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-replay-")))
-        learner, of_learner = None, ""
-        for version in range(stretch.base, stretch.stop):
+        learner, of_learner, here = None, "", Build()
+        for version in range(which.base, which.stop):
             step = run.step(version)
             config = run.settings_of(step, scratch)
             if learner is None or fingerprint_of(config) != of_learner:
-                start = stretch.checkpoint and stretch.checkpoint / "engine"
+                start = which.checkpoint and which.checkpoint / "engine"
                 if learner is not None:  # the settings changed when the run continued
                     learner.save(scratch / f"engine-{version}").wait()
                     start = scratch / f"engine-{version}"
@@ -71,9 +85,9 @@ def replay_again(run: RecordedRun, stretch: Stretch) -> Iterator[ReplayedStep]:
                 of_learner = fingerprint_of(config)
             trained = learner.train(learner.prepare_flat(step.batch))
             assert trained.weights is not None
-            if version == stretch.base:
-                _check_beginning(run, stretch, step, trained.weights)
-            yield _replayed(step, trained.weights, trained.metrics)
+            if version == which.base:
+                _check_beginning(run, which, step, trained.weights)
+            yield _replayed(step, trained.weights, trained.metrics, here, config.train.device)
 
 
 def _next_learner(stack: ExitStack, last: RemoteLearner | None, config: Config, start: Path | None) -> RemoteLearner:
@@ -87,15 +101,17 @@ def _next_learner(stack: ExitStack, last: RemoteLearner | None, config: Config, 
     return learner
 
 
-def _check_beginning(run: RecordedRun, stretch: Stretch, step: RecordedStep, weights: StepWeights) -> None:
-    if step.before and weights.before != step.before and stretch.checkpoint is not None:
+def _check_beginning(run: RecordedRun, which: StepRange, step: RecordedStep, weights: StepWeights) -> None:
+    if step.before and weights.before != step.before and which.checkpoint is not None:
         raise RecordingError(
-            f"{stretch.checkpoint} holds other weights than step {stretch.base} of {run.run_dir} was trained on: "
+            f"{which.checkpoint} holds other weights than step {which.base} of {run.run_dir} was trained on: "
             f"their digest is {weights.before}, not {step.before}"
         )
 
 
-def _replayed(step: RecordedStep, weights: StepWeights, metrics: Mapping[str, float]) -> ReplayedStep:
+def _replayed(
+    step: RecordedStep, weights: StepWeights, metrics: Mapping[str, float], here: Build, device: str
+) -> ReplayedStep:
     differences = {name: _difference(weights.after.get(name), one) for name, one in step.after.items()}
     worst = max(differences, key=lambda name: differences[name], default="")
     return ReplayedStep(
@@ -106,6 +122,8 @@ def _replayed(step: RecordedStep, weights: StepWeights, metrics: Mapping[str, fl
         tensor=worst if differences.get(worst) else "",
         loss=metrics.get("loss", 0.0),
         recorded_loss=step.metrics.get("loss", 0.0),
+        build=tuple(here.differences(step.build)),
+        is_on_cpu=device.startswith("cpu"),
     )
 
 

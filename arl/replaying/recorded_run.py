@@ -25,7 +25,7 @@ _ABOUT_TRAINING = ("algorithm", "train", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class StepRange:
     """The steps to run, and where they begin."""
 
     checkpoint: Path | None
@@ -51,7 +51,7 @@ class RecordedRun:
                 f"{run_dir} has no recorded steps (in {run_dir / DIRECTORY}): only a run with record=True keeps them"
             )
 
-    def stretch(self, first: int | None = None, stop: int | None = None) -> Stretch:
+    def which(self, first: int | None = None, stop: int | None = None) -> StepRange:
         """Raises RecordingError, which says what there is, if a step in it, or what it begins from, is missing.
 
         first: without it, the first step that can be reached. stop: without it, the end of the recording.
@@ -66,7 +66,7 @@ class RecordedRun:
             what = f"step {first}" if base is None else f"step {missing}"
             raise RecordingError(f"{self.run_dir} cannot replay {what}: {self._what_there_is()}")
         saved = saved_versions(self._checkpoints)
-        return Stretch(
+        return StepRange(
             checkpoint=checkpoint_of(self._checkpoints, base) if base in saved else None,
             base=base,
             first=first,

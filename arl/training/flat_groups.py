@@ -101,6 +101,18 @@ class FlatBatch:
     def num_bytes(self) -> int:
         return len(self.header) + sum(array.nbytes for array in self.arrays.values())
 
+    def write(self, file: BinaryIO, about: bytes) -> None:
+        """Write the batch as an .npz, and something about it."""
+        texts = {"about": np.frombuffer(about, np.uint8), "header": np.frombuffer(self.header, np.uint8)}
+        np.savez(file, allow_pickle=False, **texts, **self.arrays)
+
+    @staticmethod
+    def read(file: BinaryIO) -> tuple[bytes, bytes, dict[str, Array]]:
+        """(about, header, arrays) that `write` wrote. Raises one of checkpoint.UNREADABLE for anything else."""
+        with np.load(file, allow_pickle=False) as arrays:
+            texts = (arrays[name].tobytes() for name in ("about", "header"))
+            return *texts, {name: arrays[name] for name in arrays.files if name not in ("about", "header")}
+
     def groups(self) -> tuple[list[Group], list[Group]]:
         """The new and the replayed groups."""
         groups = restore(self.header, self.arrays)

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 from zlib import crc32
 
 import numpy as np
@@ -25,6 +24,7 @@ from arl.api.errors import RecordingError
 from arl.api.installing import __version__
 from arl.api.settings import settings_without_masked
 from arl.api.weight_prints import TensorPrint
+from arl.training.checkpoint import UNREADABLE
 from arl.training.flat_groups import FlatBatch
 from arl.training.kept_tokens import ReportedBatch
 from arl.training.run_dir import usable
@@ -34,7 +34,6 @@ FORMAT = 1
 """+1 for each change that this reader cannot read."""
 
 _PACKAGES = ("torch", "transformers", "numpy")
-_UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
 
 log = logging.getLogger(__name__)
 
@@ -87,24 +86,17 @@ class RecordedStep:
         }
         aside = path.with_name(f".{path.name}")
         with aside.open("wb") as file:
-            np.savez(
-                file,
-                allow_pickle=False,
-                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-                header=np.frombuffer(self.batch.header, np.uint8),
-                **self.batch.arrays,
-            )
+            self.batch.write(file, json.dumps(about).encode())
         aside.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> RecordedStep:
         """Raises RecordingError, which names the file and what is wrong with it."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(file["about"].tobytes())
-                header = file["header"].tobytes()
-                arrays = {name: file[name] for name in file.files if name not in ("about", "header")}
-        except _UNREADABLE as error:
+            with path.open("rb") as file:
+                text, header, arrays = FlatBatch.read(file)
+            about = json.loads(text)
+        except UNREADABLE as error:
             raise RecordingError(f"{path} cannot be read as a recorded step: {error}") from error
         if about.get("format") != FORMAT:
             raise RecordingError(

@@ -5,7 +5,7 @@ In a microbatch's row [1, T], tokens that sequences share lie once, so a token s
 registered with transformers: models run unchanged. It calls one of
 
     block_attention     CPU: tiles and rectangles of the row, whose softmaxes are merged
-    masked_attention    CPU: pieces of a stretch under a mask, for sliding windows and unequal head sizes
+    masked_attention    CPU: pieces of a steps under a mask, for sliding windows and unequal head sizes
     flex_attention      GPU: one kernel under the tree's block mask, in any dtype
 """
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, Stretch
+from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, StepRange
 from arl.api.errors import ModelError
 
 if TYPE_CHECKING:
@@ -213,13 +213,13 @@ def masked_attention(
     """As block_attention, but a query sees only the last `sliding_window` tokens up to itself.
 
     The memory of each piece is freed after it, and backward passes compute it again. Together the pieces would need a
-    multiple of the row: in an episode that branches at every turn, each stretch sees everything before it.
+    multiple of the row: in an episode that branches at every turn, each steps sees everything before it.
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     outputs: list[torch.Tensor] = []
-    for stretch in plan.stretches:
-        for start in range(0, stretch.num_tokens, _PIECE):
-            given = plan, stretch, (start, min(start + _PIECE, stretch.num_tokens)), scaling, sliding_window
+    for steps in plan.stretches:
+        for start in range(0, steps.num_tokens, _PIECE):
+            given = plan, steps, (start, min(start + _PIECE, steps.num_tokens)), scaling, sliding_window
             outputs.append(checkpoint(_piece, query, key, value, *given, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -229,20 +229,20 @@ def _piece(
     key: torch.Tensor,
     value: torch.Tensor,
     plan: RowPlan,
-    stretch: Stretch,
+    steps: StepRange,
     piece: Run,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """The outputs of a stretch's tokens [start, stop), counted from its first, for the keys that they see."""
-    before = stretch.depth
+    """The outputs of a steps's tokens [start, stop), counted from its first, for the keys that they see."""
+    before = steps.depth
     first = 0 if sliding_window is None else max(0, before + piece[0] - sliding_window + 1)
-    own = torch.arange(stretch.start, stretch.start + piece[1])
-    seen = torch.cat([plan.context(stretch), own])[first:].to(query.device)
+    own = torch.arange(steps.start, steps.start + piece[1])
+    seen = torch.cat([plan.context(steps), own])[first:].to(query.device)
     distance = torch.arange(before + piece[0], before + piece[1])[:, None] - torch.arange(first, before + piece[1])
     mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
     return F.scaled_dot_product_attention(
-        query[:, :, stretch.start + piece[0] : stretch.start + piece[1]],
+        query[:, :, steps.start + piece[0] : steps.start + piece[1]],
         key[:, :, seen],
         value[:, :, seen],
         attn_mask=mask.to(query.device),

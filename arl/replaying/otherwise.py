@@ -1,0 +1,169 @@
+"""The recorded steps under other settings: the same batch and weights, another loss, correction, reward, learning rate.
+
+                  +--> the run's own settings --> weights of the next step
+weights, batch ---+                                  | gradients by layer, say by token
+                  +--> the other settings -----------+--> ComparedStep
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from inspect import isfunction
+from pathlib import Path
+from typing import Any
+
+from arl.api.config import Config
+from arl.api.errors import ConfigError, RecordingError
+from arl.api.types import Group, Trajectory
+from arl.object_process import ObjectProcess
+from arl.replaying.compared_process import Comparison, compared_learners
+from arl.replaying.recorded_run import RecordedRun, StepRange, fingerprint_of, other_settings
+from arl.rewards.adapt import RewardLike, as_reward
+from arl.rewards.score import Score
+from arl.rewards.threads import ThreadReward
+from arl.training.flat_groups import FlatBatch
+
+_CONTEXT_TOKENS = 6
+"""Tokens before a changed one that are shown with it."""
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedStep:
+    """One step under the run's own settings and under others."""
+
+    version: int
+    """Of the weights that both were trained on."""
+    comparison: Comparison
+    names: tuple[str, ...]
+    """For each of the comparison's tokens, its episode as the event log calls it."""
+    texts: tuple[tuple[str, str], ...]
+    """For each of them, the text before it and its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Otherwise:
+    """What to change."""
+
+    changes: Mapping[str, Any]
+    """Settings, section by section."""
+    reward: RewardLike | None = None
+    """Scores each trajectory's last turn again, with the recorded example."""
+    follow: bool = False
+    """The other settings go on from their own weights. Else each step begins with the run's."""
+
+
+def replay_otherwise(
+    run: RecordedRun, which: StepRange, what: Otherwise, tokenizer: Any, episode_names: Callable[[Group], list[str]]
+) -> Iterator[ComparedStep]:
+    """tokenizer: of the run's model. episode_names: the name of the episode of each of a group's trajectories.
+
+    Raises RecordingError, ConfigError and a learner's errors.
+    """
+    decode: Decode = lambda ids: str(tokenizer.decode(ids))  # noqa: E731
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-replay-")))
+        process, of_process = None, ""
+        for version in range(which.base, which.stop):
+            step = run.step(version)
+            own = run.settings_of(step, scratch)
+            if process is None or fingerprint_of(own) != of_process:
+                start = which.checkpoint and which.checkpoint / "engine"
+                if process is not None:
+                    start = scratch / f"engine-{version}"
+                    process.call("save", start)
+                    process.close()
+                process = _started(stack, own, other_settings(own, what.changes))
+                of_process = fingerprint_of(own)
+                if start is not None:
+                    process.call("load", start.absolute())
+            if version < which.first:
+                process.call("pass_over", step.batch)
+                continue
+            other_batch = step.batch if what.reward is None else rescored(step.batch, what.reward, decode)
+            comparison: Comparison = process.call("compare", step.batch, other_batch, what.follow)
+            yield _named(version, comparison, step.batch, decode, episode_names)
+
+
+def rescored(batch: FlatBatch, reward: RewardLike, decode: Decode) -> FlatBatch:
+    """The same batch with new outcome rewards. Raises ConfigError, RecordingError, and RewardError from the reward."""
+    new, replayed = batch.groups()
+    for group in (*new, *replayed):
+        if group.greedy_rewards:
+            raise ConfigError("a greedy baseline was scored by the run's own reward, and cannot be scored again")
+        if not group.example:
+            raise RecordingError("the recording has no examples, which a reward needs")
+    ready = as_reward(ThreadReward(reward) if isfunction(reward) else reward)
+
+    async def score() -> list[list[Group]]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(ready)
+            return [[await _with_rewards(group, ready, decode) for group in groups] for groups in (new, replayed)]
+
+    with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
+        new, replayed = thread.submit(asyncio.run, score()).result()
+    return FlatBatch.of(new, replayed)
+
+
+async def _with_rewards(group: Group, reward: Any, decode: Decode) -> Group:
+    scores = await asyncio.gather(*(reward(_answer(t, decode), group.example) for t in group.trajectories))
+    return replace(group, trajectories=tuple(map(_rewarded, group.trajectories, scores)))
+
+
+def _rewarded(trajectory: Trajectory, score: Score) -> Trajectory:
+    return replace(trajectory, reward=score.value, rewards=score.parts)
+
+
+def _answer(trajectory: Trajectory, decode: Decode) -> str:
+    """What the last turn said; of a trajectory without turns, all that was trained."""
+    if trajectory.turns:
+        last = trajectory.turns[-1]
+        ids = trajectory.token_ids[last.start : last.stop]
+    else:
+        ids = trajectory.token_ids[trajectory.loss_mask]
+    return decode(ids.tolist())
+
+
+def _started(stack: ExitStack, own: Config, other: Config) -> ObjectProcess:
+    if (own.algorithm.critic is None) != (other.algorithm.critic is None):
+        raise ConfigError("algorithm.critic cannot be added or left out: a critic learns over the whole run")
+    if own.train.lora != other.train.lora:
+        raise ConfigError("train.lora cannot differ: the recorded weights belong to the run's own parameters")
+    threads = str(own.train.num_threads)
+    process = ObjectProcess(
+        "the process of the replay",
+        compared_learners(own, other),
+        own.run_dir / "replay.log",
+        {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+    )
+    stack.callback(process.close)
+    return process
+
+
+def _named(
+    version: int,
+    comparison: Comparison,
+    batch: FlatBatch,
+    decode: Decode,
+    episode_names: Callable[[Group], list[str]],
+) -> ComparedStep:
+    groups, _ = batch.groups()
+    trajectories = [t for group in groups for t in group.trajectories]
+    names = [name for group in groups for name in episode_names(group)]
+
+    def text(trajectory: Trajectory, place: int) -> tuple[str, str]:
+        ids = trajectory.token_ids.tolist()
+        return decode(ids[max(place - _CONTEXT_TOKENS, 0) : place]), decode([ids[place]])
+
+    return ComparedStep(
+        version=version,
+        comparison=comparison,
+        names=tuple(names[token.trajectory] for token in comparison.tokens),
+        texts=tuple(text(trajectories[token.trajectory], token.place) for token in comparison.tokens),
+    )
