@@ -17,7 +17,7 @@ from pathlib import Path
 from arl.api.config import Config
 from arl.api.errors import RecordingError
 from arl.api.weight_prints import TensorPrint, digest_of
-from arl.replaying.recorded_run import RecordedRun, StepRange, fingerprint_of
+from arl.replaying.recorded_run import RecordedRun, ReplayRange, fingerprint_of
 from arl.trainer_process import host_learner
 from arl.training.kept_tokens import StepWeights
 from arl.training.recording import Build, RecordedStep
@@ -68,7 +68,7 @@ class ReplayedStep:
         return self.digest == self.recorded_digest
 
 
-def replay_again(run: RecordedRun, which: StepRange) -> Iterator[ReplayedStep]:
+def replay_again(run: RecordedRun, which: ReplayRange) -> Iterator[ReplayedStep]:
     """Run the steps, and those that lead to the first one. Raises RecordingError, ConfigError, a learner's errors."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-replay-")))
@@ -101,7 +101,7 @@ def _next_learner(stack: ExitStack, last: RemoteLearner | None, config: Config, 
     return learner
 
 
-def _check_beginning(run: RecordedRun, which: StepRange, step: RecordedStep, weights: StepWeights) -> None:
+def _check_beginning(run: RecordedRun, which: ReplayRange, step: RecordedStep, weights: StepWeights) -> None:
     if step.before and weights.before != step.before and which.checkpoint is not None:
         raise RecordingError(
             f"{which.checkpoint} holds other weights than step {which.base} of {run.run_dir} was trained on: "

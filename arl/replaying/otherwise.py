@@ -22,7 +22,7 @@ from arl.api.errors import ConfigError, RecordingError
 from arl.api.types import Group, Trajectory
 from arl.object_process import ObjectProcess
 from arl.replaying.compared_process import Comparison, compared_learners
-from arl.replaying.recorded_run import RecordedRun, StepRange, fingerprint_of, other_settings
+from arl.replaying.recorded_run import RecordedRun, ReplayRange, fingerprint_of, other_settings
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
 from arl.rewards.threads import ThreadReward
@@ -60,7 +60,7 @@ class Otherwise:
 
 
 def replay_otherwise(
-    run: RecordedRun, which: StepRange, what: Otherwise, tokenizer: Any, episode_names: Callable[[Group], list[str]]
+    run: RecordedRun, which: ReplayRange, what: Otherwise, tokenizer: Any, episode_names: Callable[[Group], list[str]]
 ) -> Iterator[ComparedStep]:
     """tokenizer: of the run's model. episode_names: the name of the episode of each of a group's trajectories.
 

@@ -25,7 +25,7 @@ _ABOUT_TRAINING = ("algorithm", "train", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRange:
+class ReplayRange:
     """The steps to run, and where they begin."""
 
     checkpoint: Path | None
@@ -51,7 +51,7 @@ class RecordedRun:
                 f"{run_dir} has no recorded steps (in {run_dir / DIRECTORY}): only a run with record=True keeps them"
             )
 
-    def which(self, first: int | None = None, stop: int | None = None) -> StepRange:
+    def which(self, first: int | None = None, stop: int | None = None) -> ReplayRange:
         """Raises RecordingError, which says what there is, if a step in it, or what it begins from, is missing.
 
         first: without it, the first step that can be reached. stop: without it, the end of the recording.
@@ -62,11 +62,11 @@ class RecordedRun:
         if first >= stop:
             raise ConfigError(f"there is no step from {first} up to, but not including, {stop}")
         base = self._base_of(first)
-        if base is None or (missing := next(iter(sorted({*range(base, stop)} - {*self.versions})), None)) is not None:
-            what = f"step {first}" if base is None else f"step {missing}"
-            raise RecordingError(f"{self.run_dir} cannot replay {what}: {self._what_there_is()}")
+        missing = first if base is None else min({*range(base, stop)} - {*self.versions}, default=None)
+        if base is None or missing is not None:
+            raise RecordingError(f"{self.run_dir} cannot replay step {missing}: {self._what_there_is()}")
         saved = saved_versions(self._checkpoints)
-        return StepRange(
+        return ReplayRange(
             checkpoint=checkpoint_of(self._checkpoints, base) if base in saved else None,
             base=base,
             first=first,

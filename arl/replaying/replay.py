@@ -11,7 +11,7 @@ from arl.api.errors import ConfigError
 from arl.engine.model_files import load_tokenizer
 from arl.replaying.again import TOLERANCE, ReplayedStep, replay_again
 from arl.replaying.otherwise import ComparedStep, Otherwise, replay_otherwise
-from arl.replaying.recorded_run import RecordedRun, StepRange
+from arl.replaying.recorded_run import RecordedRun, ReplayRange
 from arl.rewards.adapt import RewardLike
 from arl.training.kept_tokens import named
 
@@ -22,7 +22,7 @@ OnStep = Callable[[ReplayedStep | ComparedStep], object]
 class Replayed:
     """What a replay found."""
 
-    which: StepRange
+    which: ReplayRange
     tolerance: float
     steps: tuple[ReplayedStep, ...] = ()
     """Of a replay under the run's own settings."""

@@ -116,8 +116,10 @@ class Learner:
 
     def fingerprint(self) -> dict[str, TensorPrint]:
         """Of all trained tensors, those of the critic under `critic.NAME`."""
-        of_critic = self.critic.fingerprint() if self.critic else {}
-        return {**self.engine.fingerprint(), **{f"critic.{name}": one for name, one in of_critic.items()}}
+        prints = dict(self.engine.fingerprint())
+        if self.critic:
+            prints |= {f"critic.{name}": one for name, one in self.critic.fingerprint().items()}
+        return prints
 
     def save(self, directory: Path) -> Saving:
         if self.critic is None:

@@ -179,7 +179,7 @@ def _versions(directory: Path) -> Iterator[int]:
 def _checksum(header: bytes, arrays: Mapping[str, np.ndarray]) -> int:
     checksum = crc32(header)
     for name, array in sorted(arrays.items()):
-        checksum = crc32(np.ascontiguousarray(array).view(np.uint8), crc32(name.encode(), checksum))
+        checksum = crc32(np.ascontiguousarray(array).tobytes(), crc32(name.encode(), checksum))
     return checksum
 
 
