@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arl.api.config import Config
-from arl.api.engine import InferenceEngine
+from arl.api.engine import InferenceEngine, ServedModel
 from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events
@@ -58,6 +58,7 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     ConfigError, ModelError, ServerError.
     """
     await offload(make_run_dir, config.run_dir)
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"replay_routing": False})})
     async with AsyncExitStack() as stack:
         opened = await open_servers(config, stack, config.run_dir / "logs" / "serve")
         if opened.files is not None:
@@ -97,11 +98,13 @@ async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> Ope
     if isinstance(config.engine, SGLangEngineConfig):
         return await _running_servers(config, config.engine)
     directory, api_key = await offload(local_directory, config.model), None
+    routing = (await offload(wanted_model, config)).routing  # an unknown mixture is refused before servers start
     if isinstance(config.engine, LocalEngineConfig):
         api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback interface
         servers = local_servers(directory, config.engine, logs, api_key)
     else:
-        arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail
+        of_routes = ["--enable-return-routed-experts"] if routing is not None else []
+        arguments = (*adapter_options(config), *of_routes, *config.engine.arguments)  # the user's own prevail
         servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
     processes = await stack.enter_async_context(servers)
     files = RosterFiles(run_dir=config.run_dir)
@@ -146,8 +149,13 @@ def _say_who_is_left_out(engine: SGLangEngineConfig, path: Path, named: Mapping[
         )
 
 
+def wanted_model(config: Config) -> ServedModel:
+    """What servers should serve in this run. Raises ModelError."""
+    return served_model(config.model, replay_routing=config.engine.replay_routing)
+
+
 async def connect(config: Config, opened: OpenedServers, events: Events = NOWHERE) -> RemoteSGLangEngine:
-    model = await offload(served_model, config.model)
+    model = await offload(wanted_model, config)
     if opened.processes is not None:
         opened.processes.report_to(events)
     return RemoteSGLangEngine(

@@ -22,6 +22,7 @@ from arl.algorithm.flat_sequences import TENSORS, FlatSequences, of_each
 from arl.api.algorithm import Aggregation
 from arl.api.kept_ids import KeptIds
 from arl.api.objective import OverlongConfig
+from arl.api.routes import Routes
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Group, Trajectory
 
@@ -56,6 +57,8 @@ class Batch:
     versions: torch.Tensor
     kept_ids: KeptIds | None = None
     """[T] What each token was sampled among; None: all among the whole vocabulary."""
+    routes: Routes | None = None
+    """[T] Which experts computed each token; None: unknown of all."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], overlong: OverlongConfig = OverlongConfig()) -> Batch:  # noqa: B008 - frozen
@@ -95,6 +98,7 @@ class Batch:
             loss_weights=unknown,
             versions=joined((t.versions for t in trajectories), np.int32).long(),
             kept_ids=KeptIds.joined([len(t.token_ids) if t.kept_ids is None else t.kept_ids for t in trajectories]),
+            routes=Routes.joined([len(t.token_ids) if t.routes is None else t.routes for t in trajectories]),
         )
 
     def __len__(self) -> int:
@@ -151,6 +155,7 @@ class Batch:
             views = column.split(sizes)
             return torch.cat([views[group] for group in groups]) if groups else column[:0]
 
+        places = of_these(torch.arange(sum(self.lengths))).numpy()
         return Batch(
             groups=tuple(self.groups[group] for group in groups),
             trajectories=tuple(self.trajectories[i] for i in rows),
@@ -158,7 +163,8 @@ class Batch:
             episode=tuple(self.episode[i] for i in rows),
             lengths=tuple(self.lengths[i] for i in rows),
             **of_each(self._columns, of_these),
-            kept_ids=self.kept_ids and self.kept_ids.take(of_these(torch.arange(sum(self.lengths))).numpy()),
+            kept_ids=self.kept_ids and self.kept_ids.take(places),
+            routes=self.routes and self.routes.take(places),
         )
 
     def sequences(self) -> FlatSequences:
@@ -169,6 +175,7 @@ class Batch:
             temperatures=tuple(t.temperature for t in self.trajectories),
             units=(-1,) * len(self),
             kept_ids=self.kept_ids,
+            routes=self.routes,
         )
 
     @property

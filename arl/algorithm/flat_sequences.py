@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 
 TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
@@ -34,6 +35,8 @@ class FlatSequences(Sequence[TrainSequence]):
     """[S]"""
     kept_ids: KeptIds | None = None
     """[T] What each token was sampled among; None: all among the whole vocabulary."""
+    routes: Routes | None = None
+    """[T] Which experts compute each token; None: those that the model's routers choose."""
 
     @classmethod
     def of(cls, sequences: Sequence[TrainSequence]) -> FlatSequences:
@@ -47,6 +50,7 @@ class FlatSequences(Sequence[TrainSequence]):
             temperatures=tuple(sequence.temperature for sequence in sequences),
             units=tuple(sequence.unit for sequence in sequences),
             kept_ids=KeptIds.joined([len(s) if s.kept_ids is None else s.kept_ids for s in sequences]),
+            routes=Routes.joined([len(s) if s.routes is None else s.routes for s in sequences]),
         )
 
     def __len__(self) -> int:
@@ -63,11 +67,12 @@ class FlatSequences(Sequence[TrainSequence]):
             temperature=self.temperatures[places],
             unit=self.units[places],
             kept_ids=self.kept_ids and self.kept_ids.take(slice(start, stop)),
+            routes=self.routes and self.routes.take(slice(start, stop)),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = of_each(self.columns, torch.Tensor.numpy)
-        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, self.kept_ids)
+        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, self.kept_ids, self.routes)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -79,8 +84,8 @@ class FlatSequences(Sequence[TrainSequence]):
 
     @property
     def num_bytes(self) -> int:
-        of_sets = self.kept_ids.num_bytes if self.kept_ids else 0
-        return of_sets + sum({id(column): column.nbytes for column in self.columns.values()}.values())
+        records = sum(record.num_bytes for record in (self.kept_ids, self.routes) if record)
+        return records + sum({id(column): column.nbytes for column in self.columns.values()}.values())
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -99,6 +104,7 @@ class FlatSequences(Sequence[TrainSequence]):
             temperatures=tuple(self.temperatures[i] for i in indices),
             units=tuple(self.units[i] for i in indices),
             kept_ids=self.kept_ids and self.kept_ids.take(places.numpy()),
+            routes=self.routes and self.routes.take(places.numpy()),
         )
 
 
@@ -122,7 +128,10 @@ def _from_arrays(
     temperatures: tuple[float, ...],
     units: tuple[int, ...],
     kept_ids: KeptIds | None,
+    routes: Routes | None,
 ) -> FlatSequences:
     """The tensors are copies, because arrays in Ray's shared memory are read-only."""
     columns = of_each(arrays, lambda array: torch.from_numpy(array.copy()))
-    return FlatSequences(lengths=lengths, columns=columns, temperatures=temperatures, units=units, kept_ids=kept_ids)
+    return FlatSequences(
+        lengths=lengths, columns=columns, temperatures=temperatures, units=units, kept_ids=kept_ids, routes=routes
+    )

@@ -253,10 +253,23 @@ def last_trained(sequences: Sequence[TrainSequence]) -> torch.Tensor:
 
 
 def needed_tokens(sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.int64]]:
-    """int64[at least 1] each: the token ids before the last trained one. By causality no others matter."""
+    """int64[at least 1] each: the tokens before the last trained one. By causality no others matter.
+
+    Numbers are equal where one computation serves both tokens, if it does for those before them: without routes they
+    are the token ids, and with routes they number the pairs of id and routes.
+    """
     flat = FlatSequences.of(sequences)
-    tokens, stops = flat.token_ids.numpy(), flat.starts[:-1] + last_trained(flat).clamp(min=1)
+    tokens, stops = _numbered(flat), flat.starts[:-1] + last_trained(flat).clamp(min=1)
     return [tokens[start:stop] for start, stop in zip(flat.starts.tolist(), stops.tolist(), strict=False)]
+
+
+def _numbered(flat: FlatSequences) -> npt.NDArray[np.int64]:
+    """int64[T]"""
+    if flat.routes is None:
+        return flat.token_ids.numpy()
+    numbers: dict[tuple[int, bytes], int] = {}
+    pairs = zip(flat.token_ids.tolist(), flat.routes.keys(), strict=True)
+    return np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs], np.int64)
 
 
 def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:

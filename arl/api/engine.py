@@ -13,6 +13,7 @@ from arl.api.types import ModelRequest, ModelResponse
 if TYPE_CHECKING:
     import torch
 
+    from arl.api.routes import Routing
     from arl.api.weight_prints import TensorPrint
 
 
@@ -247,6 +248,8 @@ class ServedModel:
     model_type: str | None = None
     shape: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     """The values of MODEL_SIZES in its config.json."""
+    routing: Routing | None = None
+    """Of a mixture of experts whose routes are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

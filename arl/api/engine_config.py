@@ -39,6 +39,9 @@ class ClientConfig(Section):
     replay_truncation: bool = True
     """Under top_p, top_k or min_p, servers return the ids that each token was sampled among, and training computes its
     logprobs among these. False: logprobs are of the whole distribution, which the samples do not follow."""
+    replay_routing: bool = True
+    """Of a mixture of experts, train each token with the experts that sampled it: servers return them (SGLang with
+    --enable-return-routed-experts). false: with those that the trainer's routers choose. Dense models have none."""
     min_servers: PositiveInt = 1
     """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (plus
     startup_timeout_s, if arl starts the servers)."""

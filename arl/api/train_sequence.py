@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from arl.api.kept_ids import KeptIds
+    from arl.api.routes import Routes
 
 
 def unset() -> torch.Tensor:
@@ -67,11 +68,14 @@ class TrainSequence:
     """Sequences with the same unit number lie in one microbatch, for a loss that compares them. -1: no unit."""
     kept_ids: KeptIds | None = None
     """What each token was sampled among: logprobs and entropies are over these ids. None: all the whole vocabulary."""
+    routes: Routes | None = None
+    """Which experts compute each token, in place of those that the model's routers choose. None: its own for all."""
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)
-        if self.kept_ids is not None and len(self.kept_ids) != len(self):
-            raise ValueError(f"kept_ids has {len(self.kept_ids)} entries for {len(self)} tokens; they must be equal")
+        for name, given in (("kept_ids", self.kept_ids), ("routes", self.routes)):
+            if given is not None and len(given) != len(self):
+                raise ValueError(f"{name} has {len(given)} entries for {len(self)} tokens; they must be equal")
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])

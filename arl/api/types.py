@@ -18,6 +18,7 @@ from arl.api.grammar import Grammar
 if TYPE_CHECKING:
     from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
     from arl.api.kept_ids import KeptIds
+    from arl.api.routes import Routes
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -102,10 +103,16 @@ class ModelRequest:
     rid: str = field(default_factory=new_id)
     session_id: str | None = None
     """Requests with the same session id go to the same server, which has their prefix cached."""
+    routes_from: int = 0
+    """The response's routes begin with this token of input_ids; those before it are known. Below len(input_ids)."""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) == 0:
             raise ValueError("input_ids is empty; a request needs at least one token to continue from")
+        if not 0 <= self.routes_from < len(self.input_ids):
+            raise ValueError(
+                f"routes_from is {self.routes_from}; it must be below {len(self.input_ids)}, the input_ids"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +131,9 @@ class ModelResponse:
     kept_ids: KeptIds | None = None
     """What each token was sampled among, under a grammar, top_p, top_k or min_p: the log-softmax is over these ids
     alone. Trajectories that are built by hand need them, too."""
+    routes: Routes | None = None
+    """Of a mixture of experts: which experts computed each token of input_ids and output_ids; unknown of the last one
+    and of those before the request's routes_from. Trajectories that are built by hand need them, too."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""
@@ -145,6 +155,8 @@ class ModelResponse:
             )
         if self.kept_ids is not None and (flaw := _kept_ids_flaw(self.kept_ids, self.output_ids)):
             raise ValueError(flaw)
+        if self.routes is not None and len(self.routes) <= n:
+            raise ValueError(f"routes has {len(self.routes)} entries for a prompt and {n} tokens after it")
 
 
 def _kept_ids_flaw(kept_ids: KeptIds, token_ids: Any) -> str | None:
@@ -254,6 +266,8 @@ class Trajectory:
     kept_ids: KeptIds | None = None
     """What each token was sampled among; None: every one among the whole vocabulary. Logprobs are over these alone, so
     without them a response under a grammar would be trained by wrong logprobs. An episode that does so fails."""
+    routes: Routes | None = None
+    """Of a mixture of experts: which experts computed each token, for the trainer to use the same."""
     num_trained_tokens: int = field(init=False, repr=False)
     oldest_version: int | None = field(init=False, repr=False)
     """The smallest version among trained tokens; None when no token is trained."""
@@ -267,6 +281,10 @@ class Trajectory:
         self._check_turns()
         if self.kept_ids is not None and (flaw := _kept_ids_flaw(self.kept_ids, self.token_ids)):
             raise TrajectoryError(flaw)
+        if self.routes is not None and len(self.routes) != len(self.token_ids):
+            raise TrajectoryError(
+                f"routes has {len(self.routes)} entries for {len(self.token_ids)} token_ids; they must be equal"
+            )
         if self.loss_mask.item(0):
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 

@@ -34,7 +34,7 @@ _BATCH_BYTES = 1 << 20
 """A message ends when it is as long as this, however much more there is."""
 _CALL = struct.Struct("<BQQIIHHI")
 _CANCEL = struct.Struct("<BQ")
-_RESULT = struct.Struct("<QHIIII")
+_RESULT = struct.Struct("<QHIIIII")
 _MOST = (1 << 32) - 1
 _IS_CALL, _IS_CANCEL = 1, 2
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
@@ -47,7 +47,7 @@ class Call:
     number: int
     rid: str
     settings: bytes
-    """JSON: sampling_params, extra_key, lora_path, continued_tokens, return_sampling_mask."""
+    """JSON: the fields of SettingsBody."""
     session: bytes = b""
     """The sequence of this call is kept under this name in the place of the last; empty: it is not kept."""
     base: int = 0
@@ -90,14 +90,17 @@ class Result:
     logprobs: np.ndarray = field(default_factory=_nothing)
     kept_ids: bytes = b""
     """What each token was sampled among, as KeptIds.encode writes it; empty if the call did not ask."""
+    routes: bytes = b""
+    """Of a mixture of experts, if the call asked: which computed each token, as Routes.encode writes it."""
     microseconds: int = 0
     """From the call's coming to its result."""
 
     def encode(self) -> bytes:
         lasted = min(self.microseconds, _MOST)
-        head = _RESULT.pack(self.number, self.status, lasted, len(self.ids), len(self.head), len(self.kept_ids))
+        lengths = (len(self.ids), len(self.head), len(self.kept_ids), len(self.routes))
+        head = _RESULT.pack(self.number, self.status, lasted, *lengths)
         numbers = (self.ids.astype(_IDS).tobytes(), self.logprobs.astype(_LOGPROBS).tobytes())
-        return b"".join((head, self.head, *numbers, self.kept_ids))
+        return b"".join((head, self.head, *numbers, self.kept_ids, self.routes))
 
 
 class BrokenFrameError(Exception):
@@ -165,7 +168,7 @@ def results_of(message: bytes) -> Iterator[Result]:
     """Raises BrokenFrameError."""
     cursor = _Cursor(message)
     while not cursor.is_at_end:
-        number, status, lasted, num_ids, len_head, len_kept = cursor.unpack(_RESULT)
+        number, status, lasted, num_ids, len_head, len_kept, len_routes = cursor.unpack(_RESULT)
         head, ids = cursor.take(len_head), cursor.numbers(_IDS, num_ids)
         logprobs = cursor.numbers(_LOGPROBS, num_ids)
         yield Result(
@@ -176,6 +179,7 @@ def results_of(message: bytes) -> Iterator[Result]:
             ids=ids,
             logprobs=logprobs,
             kept_ids=cursor.take(len_kept),
+            routes=cursor.take(len_routes),
         )
 
 

@@ -44,9 +44,14 @@ def end_token_ids(name: str | Path) -> frozenset[int]:
     return frozenset(i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
 
 
-def served_model(name: str | Path) -> ServedModel:
-    """What servers of this model should have. Raises ModelError."""
+def served_model(name: str | Path, *, replay_routing: bool = False) -> ServedModel:
+    """What servers of this model should have. replay_routing: they return routes, if it is a mixture of experts.
+
+    Raises ModelError.
+    """
     from transformers import AutoConfig
+
+    from arl.engine.routers import routing_of
 
     config = load_part(AutoConfig, name, "its config")
     text = config.get_text_config()
@@ -56,6 +61,7 @@ def served_model(name: str | Path) -> ServedModel:
         end_token_ids=end_token_ids(name),
         model_type=config.model_type,
         shape={size: getattr(text, size, None) for size in MODEL_SIZES},
+        routing=routing_of(config, str(name)) if replay_routing else None,
     )
 
 

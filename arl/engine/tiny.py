@@ -1,4 +1,4 @@
-"""Tiny Qwen3 models and tokenizers, built on the spot: for tests, examples and benchmarks that download nothing.
+"""Tiny models and tokenizers, built on the spot: for tests, examples and benchmarks that download nothing.
 
 The tokenizer has a token for each byte, for each tag of Qwen's chat format, and for each phrase that it is given. So it
 encodes any text, copies numbers digit by digit, and spends few tokens on boilerplate.
@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -56,9 +56,13 @@ CHAT_TEMPLATE = """\
 """Qwen's chat format (ChatML, Hermes tool calls, tool results within a user turn), without thinking."""
 
 
+Family = Literal["qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
+"""The model type in config.json. All but the first are mixtures of experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyShape:
-    """The size of a tiny Qwen3. The defaults, some 0.6 million parameters, suit tests and the math agent."""
+    """The size of a tiny model. The defaults, 0.6 million parameters as a Qwen3, suit tests and the math agent."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -69,6 +73,9 @@ class TinyShape:
     context_length: int = 1024
     rope_theta: float = 10_000.0
     initializer_range: float = 0.02
+    num_experts: int = 8
+    """Of a mixture of experts, in each layer; each expert is a fourth as wide as the intermediate size."""
+    experts_per_token: int = 2
 
 
 def tiny_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
@@ -94,36 +101,67 @@ def tiny_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerBase, shape: TinyShape | None = None, seed: int = 0) -> Qwen3ForCausalLM:
-    """A freshly initialised Qwen3 of the given shape for the tokenizer's vocabulary, float32, the same for a seed."""
+def tiny_model(
+    tokenizer: PreTrainedTokenizerBase, shape: TinyShape | None = None, seed: int = 0, family: Family = "qwen3"
+) -> PreTrainedModel:
+    """A freshly initialised model of the given shape for the tokenizer's vocabulary, float32, the same for a seed."""
     shape = shape or TinyShape()
     vocabulary = tokenizer.get_vocab()
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=-(-len(tokenizer) // 32) * 32,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         max_position_embeddings=shape.context_length,
         initializer_range=shape.initializer_range,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=True,
+        bos_token_id=None,
         eos_token_id=vocabulary[TURN_END],
         pad_token_id=vocabulary[END_OF_TEXT],
+        **_heads(shape, family),
+        **{"intermediate_size": shape.intermediate_size, **_experts(shape, family)},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).float()
+        return AutoModelForCausalLM.from_config(config).float()
+
+
+def _heads(shape: TinyShape, family: Family) -> dict[str, Any]:
+    if not family.startswith("deepseek"):
+        return {"num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    half = shape.head_dim // 2
+    sizes = {"qk_nope_head_dim": half, "qk_rope_head_dim": half, "v_head_dim": shape.head_dim}
+    return {"num_key_value_heads": shape.num_heads, "q_lora_rank": None, "kv_lora_rank": half, **sizes}
+
+
+def _experts(shape: TinyShape, family: Family) -> dict[str, Any]:
+    """DeepSeek's first layer is dense, and its experts are chosen within one of two groups."""
+    if family == "qwen3":
+        return {}
+    width, per_token = shape.intermediate_size // 4, {"num_experts_per_tok": shape.experts_per_token}
+    if family == "qwen3_moe":
+        of_qwen = {"num_experts": shape.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
+        return {**per_token, **of_qwen, "mlp_only_layers": []}
+    if family == "mixtral":
+        return {**per_token, "num_local_experts": shape.num_experts, "intermediate_size": width, "sliding_window": None}
+    groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+    of_deepseek = {"n_routed_experts": shape.num_experts, "moe_intermediate_size": width, "n_shared_experts": 1}
+    method = {"topk_method": "group_limited_greedy"} if family == "deepseek_v2" else {}
+    return {**per_token, **groups, **of_deepseek, **method, "first_k_dense_replace": 1}
 
 
 def write_tiny_model(
-    directory: Path, phrases: Iterable[str] = (), shape: TinyShape | None = None, seed: int = 0
+    directory: Path,
+    phrases: Iterable[str] = (),
+    shape: TinyShape | None = None,
+    seed: int = 0,
+    family: Family = "qwen3",
 ) -> Path:
     """Write a tiny model with its tokenizer as a Hugging Face directory; it appears complete or not at all."""
     tokenizer = tiny_tokenizer(phrases)
-    model = tiny_model(tokenizer, shape, seed)
+    model = tiny_model(tokenizer, shape, seed, family)
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -137,7 +175,7 @@ def write_tiny_model(
     return directory
 
 
-def _save_quietly(model: Qwen3ForCausalLM, directory: Path) -> None:
+def _save_quietly(model: PreTrainedModel, directory: Path) -> None:
     """Without a progress bar for the one file of a second's work."""
     from transformers.utils import logging
 

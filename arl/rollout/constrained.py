@@ -1,4 +1,4 @@
-"""Refuses trajectories that train tokens sampled among some ids alone and do not say among which."""
+"""Refuses trajectories that train tokens without what their responses say of them: kept ids, routes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
 
 
 def check_trajectory(trajectory: Trajectory, responses: Sequence[ModelResponse]) -> None:
-    """Raise TrajectoryError if the trajectory trains one of these responses without its kept ids.
+    """Raise TrajectoryError if the trajectory trains one of these responses without its kept ids, or has no routes.
 
-    responses: of its episode, those with kept ids. One is found by its ids and logprobs, wherever it begins.
+    responses: of its episode, those with kept ids or routes. One is found by its ids and logprobs, wherever it begins.
     """
     import numpy as np
+
+    if trajectory.routes is None and trajectory.num_trained_tokens and any(r.routes is not None for r in responses):
+        raise TrajectoryError(
+            "arun_episode returned a trajectory without the routes of its responses: training would use other experts "
+            "than the sampler did. Pass routes=response.routes for a prompt and its response; after several responses, "
+            "let arl.Conversation make the trajectories, or set engine.replay_routing=false"
+        )
 
     kept = trajectory.kept_ids
     is_bare = trajectory.loss_mask if kept is None else trajectory.loss_mask & (kept.index < 0)
     if not is_bare.any():
         return
     for response in responses:
+        if response.kept_ids is None:
+            continue
         ids, logprobs = np.array(response.output_ids, np.int32), np.array(response.output_logprobs, np.float32)
-        assert response.kept_ids is not None
         is_constrained = response.kept_ids.index >= 0
         begins = (trajectory.token_ids == ids[0]) & (trajectory.behavior_logprobs == logprobs[0])
         for start in begins.nonzero()[0].tolist():

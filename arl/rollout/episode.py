@@ -109,7 +109,7 @@ class Pulse:
 
 
 class _Felt:
-    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids."""
+    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids or routes."""
 
     def __init__(
         self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None, constrained: list[ModelResponse]
@@ -131,7 +131,7 @@ class _Felt:
         if self._report:
             self._report.answered(request, response, time.monotonic() - began)
         check_response(request, response)
-        if response.kept_ids is not None and response.output_ids:
+        if response.output_ids and not (response.kept_ids is None and response.routes is None):
             self._constrained.append(response)
         return response
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.api.types import Group, Trajectory, TurnSpan
 
 Array = npt.NDArray[Any]
@@ -29,25 +30,29 @@ _EMPTY = {
     "versions": np.zeros(0, np.int32),
     "token_rewards": np.zeros(0, np.float64),
     "kept_ids": np.zeros(0, np.uint8),
+    "routes": np.zeros(0, np.uint8),
 }
-"""The arrays of no group. token_rewards and kept_ids (as bytes) are those of the trajectories that have them."""
+"""The arrays of no group. Of trajectories that have them: token_rewards and, as bytes, kept_ids and routes."""
 
-_LENGTHS = {"token_rewards": "num_token_rewards", "kept_ids": "num_kept_bytes"}
+_LENGTHS = {"token_rewards": "num_token_rewards", "kept_ids": "num_kept_bytes", "routes": "num_route_bytes"}
 """The field with the number of each trajectory's entries, where it is not the number of its tokens."""
+_ADDED = {"routes"}
+"""Arrays that files of earlier versions lack, as no trajectory had them."""
 
 
 def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     """The header and the arrays from which `restore` makes the groups again."""
     trajectories = [t for group in groups for t in group.trajectories]
     fields = {name: [getattr(t, name) for t in trajectories] for name in Trajectory.__slots__}
-    kept = [None if t.kept_ids is None else np.frombuffer(t.kept_ids.encode(), np.uint8) for t in trajectories]
-    fields["kept_ids"] = kept
+    kept = fields["kept_ids"] = [_encoded(t.kept_ids) for t in trajectories]
+    routes = fields["routes"] = [_encoded(t.routes) for t in trajectories]
     rows = {name: [row for row in fields.pop(name) if row is not None] for name in _EMPTY}
     fields |= {
         "turns": [[(turn.start, turn.stop, turn.reward, turn.state) for turn in t.turns] for t in trajectories],
         "length": [len(t.token_ids) for t in trajectories],
         "num_token_rewards": [0 if t.token_rewards is None else len(t.token_rewards) for t in trajectories],
         "num_kept_bytes": [0 if encoded is None else len(encoded) for encoded in kept],
+        "num_route_bytes": [0 if encoded is None else len(encoded) for encoded in routes],
     }
     of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
     header = json.dumps({"groups": of_groups, "trajectories": fields}, default=dict).encode()
@@ -61,9 +66,12 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     """
     known = json.loads(header)
     fields = known["trajectories"]
-    for name in _EMPTY:
-        fields[name] = _views(name, arrays[name], fields[_LENGTHS.get(name, "length")])
+    none = [0] * len(fields["length"])
+    for name, empty in _EMPTY.items():
+        lengths = fields.get(_LENGTHS[name], none) if name in _ADDED else fields[_LENGTHS.get(name, "length")]
+        fields[name] = _views(name, arrays.get(name, empty), lengths)
     fields["kept_ids"] = [None if kept is None else KeptIds.decode(kept.tobytes()) for kept in fields["kept_ids"]]
+    fields["routes"] = [None if routes is None else Routes.decode(routes.data) for routes in fields["routes"]]
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
@@ -85,7 +93,7 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBatch:
-    """The groups of a batch, flat: 13 bytes a token and its kept ids, and few objects for the garbage collector."""
+    """The groups of a batch, flat: 13 bytes a token, kept ids and routes, and few objects for the garbage collector."""
 
     header: bytes
     arrays: dict[str, Array]
@@ -128,9 +136,13 @@ def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
 def read_groups(file: BinaryIO) -> list[Group]:
     """Read the groups that `write_groups` wrote. Raises one of checkpoint.UNREADABLE for anything else."""
     with np.load(file, allow_pickle=False) as arrays:
-        if missing := {"header", *_EMPTY} - set(arrays.files):
+        if missing := {"header", *_EMPTY} - _ADDED - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in _EMPTY})
+        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in _EMPTY if name in arrays.files})
+
+
+def _encoded(record: KeptIds | Routes | None) -> Array | None:
+    return None if record is None else np.frombuffer(record.encode(), np.uint8)
 
 
 def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None]:

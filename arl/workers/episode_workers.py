@@ -203,7 +203,11 @@ class _Episode:
     async def _answer(self, request: Request) -> Answered:
         try:
             asked = ModelRequest(
-                input_ids=request.input_ids, sampling=request.sampling, rid=request.rid, session_id=request.session_id
+                input_ids=request.input_ids,
+                sampling=request.sampling,
+                rid=request.rid,
+                session_id=request.session_id,
+                routes_from=request.routes_from,
             )
             return Answered(request.request, await self._engine.agenerate(asked))
         except Exception as error:  # noqa: BLE001 (the workflow gets it, and may handle it)

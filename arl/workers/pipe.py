@@ -59,6 +59,7 @@ class Request(NamedTuple):
     sampling: SamplingParams
     rid: str
     session_id: str | None
+    routes_from: int
 
 
 class Drop(NamedTuple):

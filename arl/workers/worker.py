@@ -132,7 +132,8 @@ class _Host:
 
     async def ask(self, episode: int, request: ModelRequest) -> ModelResponse:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        asked = Request(episode, number, as_array(request.input_ids), request.sampling, request.rid, request.session_id)
+        ids, session_id = as_array(request.input_ids), request.session_id
+        asked = Request(episode, number, ids, request.sampling, request.rid, session_id, request.routes_from)
         self._pipe.send(asked)
         self._answers[number] = answer
         try:

@@ -98,7 +98,9 @@ class Conversation:
         """
         prompt = await self._dialogue.aprompt(tuple(self._messages), self._tools, after=self._last)
         input_ids: Any = self._dialogue.input_array(prompt)
-        request = ModelRequest(input_ids=input_ids, sampling=sampling, session_id=self.session_id)
+        request = ModelRequest(
+            input_ids=input_ids, sampling=sampling, session_id=self.session_id, routes_from=prompt.num_routed
+        )
         try:
             response = await engine.agenerate(request)
         except PromptTooLongError:
@@ -248,7 +250,7 @@ def _trajectory(
     is_truncated: bool,
 ) -> Trajectory:
     """columns: of turns that several paths share, made once; None for an only path."""
-    from arl.workflow.turn_columns import flat, joined, kept_ids
+    from arl.workflow.turn_columns import flat, joined, kept_ids, routes
 
     owned: list[TurnSpan] = []
     trained = set(map(id, path.owned))
@@ -277,6 +279,7 @@ def _trajectory(
         role=role,
         temperature=_temperature(path.owned[0]),
         kept_ids=kept_ids(parts),
+        routes=routes(parts),
     )
 
 

@@ -110,6 +110,16 @@ class Prompt:
         return self.after.message if self.after else None
 
     @property
+    def num_routed(self) -> int:
+        """How many first tokens of the prompt have routes, from the turns before it."""
+        turn = self.parent
+        while turn is not None:
+            if turn.response is not None and turn.response.routes is not None:
+                return len(turn.response.routes) - 1
+            turn = turn.parent
+        return 0
+
+    @property
     def input_ids(self) -> tuple[int, ...]:
         return (*(self.parent.token_ids if self.parent else ()), *self.given_ids)
 

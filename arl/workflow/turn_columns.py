@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from arl.api import columns
+from arl.api.errors import TrajectoryError
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.api.types import MAX_NUMBER, NOT_SAMPLED, ModelResponse
 
 Ids = npt.NDArray[np.int32]
@@ -80,6 +82,27 @@ def kept_ids(turns: Sequence[Part]) -> KeptIds | None:
     for given_ids, response, _ in turns:
         parts += [len(given_ids), len(response.output_ids) if response.kept_ids is None else response.kept_ids]
     return KeptIds.joined(parts)
+
+
+def routes(turns: Sequence[Part]) -> Routes | None:
+    """Which experts computed each token of the turns; None if that is unknown of all.
+
+    A token has the routes of the turn that computed it first. For a sampled token's context that is the turn which
+    sampled it; a later turn may have computed it again, by other weights. The last token of a turn was first computed
+    by the next turn, and that of the last turn never. Raises TrajectoryError for routes of other tokens.
+    """
+    parts: list[Routes | int] = []
+    start = decided = 0
+    for given_ids, response, _ in turns:
+        start += len(given_ids) + len(response.output_ids)
+        if response.routes is None:
+            continue
+        if len(response.routes) != start:
+            what = f"routes has {len(response.routes)} entries for the {start} tokens of a turn's prompt and answer"
+            raise TrajectoryError(f"{what}; they must be equal")
+        parts.append(response.routes.take(slice(decided, start - 1)) or start - 1 - decided)
+        decided = start - 1
+    return Routes.joined([*parts, start - decided])
 
 
 class TokenLine:

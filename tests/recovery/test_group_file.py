@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import grouped, trajectory
 
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.api.types import COLUMNS, MAX_REWARD, Group, Trajectory, TurnSpan
 from arl.training.checkpoint import UNREADABLE
 from arl.training.flat_groups import flatten, read_groups, restore, write_groups
@@ -25,6 +27,14 @@ def turns(draw: st.DrawFn, n: int) -> tuple[TurnSpan, ...]:
         TurnSpan(start=start, stop=stop, reward=draw(numbers), state=draw(st.none() | st.text(max_size=3)))
         for start, stop in zip(edges[::2], edges[1::2], strict=False)
     )
+
+
+@st.composite
+def routes(draw: st.DrawFn, n: int) -> Routes | None:
+    is_known = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    numbers = draw(st.lists(st.integers(0, 300), min_size=n * 6, max_size=n * 6))
+    experts = (np.array(numbers) % 256).astype(draw(st.sampled_from([np.uint8, np.uint16])))
+    return Routes.joined([Routes(is_known=is_known, experts=experts.reshape(n, 3, 2)[is_known])])
 
 
 @st.composite
@@ -51,6 +61,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         role=draw(st.text(max_size=3)),
         temperature=draw(st.floats(0.1, 2)),
         kept_ids=KeptIds.of([ids and sorted(ids) for ids in kept]) if draw(st.booleans()) else None,
+        routes=draw(st.none() | routes(n)),
     )
 
 
@@ -144,3 +155,16 @@ def long_group() -> Group:
         reward=1.0,
     )
     return Group(group_id=3, example_id=(0, 1), stamp=0, trajectories=(trajectory,), episode_indices=(0,))
+
+
+def test_files_from_before_routes_existed_are_read() -> None:
+    group = grouped(trajectory((2, 2)))
+    with np.load(written([group])) as arrays:
+        header = json.loads(arrays["header"].tobytes())
+        del header["trajectories"]["num_route_bytes"]
+        older = {name: arrays[name] for name in arrays.files if name != "routes"}
+    older["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **older)
+    file.seek(0)
+    assert read_groups(file) == [group]

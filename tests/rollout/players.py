@@ -70,7 +70,7 @@ class InLetters(RolloutWorkflow):
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         prompt = (data["number"] + 1, 5)
         sampling = SamplingParams(max_new_tokens=3, grammar=Grammar(kind="regex", text="[a-z]+"))
-        answer = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
+        answer = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling, routes_from=1))
         assert answer.kept_ids is not None
         return Trajectory(
             token_ids=(*prompt, *answer.output_ids),
@@ -79,6 +79,7 @@ class InLetters(RolloutWorkflow):
             versions=(-1, -1, *answer.output_versions),
             reward=float(sum(answer.output_ids) % 5),
             kept_ids=answer.kept_ids.joined([2, answer.kept_ids]),
+            routes=answer.routes,
         )
 
 

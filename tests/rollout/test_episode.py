@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 from players import Scripted, TwoTurns, engine_with_latency, examples, trained
 from records import trajectory
@@ -17,6 +18,7 @@ from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ArlError, TrajectoryError, first_error
 from arl.api.grammar import Grammar
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
@@ -359,6 +361,7 @@ class ByHand(RolloutWorkflow):
     def __init__(self, kept_ids: KeptIds | None, mask: tuple[int, ...] = (0, 1, 1, 0, 1, 1)) -> None:
         self.kept_ids = kept_ids
         self.mask = mask
+        self.routes: Routes | None = None
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         free = await engine.agenerate(ModelRequest(input_ids=(1,)))
@@ -370,6 +373,7 @@ class ByHand(RolloutWorkflow):
             versions=(-1, 0, 0, -1, 0, 0),
             reward=1.0,
             kept_ids=self.kept_ids,
+            routes=self.routes,
         )
 
 
@@ -389,6 +393,16 @@ def test_a_response_under_a_grammar_is_not_trained_without_its_kept_ids() -> Non
         error = by_hand(flawed).error
         assert isinstance(error, TrajectoryError)
         assert "tokens from 4 on were sampled under a grammar, top_p, top_k or min_p, but without" in str(error)
+
+
+def test_responses_with_routes_are_not_trained_without_them() -> None:
+    """Of a mixture of experts, a trajectory made by hand needs them too."""
+    routes = Routes.of(np.zeros((6, 2, 1), np.uint8))
+    routed = replace(CONSTRAINED, routes=routes)
+    whole = ByHand(KeptIds.joined([4, CONSTRAINED.kept_ids]))
+    assert "without the routes of its responses" in str(by_hand(whole, routed).error)
+    whole.routes = routes
+    assert by_hand(whole, routed).is_finished
 
 
 def test_an_engine_that_answers_under_a_grammar_must_say_among_which_ids() -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from errands import Errands
 from msgspec import structs
@@ -41,6 +42,7 @@ from arl.api.events import (
     TurnEnded,
 )
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Group, ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
@@ -137,7 +139,7 @@ async def test_the_same_groups_are_trained_with_workers_and_without(workflow: Ro
 
 
 def answer(request: ModelRequest, version: int) -> list[int] | ModelResponse:
-    """A function of the prompt and the seed, with sets of all kinds under a grammar."""
+    """A function of the prompt and the seed, with sets of all kinds and routes under a grammar."""
     said = (7 * sum(request.input_ids) + (request.sampling.seed or 0)) % 101
     if request.sampling.grammar is None:
         return [said] * 3
@@ -147,6 +149,7 @@ def answer(request: ModelRequest, version: int) -> list[int] | ModelResponse:
         output_versions=(version,) * 3,
         stop_reason="length",
         kept_ids=KeptIds.of([[said, 200], None, range(said, 200)], vocab_size=201),
+        routes=Routes.joined([request.routes_from, Routes.of(np.full((3, 2, 2), said, np.uint8)), 1]),
     )
 
 

@@ -3,13 +3,15 @@
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from chat_templates import tokenizer_of
 from scripted_answers import TOKENIZER, decode, saying, seen_by, too_long
 
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
+from arl.api.routes import Routes
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import SamplingParams
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.rollout.episode import EpisodeSampler
 from arl.workflow.chat_template import ChatTemplate
@@ -165,3 +167,35 @@ async def test_a_long_transcript_is_rendered_beside_the_event_loop(
     chat = Conversation(TOKENIZER, [{"role": "user", "content": text}])
     await chat.agenerate(saying("4"), SamplingParams())
     assert [name.partition("_")[0] for name in threads[:1]] == [thread]
+
+
+async def test_a_turn_asks_for_the_routes_of_new_tokens_and_branches_for_those_that_they_do_not_share() -> None:
+    """Each token was computed by the expert of its place; Qwen3's template drops thoughts once a user speaks again."""
+
+    def script(request: ModelRequest) -> ModelResponse:
+        ids = QWEN3.encode(THOUGHT + QWEN3.eos_token, add_special_tokens=False)
+        num_known, num_tokens = request.routes_from, len(request.input_ids) + len(ids)
+        experts = np.arange(num_known, num_tokens - 1, dtype=np.uint16)[:, None, None]
+        return ModelResponse(
+            output_ids=tuple(ids),
+            output_logprobs=(-1.0,) * len(ids),
+            output_versions=(0,) * len(ids),
+            stop_reason="stop",
+            routes=Routes.joined([num_known, Routes.of(experts), 1]),
+        )
+
+    engine = ScriptedEngine(script)
+    conversation = await talked(begun(QWEN3), engine)
+    conversation.add({"role": "tool", "content": "42"})
+    await conversation.agenerate(engine, SAMPLING)
+    await talked(conversation, engine)
+    first, tool, branch = engine.requests
+    assert (first.routes_from, branch.routes_from) == (0, 0)
+    num_answered = len(first.input_ids) + len(QWEN3.encode(THOUGHT + QWEN3.eos_token, add_special_tokens=False))
+    assert tool.routes_from == num_answered - 1
+    made = conversation.trajectories(1.0)
+    assert len(made) == 2
+    for trajectory in made:
+        assert trajectory.routes is not None
+        assert trajectory.routes.is_known.tolist() == [True] * (len(trajectory.token_ids) - 1) + [False]
+        assert trajectory.routes.experts.ravel().tolist() == list(range(len(trajectory.token_ids) - 1))

@@ -6,13 +6,14 @@ import asyncio
 import math
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from arl.api.errors import ServerError, TrajectoryError
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes, Routing
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
 from arl.engine.client.server_client import Answer, ServerClient
 
@@ -119,11 +120,17 @@ class PartialResponse:
     told; SGLang takes all of them for the prompt, so there the response begins again.
     """
 
-    def __init__(self, request: ModelRequest, *, replays_truncation: bool = True) -> None:
-        """replays_truncation: under top_p, top_k or min_p, ask for what each token was sampled among."""
+    def __init__(
+        self, request: ModelRequest, *, replays_truncation: bool = True, routing: Routing | None = None
+    ) -> None:
+        """replays_truncation: under top_p, top_k or min_p, ask for what each token was sampled among. routing: of a
+        mixture of experts, whose routes to ask for."""
         self.session_id = request.session_id
         self.sampling = request.sampling
         self.needs_kept_ids = self.is_constrained or (replays_truncation and request.sampling.is_filtered)
+        self._routing = routing
+        self._routes_from = request.routes_from
+        self._experts: list[np.ndarray] = []
         self.prompt_ids = _token_array(request)
         """int32."""
         self._output_ids: list[int] = []
@@ -169,6 +176,8 @@ class PartialResponse:
             named["return_sampling_mask"] = True
         if self.is_constrained and most_kept is None:
             named["continued_tokens"] = self.num_tokens
+        if self._routing is not None:
+            named |= {"return_routed_experts": True, "routed_experts_start_len": self._num_routed}
         return {
             "rid": rid,
             "input_ids": self._ids_so_far(),
@@ -181,6 +190,12 @@ class PartialResponse:
 
     def _begin_again(self) -> None:
         self._output_ids, self._logprobs, self._versions, self._kept_ids, self._tail = [], [], [], [], ""
+        self._experts = []
+
+    @property
+    def _num_routed(self) -> int:
+        """How many first tokens of prompt and output have routes that need not be asked for."""
+        return self._routes_from + sum(map(len, self._experts))
 
     def _ids_so_far(self) -> np.ndarray:
         if not self._output_ids:
@@ -197,10 +212,33 @@ class PartialResponse:
             under = "a grammar" if self.is_constrained else "top_p, top_k or min_p"
             without = "" if self.is_constrained else "; engine.replay_truncation=false does without"
             return f"sampled under {under}, and does not say among which ids (output_token_sampling_mask){without}"
+        return None if self._routing is None else self._route_flaw(self._routing, answer)
+
+    def _route_flaw(self, routing: Routing, answer: Answer) -> str | None:
+        if answer.experts is None:
+            is_cut = answer.finish == "abort"  # while it waited, without the routes of what it had computed before
+            without = "engine.replay_routing=false does without"
+            return None if is_cut or not answer.output_ids else f"does not say which experts it used; {without}"
+        shape = self._shape_of_routes(routing, answer)
+        flat = answer.experts.ndim == 1
+        if answer.experts.size != math.prod(shape) if flat else answer.experts.shape != shape:
+            return f"returned routes of shape {answer.experts.shape}, which are not those of {list(shape)}"
+        if answer.experts.size and not 0 <= answer.experts.min() <= answer.experts.max() < routing.num_experts:
+            return f"routed a token to expert {answer.experts.max()}, but a layer has {routing.num_experts}"
         return None
+
+    def _shape_of_routes(self, routing: Routing, answer: Answer) -> tuple[int, int, int]:
+        computed = len(self.prompt_ids) + self.num_tokens + len(answer.output_ids) - 1
+        return max(computed - self._num_routed, 0), routing.num_layers, routing.experts_per_token
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
         """Add an answer's tokens and versions; decide whether it was the last. eos_token_ids: the model's own."""
+        if self._routing is not None and answer.output_ids:
+            if answer.experts is None:  # an abort lost them: its tokens are sampled again
+                answer, versions = replace(answer, output_ids=[], output_logprobs=[], text="", kept_ids=None), []
+            else:
+                experts = answer.experts.reshape(self._shape_of_routes(self._routing, answer))
+                self._experts.append(experts.astype(self._routing.dtype, copy=False))
         if self.cached_tokens is None:
             self.cached_tokens = answer.cached_tokens
         self.server_s += answer.server_s
@@ -225,12 +263,17 @@ class PartialResponse:
             stop_reason=self.stop_reason,
             temperature=self.sampling.logprob_temperature,
             kept_ids=KeptIds.joined(self._kept_ids),
+            routes=self._routes(),
             server=self.server,
             queued_s=self.queued_s,
             sends=self.sends,
             cached_tokens=self.cached_tokens or 0,
             server_s=self.server_s,
         )
+
+    def _routes(self) -> Routes | None:
+        parts = [Routes.of(experts) for experts in self._experts]
+        return Routes.joined([self._routes_from, *parts, 1]) if parts else None
 
     def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:
         if answer.finish == "stop" or self._completes_a_stop_string(answer.text):

@@ -33,6 +33,8 @@ class Greeting:
     """The setting that keeps updates from reaching all of the server, and what to do instead."""
     device: str = ""
     """What it computes on: cpu, GPU 0, GPUs 0-3; empty if it does not say."""
+    returns_routes: bool = False
+    """It can say which experts computed a token."""
     traits: Mapping[str, Any]
     """Traits that servers of the same model share; absent or None if this server does not report it."""
 
@@ -73,6 +75,7 @@ def _greeting(
         num_late=_num_late(settings),
         unreached=_unreached(settings),
         device=_device(settings),
+        returns_routes=settings.get("enable_return_routed_experts") is True,
         traits={
             "model type": info.get("model_type"),
             "vocabulary's size": info.get("vocab_size"),

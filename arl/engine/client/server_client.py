@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import re
+from base64 import b64decode
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from arl.api.errors import (
 )
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes
 from arl.engine.client.frame_client import FrameClient
 from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
 from arl.web.client import JsonClient, Reply, encoded
@@ -52,7 +54,15 @@ _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
 
 
-_SETTINGS = ("sampling_params", "extra_key", "lora_path", "continued_tokens", "return_sampling_mask")
+_SETTINGS = (
+    "sampling_params",
+    "extra_key",
+    "lora_path",
+    "continued_tokens",
+    "return_sampling_mask",
+    "return_routed_experts",
+    "routed_experts_start_len",
+)
 """What frames carry of a request beside its tokens and its name."""
 
 _MAX_CACHED_BYTES = 1024
@@ -92,6 +102,9 @@ class Answer:
     """How long the server had it; 0 if it does not say."""
     kept_ids: KeptIds | None = None
     """What each token was sampled among, if the request asked: its logprobs are among these."""
+    experts: np.ndarray | None = None
+    """Which experts computed each token but the last, from the first asked for on: [tokens, layers, experts per token],
+    or these numbers flat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +348,10 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
     if (masks := meta.get("output_token_sampling_mask")) is not None:
         # The other logprobs are of the distribution before top_k, top_p and min_p.
         kept_ids, logprobs = KeptIds.of(masks), meta["output_token_sampling_logprobs"]
-    return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"), kept_ids)
+    experts = None
+    if (encoded_experts := meta.get("routed_experts")) is not None:
+        experts = np.frombuffer(b64decode(encoded_experts, validate=True), "<i4")
+    return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"), kept_ids, experts)
 
 
 @lru_cache(maxsize=256)
@@ -349,8 +365,9 @@ def _answer_of(result: Result) -> Answer:
     is_short = len(result.head) <= _MAX_CACHED_BYTES
     meta = _cached_meta(result.head) if is_short else orjson.loads(result.head)
     kept_ids = KeptIds.decode(result.kept_ids) if result.kept_ids else None
+    experts = Routes.decode(result.routes).experts if result.routes else None
     text, server_s = meta.get("text") or "", result.microseconds / 1e6
-    return _answer(meta, text, result.ids.tolist(), result.logprobs.tolist(), server_s, kept_ids)
+    return _answer(meta, text, result.ids.tolist(), result.logprobs.tolist(), server_s, kept_ids, experts)
 
 
 def _answer(
@@ -360,6 +377,7 @@ def _answer(
     logprobs: list[float],
     server_s: float | None,
     kept_ids: KeptIds | None,
+    experts: np.ndarray | None,
 ) -> Answer:
     """Raises LookupError, TypeError or ValueError for an impossible answer."""
     finish = meta["finish_reason"]["type"]
@@ -387,6 +405,7 @@ def _answer(
         spans=spans,
         cached_tokens=cached if type(cached) is int and cached > 0 else 0,
         kept_ids=kept_ids,
+        experts=experts,
         server_s=server_s if type(server_s) is float and 0 < server_s < math.inf else 0.0,
     )
 

@@ -145,7 +145,8 @@ class RemoteSGLangEngine:
         server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server.
         """
-        partial = PartialResponse(request, replays_truncation=self._config.replay_truncation)
+        replays_truncation = self._config.replay_truncation
+        partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
         self._check_tokens(request, partial)
         now = asyncio.get_running_loop().time
         deadline = now() + self._config.request_timeout_s

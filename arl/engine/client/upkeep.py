@@ -48,6 +48,7 @@ class Upkeep:
         self._pool = pool
         self._config = config
         self._expected = expected_of(model)
+        self._needs_routes = model.routing is not None
         self._watch = watch
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,6 +116,11 @@ class Upkeep:
         if greeting.unreached:
             raise ServerError(
                 f"weight updates would not reach all of {server.address}, which runs with {greeting.unreached}"
+            )
+        if self._needs_routes and not greeting.returns_routes:
+            raise ServerError(
+                f"{server.address} does not return the routes of a mixture of experts, with which it is trained; start "
+                "SGLang with --enable-return-routed-experts, or set engine.replay_routing=false to do without"
             )
         known = [other.greeting for other in self._pool.servers if other.greeting is not None]
         if sentence := difference([self._expected, *known, greeting]):

@@ -19,6 +19,7 @@ from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
+from arl.engine.routers import ReplayedRoutes
 
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
@@ -55,6 +56,8 @@ class Microbatch:
     tokens: PackedTokens
     kept_ids: KeptIds | None = None
     """[M] What each trained token was sampled among; None: all among the whole vocabulary."""
+    routes: ReplayedRoutes | None = None
+    """[T] The experts that compute the row; None: those that the model's routers choose."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,8 +111,10 @@ def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Mi
     # Selected before they are copied: on a GPU, selecting by a mask waits for everything queued there.
     of_trained = of_each(flat.columns, lambda column: column[places].to(device))
     layout = PackedLayout(plan, device)
+    row = runs(flat.starts[order.indices] + order.shared, order.lengths - order.shared)
+    routes = flat.routes and flat.routes.take(row.numpy())
     return Microbatch(
-        input_ids=_row(flat, order)[None].to(device),
+        input_ids=flat.token_ids[row][None].to(device),
         position_ids=layout.positions[None].long(),
         layout=layout,
         lengths=flat.lengths,
@@ -123,12 +128,8 @@ def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Mi
             unit_ids=_unit_numbers(flat.units)[sequence_ids].to(device),
         ),
         kept_ids=flat.kept_ids and flat.kept_ids.take(places.numpy()),
+        routes=routes and ReplayedRoutes(routes, device),
     )
-
-
-def _row(flat: FlatSequences, order: PrefixOrder) -> torch.Tensor:
-    """int64[T]: the token ids that each sequence of the order adds to the row."""
-    return flat.token_ids[runs(flat.starts[order.indices] + order.shared, order.lengths - order.shared)]
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:

@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.errors import ConfigError, EngineClosedError, TrainingError
+from arl.api.errors import ConfigError, EngineClosedError, ModelError, TrainingError
 from arl.api.train_sequence import TrainSequence
 from arl.api.weight_prints import TensorPrint
 from arl.engine.fsdp.fingerprint import fingerprints
@@ -42,10 +44,18 @@ from arl.engine.fsdp.minibatch import (
 )
 from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
-from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard, trained_parameters
+from arl.engine.fsdp.policy import (
+    Critic,
+    Policy,
+    Reference,
+    local_shard,
+    trained_parameters,
+    transformer_layers,
+)
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.model_files import model_limits
+from arl.engine.routers import find_routers
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),
@@ -88,6 +98,7 @@ class FSDPTrainEngine:
                 loaded = load_model(model, head)
                 self._limits = model_limits(loaded.stored_config)
                 writer = ModelWriter(loaded)
+                self._cannot_replay = _prepare_replay(loaded.model, model, head)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
                 self._policy = (
                     Critic(loaded.model) if head == "value" else Policy(loaded.model, config.logprob_chunk_size)
@@ -113,9 +124,12 @@ class FSDPTrainEngine:
 
     @torch.no_grad()
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
+        """Routes are the policy's: the reference policy, a fixed function of the text, and a critic use their own."""
         self._enter()
         self._check_has(output)
         flat = FlatSequences.of(sequences)
+        if output != "logprobs":
+            flat = replace(flat, routes=None)
         outputs = [torch.zeros(length) for length in flat.lengths]
         with self._reference.in_place() if output == "reference_logprobs" else nullcontext():
             try:
@@ -211,6 +225,8 @@ class FSDPTrainEngine:
 
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
         flat = FlatSequences.of(sequences)
+        if self._head == "value":
+            flat = replace(flat, routes=None)
         tally, kept = MinibatchTally(budget=self._config.max_tokens_per_microbatch), KeptValues(flat)
         try:
             for members, batch in self._microbatches(flat):
@@ -272,6 +288,8 @@ class FSDPTrainEngine:
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), equally many on every rank, without untrained sequences."""
         config = self._config
+        if self._cannot_replay and FlatSequences.of(sequences).routes is not None:
+            raise ModelError(f"sequences have routes, but {self._cannot_replay}")
         batches = microbatches(
             sequences, config.max_tokens_per_microbatch, self._device, share_prefixes=config.share_prefixes
         )
@@ -301,6 +319,19 @@ class FSDPTrainEngine:
         """
         if isinstance(self._policy, FSDPModule):
             self._policy.state_dict()
+
+
+def _prepare_replay(model: PreTrainedModel, name: str | Path, head: Head) -> str | None:
+    """Let the policy's layers take routes. Returns why they cannot, if so; a critic's are never asked to."""
+    if head == "value":
+        return None
+    try:
+        if (routers := find_routers(model, str(name))) is None:
+            return f"{name} is no mixture of experts"
+    except ModelError as error:  # only a run that replays needs to know
+        return str(error)
+    routers.replay_in(transformer_layers(model))
+    return None
 
 
 # The optimizer

@@ -57,7 +57,8 @@ class Info:
 
     async def server_info(self, body: EmptyBody) -> Any:
         state = {"is_paused": self._scheduler.is_paused, **self._load()}
-        return {**self._settings, "version": __version__, "internal_states": [state]}
+        routes = {"enable_return_routed_experts": self._scheduler.runner.routers is not None}
+        return {**self._settings, **routes, "version": __version__, "internal_states": [state]}
 
     def _load(self) -> dict[str, int]:
         return {"num_running_reqs": self._scheduler.num_running, "num_waiting_reqs": self._scheduler.num_waiting}

@@ -114,6 +114,7 @@ class FrameServer:
         logprobs = np.array(job.kept_logprobs if job.returns_kept_ids else job.output_logprobs, dtype=np.float32)
         lasted = int(1e6 * (time.monotonic() - job.began))
         kept_ids = b"" if job.sets is None else job.sets.kept_ids().encode()
+        routes = job.returned_routes()
         return Result(
             number=call.number,
             microseconds=lasted,
@@ -121,6 +122,7 @@ class FrameServer:
             ids=ids,
             logprobs=logprobs,
             kept_ids=kept_ids,
+            routes=b"" if routes is None else routes.encode(),
         )
 
     def failure(self, call: Call, error: Exception) -> Result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -99,6 +100,10 @@ class SettingsBody(RequestBody):
     """So many tokens at the end of input_ids belong to the response; its grammar goes on after them."""
     return_sampling_mask: bool = False
     """Return what each token was sampled among, and its logprob among these."""
+    return_routed_experts: bool = False
+    """Return which experts computed each token but the last."""
+    routed_experts_start_len: Annotated[int, Field(ge=0)] = 0
+    """The first token whose experts are returned."""
 
 
 class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
@@ -237,6 +242,13 @@ class Generation:
                 "return_sampling_mask needs top_k, top_p or min_p at a temperature above 0, or a grammar: without them "
                 "every token is sampled among the whole vocabulary"
             )
+        if body.return_routed_experts and self._model.routers is None:
+            raise RequestError("this server's model has no routers whose choice it could return (routed_experts)")
+        if body.routed_experts_start_len > num_prompt:
+            raise RequestError(
+                f"routed_experts_start_len={body.routed_experts_start_len} is higher than the number of input tokens "
+                f"{num_prompt}."
+            )
         if body.continued_tokens >= num_prompt:
             raise RequestError(f"continued_tokens={body.continued_tokens} leaves no prompt of {num_prompt} input_ids")
         return Job(
@@ -248,6 +260,7 @@ class Generation:
             is_prefill_only=num_new == 0,
             num_continued=body.continued_tokens,
             returns_kept_ids=body.return_sampling_mask,
+            routes_from=body.routed_experts_start_len if body.return_routed_experts else None,
             compiled=self._grammars.compiled(sampling.grammar) if sampling.grammar else None,
         )
 
@@ -287,6 +300,8 @@ class Generation:
             pairs = zip(job.output_logprobs, job.output_ids, strict=True)
             info["input_token_logprobs"] = _input_logprobs(job)
             info["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        if (routes := job.returned_routes()) is not None:
+            info["routed_experts"] = b64encode(routes.experts.astype("<i4").tobytes()).decode()
         return info
 
     def _sampling_mask(self, job: Job) -> dict[str, Any]:

@@ -5,7 +5,9 @@ The model's own code runs over the slot cache. The common decoder takes a shorte
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,6 +27,9 @@ from arl.engine.local.fused_decoder import FusedDecoder
 from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
 from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
+from arl.engine.routers import Routers, find_routers
+
+log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
@@ -77,6 +82,10 @@ class ModelRunner:
         self._head = _head(self.model, self.is_scorer)
         self.stored_form = StoredForm(self.model)
         self.adapters = LoadedAdapters(self.model, self._head)
+        self.routers = None if self.is_scorer else _routers(self.model, model_dir)
+        """Of a mixture of experts whose routes it can record."""
+        self.experts: np.ndarray | None = None
+        """[N, layers, experts per token] The routes of the last step's tokens, if it has routers."""
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
@@ -143,13 +152,16 @@ class ModelRunner:
             decoder = self.model.get_decoder()
             states = decoder(input_ids=ids, position_ids=places, use_cache=False, slot_batch=batch).last_hidden_state[0]
             return (states if kept is None else states[kept]), self._head
-        logits = self.model(
-            input_ids=ids,
-            position_ids=places,
-            use_cache=False,
-            logits_to_keep=0 if kept is None else kept,
-            slot_batch=batch,
-        ).logits[0]
+        with nullcontext() if self.routers is None else self.routers.recording() as recorded:
+            logits = self.model(
+                input_ids=ids,
+                position_ids=places,
+                use_cache=False,
+                logits_to_keep=0 if kept is None else kept,
+                slot_batch=batch,
+            ).logits[0]
+        if self.routers is not None and recorded is not None:
+            self.experts = self.routers.experts_of(recorded)
         return logits, lambda logits: logits
 
     def _share_operations(self, num_tokens: int) -> None:
@@ -234,6 +246,14 @@ def _head(model: Any, is_scorer: bool) -> nn.Module:
     return head
 
 
+def _routers(model: Any, model_dir: str) -> Routers | None:
+    try:
+        return find_routers(model, model_dir)
+    except ModelError as error:  # it generates all the same
+        log.warning("this server returns no routes: %s", error)
+        return None
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -270,10 +290,15 @@ def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, whose heads the model expands
+        head_dim, num_kv_heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.num_attention_heads
+        head_dim = max(head_dim, config.v_head_dim)
     return CacheShape(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype=next(model.parameters()).dtype,
     )
 

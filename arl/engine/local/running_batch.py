@@ -186,6 +186,7 @@ class RunningBatch:
         return Allowed.of(constraints, self._runner.vocab_size, self._runner.device)
 
     def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
+        self._note_routes(plan)
         for row, length in zip(plan.rows, plan.lengths, strict=True):
             row.num_computed += length
         self._num_decoding = len(plan.sampled)
@@ -194,18 +195,30 @@ class RunningBatch:
             row = plan.rows[leader]
             self._runner.cache.spread(row.index, first, first + count, row.num_computed)
             first += count
-        for row in plan.followers:
+        for row, leader in zip(plan.followers, plan.leaders, strict=True):
             row.num_computed = len(row.tokens)
+            _copy_routes(plan.rows[leader], row, row.num_computed)
         given = iter(computed.given)
         for row, count in zip(plan.prefilling, plan.given_counts, strict=True):
             row.job.input_logprobs += islice(given, count)
         take = self._take_scores if self._runner.is_scorer else self._take_tokens
         ended = take(plan.sampled, computed)
         for row in ended:
+            _settle(row)
             self._retain(row)
         for row in reversed(ended):
             self._remove(row)
         return [row.job for row in ended]
+
+    def _note_routes(self, plan: StepPlan) -> None:
+        """Keep which experts computed the step's tokens."""
+        if (experts := self._runner.experts) is None:
+            return
+        start = 0
+        for row, length in zip(plan.rows, plan.lengths, strict=True):
+            assert row.experts is not None
+            row.experts[row.num_computed : row.num_computed + length] = experts[start : start + length]
+            start += length
 
     def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> list[Row]:
         """Hand out the step's samples; returns the rows that end with them."""
@@ -279,7 +292,8 @@ class RunningBatch:
             kv = self._runner.cache.export(row.index, row.num_computed)
             tokens = row.tokens[: row.num_computed]
             keys = prefix_keys(tokens, row.extra_key, row.keys)
-            self._prefixes.add(Retained(tokens, row.num_computed, row.extra_key, keys=keys, kv=kv))
+            experts = None if row.experts is None else row.experts[: row.num_computed].copy()
+            self._prefixes.add(Retained(tokens, row.num_computed, row.extra_key, keys=keys, kv=kv, experts=experts))
 
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
@@ -323,6 +337,8 @@ class RunningBatch:
         self._rows.append(row)
         row.num_computed = length
         row.is_mixed = False
+        if row.experts is None and (routers := self._runner.routers) is not None:
+            row.experts = routers.room_for(row.max_length)
         if row.job.lacks_input_logprobs:
             row.job.input_logprobs.clear()  # a retraction left some; the row begins anew
         if length:
@@ -331,6 +347,8 @@ class RunningBatch:
                 cache.restore(row.index, prefix.kv, length)
             elif isinstance(prefix, Row):
                 cache.copy(prefix.index, row.index, length)
+            if prefix is not None:
+                _copy_routes(prefix, row, length)
         row.job.cached_tokens = max(row.job.cached_tokens, min(length, len(row.job.input_ids)))
         self._prefixes.add(row)
 
@@ -358,10 +376,15 @@ class RunningBatch:
     def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
         """Finish and return a job, or all jobs, with their tokens so far. Aborting all never touches the device."""
         if rid is None:
-            ended = [*self._take_out_all(), *self._waiting]
+            running = self._take_out_all()
+            for row in running:
+                _settle(row)
+            ended = [*running, *self._waiting]
             self._waiting.clear()
         else:
             running = [row for row in self._rows if row.job.rid == rid]
+            for row in running:
+                _settle(row)
             waiting = [row for row in self._waiting if row.job.rid == rid]
             for row in running:
                 self._remove(row)
@@ -386,6 +409,7 @@ class RunningBatch:
         """Put the running sequences back to the head of the queue, without their keys and values."""
         rows = self._take_out_all()
         for row in rows:
+            _settle(row)
             row.keys = prefix_keys(row.tokens, row.extra_key, row.keys)
         self._waiting.extendleft(reversed(rows))
 
@@ -408,6 +432,18 @@ class RunningBatch:
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""
         self._prefixes.clear()
+
+
+def _copy_routes(source: Prefix, target: Row, length: int) -> None:
+    """Of tokens whose keys and values were copied."""
+    if source.experts is not None and target.experts is not None:
+        target.experts[:length] = source.experts[:length]
+
+
+def _settle(row: Row) -> None:
+    """Keep the routes of what was computed, also if it will be computed again."""
+    if row.experts is not None:
+        row.job.settle_routes(row.experts[: row.num_computed])
 
 
 def _has_matched(row: Row) -> bool:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from arl.api.kept_ids import SetTable
+from arl.api.routes import Routes
 from arl.api.types import SamplingParams
 from arl.engine.local.adapters import Adapter
 from arl.engine.local.constraints import Constraint
@@ -63,6 +65,11 @@ class Job:
     """Among the kept ids, after top_p, top_k and min_p; only if these are returned."""
     versions: list[str] = field(default_factory=list[str])
     """The weight version that sampled each token."""
+    routes_from: int | None = None
+    """The first token whose routes are returned; None: none are."""
+    experts: np.ndarray | None = None
+    """[the first tokens of prompt and output, layers, experts per token]: the routes that the job will not compute
+    anew, as the first pass over a token counts."""
     sets: SetTable | None = None
     """What each token was sampled among, if it is to be returned."""
     cached_tokens: int = 0
@@ -100,6 +107,21 @@ class Job:
             for (version, length), end in zip(lengths, ends, strict=True)
         ]
 
+    def settle_routes(self, experts: np.ndarray | None) -> None:
+        """experts: of the first tokens of prompt and output. Of tokens that were known before, the old routes stay:
+        what was sampled after them was sampled under these."""
+        if self.experts is not None and experts is not None:
+            experts = np.concatenate([self.experts, experts[len(self.experts) :]])
+        elif experts is not None:
+            experts = experts.copy()
+        self.experts = self.experts if experts is None else experts
+
+    def returned_routes(self) -> Routes | None:
+        """Of the tokens from routes_from on, without the last; None if they are not asked for, or unknown."""
+        if self.routes_from is None or self.experts is None:
+            return None
+        return Routes.of(self.experts[self.routes_from : len(self.input_ids) + len(self.output_ids) - 1])
+
     def abort(self, message: str, status_code: int | None = None) -> None:
         """Finish with the tokens so far. A status_code means that the job failed; without one it was cancelled."""
         status = {} if status_code is None else {"status_code": status_code}
@@ -114,6 +136,8 @@ class Prefix:
     num_computed: int = 0
     """How many first tokens have their keys and values in the cache, or in `kv`."""
     extra_key: str = ""
+    experts: np.ndarray | None = field(default=None, kw_only=True)
+    """[at least num_computed, layers, experts per token]: its tokens' routes, in a mixture of experts."""
     keys: list[tuple[int, int]] = field(kw_only=True)
     """(length, key of the first `length` tokens), as `prefix_keys` makes them; a PrefixIndex finds it by these."""
 

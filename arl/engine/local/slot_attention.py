@@ -336,9 +336,16 @@ def slot_attention(
         raise ModelError("the model does not pass keyword arguments to its attention; the embedded server needs that")
     _refuse_unknown(options, slot_batch)
     layer: Any = module.layer_idx
-    keys_values = torch.cat([key[0], value[0]]).transpose(0, 1)
-    output = attend(layer, query[0].transpose(0, 1), keys_values, slot_batch, scaling)
-    return output.view(1, -1, query.shape[1], query.shape[3]), None
+    num_heads, width, value_width = query.shape[1], slot_batch.cache.shape.head_dim, value.shape[3]
+    query, key, value = (_widened(part[0], width) for part in (query, key, value))
+    keys_values = torch.cat([key, value]).transpose(0, 1)
+    output = attend(layer, query.transpose(0, 1), keys_values, slot_batch, scaling)
+    return output.view(1, -1, num_heads, width)[..., :value_width], None
+
+
+def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:
+    """With zeros at the end of each head: keys and values of unequal sizes share a cache."""
+    return heads if heads.shape[-1] == width else F.pad(heads, (0, width - heads.shape[-1]))
 
 
 def _refuse_unknown(options: dict[str, Any], batch: SlotBatch) -> None:

@@ -103,7 +103,9 @@ class Speaker:
         try:
             sampling = self._policy.within_context(sampling, len(input_ids))
             requests = [
-                ModelRequest(input_ids=input_ids, sampling=one, session_id=self._session_id)
+                ModelRequest(
+                    input_ids=input_ids, sampling=one, session_id=self._session_id, routes_from=prompt.num_routed
+                )
                 for one in _apart(sampling, n)
             ]
             responses = await together(self._engine.agenerate(request) for request in requests)

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from aiohttp import web
 
 from arl.api.engine import ServedModel
@@ -25,6 +27,11 @@ def token_at(position: int) -> int:
 
 def logprob_at(position: int) -> float:
     return -0.125 * (1 + position % 8)
+
+
+def experts_at(positions: Sequence[int]) -> np.ndarray:
+    """int32[positions, 2 layers, 3 experts per token]: the routes of tokens of a mixture of 40 experts."""
+    return (np.array(positions, np.int32)[:, None] + np.arange(6, dtype=np.int32)).reshape(-1, 2, 3) % 40
 
 
 def letter(token_id: int) -> str:
@@ -74,6 +81,7 @@ class Server:
     `distortions` are taken by the next answers, in order, and change them.
     `info` is what /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status).
     `lost` are names of calls, each of which is left without an answer once.
+    `routes`: whether answers have routes, as `experts_at` makes them, when they are asked for.
     `adapters` are those that it has loaded, with their directories; it samples the same under each.
     `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
     """
@@ -81,6 +89,7 @@ class Server:
     def __init__(self) -> None:
         self.label = "default"
         self.is_automatic = True
+        self.routes = True
         self.sends_spans = True
         self.faults: deque[str | int] = deque()
         self.distortions: deque[Callable[[dict[str, Any]], object]] = deque()
@@ -217,6 +226,9 @@ class Server:
             "output_token_logprobs": logprobs,
             "weight_version": run.labels[-1] if run.labels else self.label,
         }
+        if run.payload.get("return_routed_experts") and self.routes:
+            places = range(run.payload["routed_experts_start_len"], run.start + len(run.ids) - 1)
+            meta["routed_experts"] = b64encode(experts_at(places).tobytes()).decode()
         if self.sends_spans:
             meta["weight_versions"] = [
                 {"version": label, "start": i, "end": i + 1} for i, label in enumerate(run.labels)

@@ -1,0 +1,110 @@
+"""Routes of a mixture of experts: asked for where they are not known yet, checked, and put together over attempts."""
+
+import asyncio
+from base64 import b64encode
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from protocol_server import Server, ask, assert_seamless, experts_at, over
+
+from arl.api.engine import ServedModel
+from arl.api.errors import ServerError
+from arl.api.routes import Routes, Routing
+
+MODEL = ServedModel(
+    name="m", vocab_size=31, routing=Routing(num_layers=2, experts_per_token=3, num_experts=40)
+)  # fmt: skip
+ABLE = {"server_info": {"enable_return_routed_experts": True}}
+
+
+def wanted(first: int, last: int, num_tokens: int) -> Routes | None:
+    """Those of the tokens first..last-1, among so many."""
+    return Routes.joined([first, Routes.of(experts_at(range(first, last)).astype(np.uint8)), num_tokens - last])
+
+
+def experts(numbers: np.ndarray | None) -> Any:
+    def change(answer: dict[str, Any]) -> None:
+        if numbers is None:
+            del answer["meta_info"]["routed_experts"]
+        else:
+            answer["meta_info"]["routed_experts"] = b64encode(numbers.astype(np.int32).tobytes()).decode()
+
+    return change
+
+
+async def test_a_response_has_the_routes_of_prompt_and_answer_but_of_the_last_token(server: Server) -> None:
+    server.tells = ABLE
+    async with over(server, model=MODEL) as engine:
+        response = await engine.agenerate(ask(4))
+        assert response.routes == wanted(0, 6, 7)
+        response = await engine.agenerate(replace(ask(4), routes_from=2))
+        assert response.routes == wanted(2, 6, 7)
+    assert [r["routed_experts_start_len"] for r in server.requests] == [0, 2]
+
+
+async def test_attempts_ask_for_what_the_ones_before_did_not_bring(server: Server) -> None:
+    server.tells, server.is_automatic = ABLE, False
+    async with over(server, model=MODEL, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(5)))
+        server.advance(2)
+        await engine.pause()
+        await engine.resume()
+        await server.until(lambda: len(server.requests) == 2 and bool(server.running))
+        server.advance(3)
+        response = await call
+    assert [r["routed_experts_start_len"] for r in server.requests] == [0, 4]
+    assert_seamless(response, 5)
+    assert response.routes == wanted(0, 7, 8)
+
+
+async def test_tokens_whose_routes_an_abort_lost_are_sampled_again(server: Server) -> None:
+    """SGLang returns none for a request that waits, retracted, when it is aborted."""
+    server.tells, server.is_automatic = ABLE, False
+    server.distortions.append(experts(None))
+    async with over(server, model=MODEL, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(5)))
+        server.advance(2)
+        await engine.pause()
+        await engine.resume()
+        await server.until(lambda: len(server.requests) == 2 and bool(server.running))
+        assert server.requests[1]["input_ids"] == [9, 8, 7]
+        server.advance(5)
+        response = await call
+    assert_seamless(response, 5)
+    assert response.routes == wanted(0, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        (experts_at(range(5)), r"returned routes of shape \(30,\), which are not those of \[6, 2, 3\]"),
+        (experts_at(range(7)), r"returned routes of shape \(42,\)"),
+        (experts_at(range(6)) + 30, "routed a token to expert 40, but a layer has 40"),
+        (experts_at(range(6)) - 1, "routed a token to expert"),
+        (None, "does not say which experts it used; engine.replay_routing=false does without"),
+    ],
+    ids=["too few", "too many", "too large", "below 0", "none"],
+)
+async def test_routes_of_another_shape_are_refused(server: Server, numbers: np.ndarray | None, told: str) -> None:
+    server.tells = ABLE
+    server.distortions.append(experts(numbers))
+    async with over(server, model=MODEL, max_retries=0) as engine:
+        with pytest.raises(ServerError, match=told):
+            await engine.agenerate(ask(4))
+
+
+async def test_a_server_that_cannot_return_routes_is_named_at_the_start(server: Server, other: Server) -> None:
+    server.tells, other.tells = ABLE, {"server_info": {"enable_return_routed_experts": False}}
+    with pytest.raises(ServerError, match=r"set engine\.replay_routing=false to do without") as raised:
+        async with over(server, other, model=MODEL):
+            pass
+    assert other.address in str(raised.value)
+    assert "--enable-return-routed-experts" in str(raised.value)
+
+
+async def test_a_dense_models_servers_are_not_asked_for_routes(server: Server) -> None:
+    async with over(server, model=replace(MODEL, routing=None)) as engine:
+        assert (await engine.agenerate(ask(4))).routes is None
+    assert "return_routed_experts" not in server.requests[0]
