@@ -88,7 +88,7 @@ def use_scripted_servers(
     monkeypatch.setattr(arl.serving, "RemoteSGLangEngine", ScriptedServers(engine))
     for module in (arl.assembly, arl.serving):
         monkeypatch.setattr(module, "open_servers", _no_addresses)
-    monkeypatch.setattr(arl.serving, "served_model", lambda name: ServedModel(name=name))
+    monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
 
 
 def use_scripted_training(

@@ -32,7 +32,7 @@ async def opened(config: Config) -> OpenedServers:
 @pytest.fixture
 async def servers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Server]]:
     use_scripted_training(monkeypatch)
-    monkeypatch.setattr(arl.serving, "served_model", lambda name: ServedModel(name=name))
+    monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
     monkeypatch.setattr("arl.engine.client.roster._LOOK_EVERY_S", 0.01)
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(Server()) for _ in range(2)]

@@ -203,7 +203,7 @@ async def test_a_run_of_several_machines_that_fails_points_to_the_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_scripted_training(monkeypatch)
-    monkeypatch.setattr(arl.serving, "served_model", lambda name: ServedModel(name=name))
+    monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
     config = small(tmp_path, engine=sglang(f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(ServerError):
         async with launch(config, workflow=OneTurn(), dataset=[{"number": 1}]):

@@ -128,7 +128,7 @@ def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Mi
             unit_ids=_unit_numbers(flat.units)[sequence_ids].to(device),
         ),
         kept_ids=flat.kept_ids and flat.kept_ids.take(places.numpy()),
-        routes=routes and ReplayedRoutes(routes, device),
+        routes=None if routes is None else ReplayedRoutes(routes, device),
     )
 
 
