@@ -12,6 +12,7 @@ from arl.api.installing import __version__
 _COMMANDS = {
     "try": ("trial", "run episodes of a script's agent without training, and print them"),
     "eval": ("scoring", "score its model on held-out examples: rewards and pass@k"),
+    "doctor": ("doctor_command", "compare what its servers sample with what is trained, and name the cause of a gap"),
     "serve": ("serve_command", "train a script's model with programs elsewhere, which open episodes over HTTP"),
     "export": ("export_command", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
     "runs": ("runs_command", "list the runs in a folder: how each ended or that it trains, steps, rewards"),

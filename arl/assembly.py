@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 from arl.api.algorithm import AlgorithmConfig
@@ -186,7 +187,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
         learner, engine, opened = await _engines(stack, config, given.workflow, thread, events)
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
-    transport = await thread(_transport, config, learner.engine, opened)
+    transport = await thread(weight_transport, config, learner.engine, opened)
     stack.callback(transport.close)
     is_decoded = trackers.has_any and config.log.track_trajectories
     decode = await offload(decoder, config.model) if is_decoded else None
@@ -413,9 +414,13 @@ async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]
         await thread(loading.result().close)
 
 
-def _transport(config: Config, engine: WeightSource, opened: OpenedServers) -> WeightTransport:
+def weight_transport(
+    config: Config, engine: WeightSource, opened: OpenedServers, directory: Path | None = None
+) -> WeightTransport:
+    """directory: instead of run_dir, for weights that find no other place."""
+    run_dir = directory or config.run_dir
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
     if isinstance(config.weights, DeltaWeightsConfig):
-        return DeltaTransport(config.weights, config.run_dir, engine, opened.addresses, opened.mirrors)
-    return DiskTransport(config.weights, config.run_dir, engine, opened.addresses)
+        return DeltaTransport(config.weights, run_dir, engine, opened.addresses, opened.mirrors)
+    return DiskTransport(config.weights, run_dir, engine, opened.addresses)

@@ -91,6 +91,8 @@ class ServerProcess:
 class ForkedServer(ServerProcess):
     """An embedded server whose process finds torch imported."""
 
+    serves = "embedded_server:serve"
+
     def __init__(self, nursery: Nursery, directory: Path, *options: str) -> None:
         self._nursery = nursery
         self._directory = directory
@@ -101,7 +103,7 @@ class ForkedServer(ServerProcess):
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
         arguments = [*self._options, "--port", str(self._port)]
-        forked = self._nursery.fork("embedded_server:serve", {"stdout": pipe, "arguments": arguments}, log)
+        forked = self._nursery.fork(self.serves, {"stdout": pipe, "arguments": arguments}, log)
         self.process = ForkedProcess(forked)
         with pipe.open() as reader:
             ready = reader.readline()

@@ -18,6 +18,7 @@ ON_LAUNCH = ("arl.experiment", "arl.start")
 """What runs whole experiments."""
 COMPOSERS = (
     "arl.assembly",
+    "arl.examining",
     "arl.exporting",
     "arl.rehearsal",
     "arl.server_checks",
@@ -171,12 +172,15 @@ ALLOWED = {
     "arl.child_process": (),
     "arl.object_process": ("arl.api", "arl.remote_calls", "arl.child_process", "arl.web.watch"),
     "arl.data": ("arl.api",),
+    "arl.doctor": ("arl.api", "arl.web", "arl.offload"),
     "arl.commands": (
         "arl.api",
         "arl.data.given",
         "arl.rollout",
         "arl.experiment",
         "arl.assembly",
+        "arl.doctor",
+        "arl.examining",
         "arl.exporting",
         "arl.serving",
         "arl.cli",

@@ -46,6 +46,14 @@ async def test_it_tokenizes_as_the_models_tokenizer(client: Client, models: Mode
     assert answer.body == {"tokens": tokens, "count": len(tokens), "max_model_len": CONTEXT_LENGTH}
 
 
+async def test_it_renders_messages_as_the_models_template(client: Client, models: Models) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ?"}]
+    text = models.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    asked = {"messages": messages, "add_generation_prompt": True, "add_special_tokens": False}
+    answer = await client.post("/tokenize", asked)
+    assert answer.body["tokens"] == models.tokenizer.encode(text, add_special_tokens=False)
+
+
 async def test_what_a_server_tells_of_itself(client: Client, models: Models) -> None:
     assert (await client.get("/health")).status == 200
     await client.post("/update_weights_from_disk", {"model_path": str(models.directory_a), "weight_version": "7"})
@@ -144,6 +152,7 @@ async def test_a_prompt_that_is_too_long_says_how_long_it_may_be(client: Client)
         ("/load_lora_adapter", {"lora_name": "x"}),
         ("/tokenize", {"prompt": 3}),
         ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
     ],
 )
 async def test_controls_of_the_wrong_form_are_malformed(client: Client, path: str, body: dict[str, Any]) -> None:

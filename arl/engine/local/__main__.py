@@ -133,6 +133,7 @@ def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflig
 
     settings = {name: value for name, value in vars(args).items() if name not in ("api_key_file", "parent_pid")}
     settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length, "tp_size": 1}
+    settings |= {"chunked_prefill_size": scheduler.prefill_tokens}
     return build_app(scheduler, inflight, settings, key_of(args.api_key_file, SERVER_KEY))
 
 

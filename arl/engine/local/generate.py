@@ -21,7 +21,7 @@ from arl.api.types import SamplingParams
 from arl.engine.local.grammars import Grammars
 from arl.engine.local.scheduler import Scheduler
 from arl.engine.local.sequences import Job
-from arl.web.bodies import Integers, Name, RequestBody, RequestError, Strings
+from arl.web.bodies import BodyError, Integers, Name, RequestBody, RequestError, Strings
 
 _MAX_STOP_TOKENS = 4096
 _MAX_GRAMMAR = 1 << 20
@@ -113,7 +113,14 @@ class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
 
 
 class TokenizeBody(RequestBody):
-    prompt: str
+    """Of prompt and messages, one."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    """Rendered by the chat template."""
+    add_generation_prompt: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of the template."""
     add_special_tokens: bool = True
 
 
@@ -327,14 +334,27 @@ class Generation:
     async def tokenize(self, body: TokenizeBody) -> Any:
         if self._tokenizer is None:
             raise RequestError("this model was saved without a tokenizer; send input_ids to /generate instead")
-        if len(body.prompt) > (most := _MAX_CHARACTERS * self._model.context_length):
-            raise RequestError(f"prompt has {len(body.prompt)} characters; this model's context has room for {most}")
+        if (body.prompt is None) == (body.messages is None):
+            raise BodyError("Exactly one of 'prompt' or 'messages' must be provided.")
 
         def encode() -> list[int]:
-            return self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            text = self._rendered(body) if body.prompt is None else body.prompt
+            if len(text) > (most := _MAX_CHARACTERS * self._model.context_length):
+                raise RequestError(f"prompt has {len(text)} characters; this model's context has room for {most}")
+            return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
         tokens = await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context_length}
+
+    def _rendered(self, body: TokenizeBody) -> str:
+        """Messages as a text. Raises RequestError for what the chat template does not take."""
+        if not self._tokenizer.chat_template:
+            raise RequestError("this model's tokenizer has no chat template; send prompt")
+        options = body.chat_template_kwargs | {"add_generation_prompt": body.add_generation_prompt}
+        try:
+            return self._tokenizer.apply_chat_template(body.messages, tokenize=False, **options)
+        except Exception as error:  # whatever the template raises about its messages
+            raise RequestError(f"the chat template does not take these messages: {error}") from error
 
 
 def _input_logprobs(job: Job) -> list[tuple[float | None, int, None]]:

@@ -80,11 +80,13 @@ class Scheduler:
             num_threads=settings.num_threads,
         )
         is_cpu = self.runner.device.type == "cpu"
+        self.prefill_tokens = settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048)
+        """Most prompt tokens computed in a step."""
         self._times = IterationTimes(is_alone=is_cpu and settings.num_threads == 1)
         self._batch = RunningBatch(
             self.runner,
             max_rows=settings.max_running_requests,
-            prefill_tokens=settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048),
+            prefill_tokens=self.prefill_tokens,
             prefix_cache_bytes=settings.prefix_cache_bytes,
             weight_version=settings.weight_version,
             times=self._times,

@@ -1,0 +1,155 @@
+"""Checks of what is computed: the trainer itself, weights, precision, long prompts, batches.
+
+They ask for logprobs of given tokens, so sampling plays no part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from arl.api.types import SamplingParams
+from arl.doctor.causes import (
+    BATCH_VARIANCE,
+    CHUNKED_PREFILL,
+    OTHER_WEIGHTS,
+    PRECISION,
+    TRAIN_ENGINE,
+    UNEXPLAINED,
+)
+from arl.doctor.checked import Checked
+from arl.doctor.evidence import first_far, gap, worst
+from arl.doctor.mixtures import Suspicion, old_parts, suspicions
+from arl.doctor.probes import long_prompt
+from arl.doctor.server_probe import Floats
+from arl.doctor.visit import Visit
+from arl.offload import offload
+
+_DECODED = 12
+_LONG = 1500
+"""Tokens of a long prompt, unless the server's chunks are longer."""
+_MOST_LONG = 16384
+
+
+async def check_train_engine(visit: Visit) -> Checked:
+    """The train engine against plain transformers with the weights that it publishes."""
+    reference = await offload(visit.reference.score, visit.prompts)
+    apart = gap(reference, visit.trained.short)
+    measured = f"train engine and plain transformers differ by {apart:.2g} nats in the mean"
+    if apart <= visit.tolerance.limit:
+        return visit.ok("train engine", measured, visit.tolerance.why)
+    return visit.fault("train engine", TRAIN_ENGINE, measured, visit.tolerance.why)
+
+
+async def scores_alone(visit: Visit) -> list[Floats]:
+    return [await visit.server.score(ids, adapter=visit.trained.adapter) for ids in visit.prompts]
+
+
+async def check_weights(visit: Visit, name: str) -> Checked:
+    """Logprobs of short prompts, one at a time. name: of the load that came before."""
+    told = await scores_alone(visit)
+    apart, limit = gap(told, visit.trained.short), visit.tolerance.coarse
+    threshold = f"{limit:.2g} nats: no rounding explains more"
+    measured = f"{apart:.2g} nats in the mean, {worst(told, visit.trained.short):.2g} at most"
+    if apart <= limit:
+        return visit.ok(name, measured, threshold)
+    found = await offload(_explained, visit, told, apart)
+    if found is None:
+        is_first = visit.reference.before is visit.reference.newest
+        return visit.fault(name, OTHER_WEIGHTS if is_first else UNEXPLAINED, measured, threshold)
+    suspicion, left = found
+    measured = f"{measured}; {left:.2g} with the weights that this cause would leave"
+    return visit.fault(name, suspicion.cause, measured, threshold, suspicion.detail)
+
+
+def _explained(visit: Visit, told: Sequence[Floats], apart: float) -> tuple[Suspicion, float] | None:
+    """The suspicion that explains the server's logprobs best, if it explains them; and what difference it leaves."""
+    reference, subject = visit.reference, visit.subject
+    if reference.before is reference.newest:
+        return None
+    enough = max(visit.tolerance.coarse, 0.05 * apart)
+    known = suspicions(
+        reference.parts,
+        [visit.facts.num_ranks, *subject.shards, 2],
+        is_tied=reference.is_tied,
+        adapters=subject.adapters,
+    )
+    try:
+        left = [(one, _left(visit, one, told)) for one in known]
+        best = min(left, key=lambda pair: pair[1])
+        if best[1] <= enough:
+            return next(pair for pair in left if pair[1] <= max(2 * best[1], visit.tolerance.limit))
+        return _several_parts(visit, told, best[1], enough)
+    finally:
+        reference.take()
+
+
+def _several_parts(visit: Visit, told: Sequence[Floats], apart: float, enough: float) -> tuple[Suspicion, float] | None:
+    """Add the part that explains most, over and over, while that explains more."""
+    old: set[str] = set()
+    while len(old) < len(visit.reference.parts):
+        tried = [old_parts(old | {part}) for part in visit.reference.parts if part not in old]
+        found, left = min(((one, _left(visit, one, told)) for one in tried), key=lambda pair: pair[1])
+        if left <= enough:
+            return found, left
+        if old and left >= apart:
+            return None
+        old, apart = set(found.detail.removeprefix("Old: ").split(", ")), left
+    return None
+
+
+def _left(visit: Visit, suspicion: Suspicion, told: Sequence[Floats]) -> float:
+    reference = visit.reference
+    reference.take(suspicion.mix, reference.first if suspicion.is_of_first else None)
+    return gap(told, reference.score(visit.prompts))
+
+
+async def check_precision(visit: Visit) -> Checked:
+    """The same numbers as check_weights, against what the settings allow."""
+    apart = gap(await scores_alone(visit), visit.trained.short)
+    tolerance = visit.tolerance
+    measured = f"{apart:.2g} nats; bfloat16 would change {tolerance.rounding:.2g}"
+    if apart <= tolerance.limit:
+        return visit.ok("precision", measured, tolerance.why)
+    said = f"The server says that its dtype is {visit.facts.dtype}" if visit.facts.dtype else ""
+    return visit.fault("precision", PRECISION, measured, tolerance.why, said)
+
+
+async def check_long_prompt(visit: Visit) -> Checked:
+    """The logprobs of a prompt of several chunks, by place."""
+    name, chunk = "chunked prefill", visit.facts.chunk_size
+    length = min(visit.room - 2, max(_LONG, 2 * (chunk or 0) + 100), _MOST_LONG)
+    ids = long_prompt(visit.subject.encode, length)
+    told = await visit.server.score(ids, adapter=visit.trained.adapter)
+    [ours] = await visit.trainer.score([ids])
+    place = first_far(told, ours, visit.tolerance.limit)
+    several = f", in {-(-length // chunk)} chunks" if chunk else ""
+    measured = f"{gap([told], [ours]):.2g} nats over {length} tokens{several}"
+    threshold = f"{visit.tolerance.limit:.2g} nats in the mean of either half"
+    if place is None:
+        return visit.ok(name, measured, threshold)
+    return visit.fault(
+        name, CHUNKED_PREFILL, measured, threshold, f"Logprobs agree up to token {place + 1}, and not from there on"
+    )
+
+
+async def check_batch(visit: Visit) -> Checked:
+    """Each prompt alone, and all at once: given tokens, and greedy ones."""
+    alone = await scores_alone(visit)
+    async with asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(visit.server.score(ids, adapter=visit.trained.adapter)) for ids in visit.prompts]
+    of_prompts = gap(alone, [call.result() for call in calls])
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=_DECODED, ignore_eos=True)
+    lonely = [await visit.sample(ids, greedy) for ids in visit.prompts]
+    together = await visit.sample_all(visit.prompts, greedy)
+    differences: list[float] = []
+    for one, other in zip(lonely, together, strict=True):
+        same = int(np.cumprod([a == b for a, b in zip(one.output_ids, other.output_ids, strict=False)]).sum())
+        differences += np.abs(one.logprobs - other.logprobs)[: same + 1].tolist()
+    apart = max(of_prompts, float(np.mean(differences)))
+    measured = f"{apart:.2g} nats between a request alone and in a batch of {len(visit.prompts)}"
+    if apart <= visit.tolerance.limit:
+        return visit.ok("batch invariance", measured, visit.tolerance.why)
+    return visit.fault("batch invariance", BATCH_VARIANCE, measured, visit.tolerance.why)

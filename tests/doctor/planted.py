@@ -1,0 +1,117 @@
+"""The faults that tests plant, the cause that the doctor must name for each, and an examination of one server."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from doctor.faulty_server import FaultyServer
+
+from arl.api.config import Config
+from arl.api.engine_config import SGLangEngineConfig
+from arl.api.types import SamplingParams
+from arl.doctor.checked import Checked, Diagnosis
+from arl.engine.model_files import load_tokenizer
+from arl.engine.tiny import TinyShape
+from arl.examining import opened_examination
+from arl.rewards.adapt import InlineReward
+from arl.workflow.agent import SingleTurnWorkflow
+
+SHAPE = TinyShape(
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, context_length=640,
+    initializer_range=0.2,
+)  # fmt: skip
+
+NAMED = {
+    "tokenizer_with_one_token_more": "tokenizer",
+    "template_with_a_default_system_prompt": "chat template",
+    "context_of_48_tokens": "context length",
+    "prompts_cut_to_128_tokens": "context length",
+    "weights_of_another_model": "other weights",
+    "load_without_effect": "load without effect",
+    "one_layer_not_updated": "parts not updated",
+    "a_layer_and_the_final_norm_not_updated": "parts not updated",
+    "packed_linear_layers": "packed linear layers",
+    "tied_head_not_updated": "tied head not updated",
+    "second_ranks_shard_not_updated": "shard not updated",
+    "load_fails": "load failed",
+    "label_of_the_version_before": "version label",
+    "labels_change_two_tokens_early": "version label inside a response",
+    "stale_prefix_cache": "stale prefix cache",
+    "damaged_prefix_cache": "prefix cache",
+    "logprobs_of_temperature_1": "logprobs of another temperature",
+    "logprobs_of_twice_the_temperature": "logprobs of another temperature",
+    "sampled_at_temperature_1": "sampled at another temperature",
+    "top_k_40_that_nobody_asked_for": "undeclared truncation",
+    "top_p_with_renormalised_logprobs": "undeclared truncation",
+    "kept_ids_with_logprobs_of_all_ids": "truncated sampling",
+    "logits_that_depend_on_the_batch": "batch variance",
+    "positions_shifted_behind_the_first_chunk": "chunked prefill",
+    "stop_strings_ignored": "stop strings",
+    "tokens_of_the_stop_string_left_out": "stop strings",
+    "bfloat16_in_the_place_of_float32": "precision",
+    "wrong_end_of_sequence": "end of sequence",
+    "base_model_instead_of_adapter": "base model instead of adapter",
+    "first_adapter_for_every_name": "another adapter",
+    "unknown_adapters_answered_by_the_base_model": "unknown adapter accepted",
+}
+OF_ADAPTERS = [name for name in NAMED if "adapter" in name]
+OPTIONS = {"bfloat16_in_the_place_of_float32": ("--dtype", "bfloat16")}
+"""Faults that are servers of their own, by their options."""
+
+
+def post(server: FaultyServer, path: str, body: dict[str, str]) -> None:
+    with urllib.request.urlopen(server.address + path, json.dumps(body).encode(), timeout=30) as answer:
+        assert answer.status == 200
+
+
+@contextmanager
+def planted(server: FaultyServer, name: str, model: Path) -> Iterator[None]:
+    post(server, "/plant", {"name": name})
+    try:
+        yield
+    finally:
+        post(server, "/plant", {"name": ""})
+        post(server, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "default"})
+
+
+def config_of(model: Path, server: FaultyServer, run_dir: Path, **more: Any) -> Config:
+    return Config(
+        model=str(model),
+        run_dir=run_dir,
+        engine=SGLangEngineConfig(addresses=(server.address,), update_timeout_s=20, request_timeout_s=60),
+        **more,
+    )
+
+
+class FaultFoundError(Exception):
+    """Ends an examination at its first fault; there is no need for what comes after."""
+
+
+async def first_fault(config: Config, sampling: SamplingParams | None = None) -> Checked | None:
+    def on_check(one: Checked) -> None:
+        if one.outcome == "fault":
+            raise FaultFoundError(one)
+
+    try:
+        await diagnosis_of(config, sampling, on_check)
+    except FaultFoundError as found:
+        return found.args[0]
+    return None
+
+
+USUAL = SamplingParams(temperature=0.8, max_new_tokens=64)
+TRUNCATED = SamplingParams(temperature=0.8, max_new_tokens=64, top_p=0.9)
+OF_TRUNCATION = ["kept_ids_with_logprobs_of_all_ids"]
+"""Faults that show only with TRUNCATED."""
+
+
+async def diagnosis_of(config: Config, sampling: SamplingParams | None = None, on_check: Any = print) -> Diagnosis:
+    sampling = sampling or USUAL
+    workflow = SingleTurnWorkflow(
+        load_tokenizer(config.model), InlineReward(lambda answer, data: 0.0), sampling=sampling
+    )
+    async with opened_examination(config, workflow, publish=True, on_check=on_check) as examination:
+        return await examination.run()

@@ -1,0 +1,62 @@
+"""`arl doctor` as users start it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from doctor.faulty_server import FaultyServer
+from doctor.planted import planted
+
+from arl.__main__ import main
+
+SCRIPT = """
+from arl import Experiment, ExperimentConfig, SamplingParams, Setup, SingleTurnWorkflow, load_tokenizer
+
+
+def reward(answer, data):
+    return 0.0
+
+
+def prepare(config):
+    workflow = SingleTurnWorkflow(
+        load_tokenizer(config.model), reward, sampling=SamplingParams(temperature=0.8, max_new_tokens=64)
+    )
+    return Setup(model=config.model, workflow=workflow, dataset=[{"question": "hi"}])
+
+
+experiment = Experiment(config=ExperimentConfig, prepare=prepare)
+"""
+
+
+def arguments(directory: Path, model: Path, *flags: str) -> list[str]:
+    script = directory / "doctored_script.py"
+    script.write_text(SCRIPT)
+    return ["doctor", str(script), "--model", str(model), "--run_dir", str(directory / "run"), *flags]
+
+
+@pytest.mark.runs
+def test_a_healthy_experiment_ends_with_code_0_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "arl", *arguments(tmp_path, model)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "sampler and trainer agree" in ended.stdout
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+def test_a_fault_ends_with_code_1_and_json_names_it(
+    model: Path, server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--engine.kind", "sglang", "--engine.addresses", server.address, "--json")
+    path = patch.object(sys, "path", [*sys.path])
+    with planted(server, "logprobs_of_temperature_1", model), path, pytest.raises(SystemExit) as ended:
+        main(arguments(tmp_path, model, *flags))
+    assert ended.value.code == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["cause"] == "logprobs of another temperature"
+    outcomes = {one["check"]: (one["outcome"], one["measured"]) for one in told["checks"]}
+    assert outcomes["truncation"] == ("skipped", "it rests on: temperature")
+    assert outcomes["weights after load 1"][0] == "skipped"  # arl did not start this server
+    assert "--publish" in outcomes["weights after load 1"][1]
