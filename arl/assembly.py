@@ -54,6 +54,7 @@ from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner, check_workflow
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.group import GroupRules
+from arl.rollout.token_ledger import TokenLedger
 from arl.serving import OpenedServers, connect, open_servers
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
@@ -215,8 +216,10 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
         say_changes(state.values.get("settings"), settings, learner.version, display.say)
+    runner.tokens.note_undone(await thread(run_log.received))
     waiting = [group.group_id for group in buffer.untrained(learner.version)]
     events.emit(_beginning(given, settings, learner.version, waiting))
+    events.emit(runner.tokens.counted())
     events.emit(placement.record())
     placement.tell(display.tell)
     if config.log.events:
@@ -309,6 +312,7 @@ def _runner(
         limits=learner.engine.limits,
         newest_version=lambda: learner.version,
         events=events,
+        tokens=TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from arl.api import events
+from arl.api import events, token_records
 from arl.api.errors import RunFileError
 from arl.api.events import Event
 from arl.eventlog.segments import (
@@ -30,7 +30,7 @@ from arl.eventlog.segments import (
 
 KINDS: dict[str, type[Event]] = {
     name: kind
-    for name, kind in vars(events).items()
+    for name, kind in {**vars(events), **vars(token_records)}.items()
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
 """Every kind of record, by name."""

@@ -28,6 +28,7 @@ from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
 from arl.api.errors import first_error
 from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
+from arl.api.token_records import Fate
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
@@ -36,6 +37,7 @@ from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
+from arl.rollout.length_bias import LengthWatch
 from arl.rollout.report import EpisodeReport, shown, told
 from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch
 
@@ -71,6 +73,8 @@ class RolloutController:
         self._engine = engine
         self._runner = runner
         self.pulse = runner.pulse
+        self.tokens = runner.tokens
+        self.lengths = LengthWatch()
         self._dataset = dataset
         self._config = config
         self._buffer = buffer
@@ -104,7 +108,7 @@ class RolloutController:
                     async with self._places:
                         pass  # a place is free, and no episode of an earlier group waits for one
                     run = await self._admit()
-                    tasks.create_task(run.run(self._take))
+                    tasks.create_task(self._run(run))
                     await run.launched.wait()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
@@ -114,6 +118,7 @@ class RolloutController:
         """Settle the examples of a trained batch: before anything is saved, as a checkpoint holds the weights too."""
         for group in groups:
             self.ledger.settle(group.example_id, GroupOutcome.TRAINED)
+            self.tokens.trained(group)
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:
@@ -122,7 +127,11 @@ class RolloutController:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resume needs beside the buffer's untrained groups, as JSON values."""
-        return {"ledger": self.ledger.state_dict(), "totals": asdict(self._totals)}
+        return {
+            "ledger": self.ledger.state_dict(),
+            "totals": asdict(self._totals),
+            "tokens": self.tokens.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         """Continue from `state_dict`, before `run`. groups: the buffer's untrained ones. Raises CheckpointError."""
@@ -131,6 +140,9 @@ class RolloutController:
         self.ledger.load_state_dict(state["ledger"], finished)
         self._totals = RolloutTotals(**state["totals"])
         self._totals.groups_returned += len(returned)
+        if "tokens" in state:
+            held = {group.group_id for group in groups} - {group.group_id for group in returned}
+            self.tokens.load_state_dict(state["tokens"], held)
         if returned:
             log.warning(
                 "%d finished groups of the checkpoint would be older than rollout.max_staleness=%d when a batch of "
@@ -152,6 +164,10 @@ class RolloutController:
         self._running[slot.number] = run
         return run
 
+    async def _run(self, run: GroupRun) -> None:
+        await run.run(self._take)
+        self.lengths.note(run.lengths, run.kept if run.is_trainable else ())
+
     async def _play(self, example: Example, run: GroupRun, index: int) -> Episode:
         clock = asyncio.get_running_loop()
         began = clock.time()
@@ -159,14 +175,17 @@ class RolloutController:
         sampler = EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
         epoch, row = run.issue.example_id
         name = f"{'the greedy episode' if index == GREEDY else f'episode {index}'} of example {row}, epoch {epoch}"
-        report = EpisodeReport(self._events, episode_name(run.issue.group_id, index))
+        report = EpisodeReport(self._events, episode_name(run.issue.group_id, index), tokens=self.tokens)
         try:
             episode = await self._runner.run(sampler, example, name=name, report=report, oldest_allowed=run.slot.stamp)
         except asyncio.CancelledError:
-            report.cancelled("straggler" if run.is_cut else "overtaken" if run.is_full else "stopped")
+            fate = Fate.STRAGGLER if run.is_cut else Fate.OVERTAKEN if run.is_full else Fate.STOPPED
+            report.cancelled(fate.value)
+            self._end(run, index, fate, is_whole=False)
             if index != GREEDY:
                 self._totals.count_cancelled(run, clock.time() - began)
             raise
+        self._end(run, index, self._fate(run, index, episode), is_whole=episode.error is None)
         self._totals.count_episode(episode, is_greedy=index == GREEDY)
         self._budget.record(episode.error)
         if episode.error is None:
@@ -185,7 +204,38 @@ class RolloutController:
             )
         return episode
 
+    def _fate(self, run: GroupRun, index: int, episode: Episode) -> Fate | None:
+        """Of the tokens of an episode that ended; None if its group is yet to be judged."""
+        if episode.error is not None:
+            return Fate.FAILED
+        if index == GREEDY:
+            return Fate.BASELINE
+        if episode.is_rejected:
+            return Fate.REJECTED
+        if run.is_judged:  # it ignored its cancellation
+            return Fate.STRAGGLER if run.is_cut else Fate.SURPLUS
+        return None
+
+    def _end(self, run: GroupRun, index: int, fate: Fate | None, *, is_whole: bool) -> None:
+        """is_whole: the episode ended by itself, so its length is that which it wanted."""
+        name = episode_name(run.issue.group_id, index)
+        if index != GREEDY:
+            run.lengths[index] = self.tokens.length(name), is_whole
+        if fate is not None:
+            self.tokens.settle(name, fate)
+
+    def _judge_tokens(self, run: GroupRun, judged: Group | Fruitless) -> None:
+        run.is_judged, run.is_trainable = True, isinstance(judged, Group)
+        number, kept = run.issue.group_id, run.kept
+        if run.is_trainable:
+            self.tokens.hold(number, {index: episode_name(number, index) for index in kept})
+        for index, episode in enumerate(run.episodes):
+            if episode is None or not episode.is_finished or (run.is_trainable and index in kept):
+                continue
+            self.tokens.settle(episode_name(number, index), _fate_in(judged, is_cut=run.is_cut, is_kept=index in kept))
+
     async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:
+        self._judge_tokens(run, judged)
         self._running.pop(run.slot.number, None)
         self._totals.count_group(run, judged)
         if run.reward is not None and not run.is_cut:
@@ -236,6 +286,15 @@ class RolloutController:
                 await self._buffer.release(slot)
 
 
+def _fate_in(judged: Group | Fruitless, *, is_cut: bool, is_kept: bool) -> Fate:
+    """Of a finished episode that is not trained."""
+    if is_cut:
+        return Fate.STRAGGLER
+    if not is_kept or isinstance(judged, Group):
+        return Fate.SURPLUS
+    return Fate.REJECTED if judged.outcome is GroupOutcome.REJECTED else Fate.DROPPED
+
+
 async def run_examples(
     engine: Sampler,
     runner: EpisodeRunner,
@@ -258,12 +317,16 @@ async def run_examples(
         for index in indices:
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
             example, name = examples[index], f"evaluation of example {index}"
-            report = EpisodeReport(runner.events, f"e{number}.{index}", is_evaluation=True, example=example)
+            report = EpisodeReport(
+                runner.events, f"e{number}.{index}", is_evaluation=True, example=example, tokens=runner.tokens
+            )
             try:
                 episode = episodes[index] = await runner.run(sampler, example, name=name, report=report)
             except asyncio.CancelledError:
                 report.cancelled("stopped")
                 raise
+            finally:
+                runner.tokens.settle(report.episode, Fate.EVALUATION)
             if episode.trajectories:
                 rows = [(report.episode, i, trajectory) for i, trajectory in enumerate(episode.trajectories)]
                 runner.events.keep(KeptTokens(rows=rows))

@@ -24,6 +24,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.rollout.constrained import check_response, check_trajectory
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.report import EpisodeReport
+from arl.rollout.token_ledger import TokenLedger
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -156,6 +157,8 @@ class EpisodeRunner:
     pulse: Pulse = field(default_factory=Pulse)
     events: Events = NOWHERE
     """Where callers have their episodes reported."""
+    tokens: TokenLedger = field(default_factory=TokenLedger)
+    """Where callers account for what their episodes receive."""
     limits: ModelLimits | None = None
     """The trained model's; None: not checked."""
     newest_version: Callable[[], int] | None = None

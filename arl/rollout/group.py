@@ -112,6 +112,11 @@ class GroupRun:
         self.episodes: list[Episode | None] = [None] * (config.group_size + config.extra_episodes)
         self.launched = asyncio.Event()
         self.is_cut = False
+        self.is_judged = False
+        self.is_trainable = False
+        """It was judged to be a group to train on."""
+        self.lengths: dict[int, tuple[int, bool]] = {}
+        """Of each episode that ended: the tokens it received, and whether it ended by itself."""
         self._config = config
         self._rules = rules
         self._places = places

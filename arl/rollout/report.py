@@ -23,7 +23,9 @@ from arl.api.events import (
     short_names,
     timestamp,
 )
+from arl.api.token_records import Fate
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
+from arl.rollout.token_ledger import TokenLedger
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +91,10 @@ def _beginning(value: Any, left: Iterator[int]) -> Any:
 
 
 class EpisodeReport:
-    """Reports one episode to `events`, under the name `episode`. is_evaluation: it is not trained.
+    """Reports one episode to `events` and `tokens`, under the name `episode`. is_evaluation: it is not trained.
 
-    example: of a held-out episode; that of another one is in its group's record.
+    example: of a held-out episode; that of another one is in its group's record. The fate of its tokens, once it has
+    ended, is the caller's to say.
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class EpisodeReport:
         *,
         is_evaluation: bool = False,
         example: Example | None = None,
+        tokens: TokenLedger | None = None,
     ) -> None:
         self.episode = episode
+        self._tokens = tokens or TokenLedger()
         self._example = example
         self._is_evaluation = is_evaluation
         self._events = events
@@ -121,6 +126,7 @@ class EpisodeReport:
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
         self._last = request, response
+        self._tokens.answered(self.episode, len(response.output_ids), response.server_s)
         if self._events is NOWHERE:
             return
         versions = response.output_versions
@@ -149,6 +155,8 @@ class EpisodeReport:
         )
 
     def attempt_failed(self, attempt: int, error: Exception, *, is_last: bool) -> None:
+        if not is_last:
+            self._tokens.settle(self.episode, Fate.RETRIED)
         self._events.emit(
             AttemptFailed(
                 episode=self.episode,

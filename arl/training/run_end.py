@@ -97,6 +97,8 @@ class RunEnd:
     evaluations: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
     """`best` and `last`, each with version, reward and (of several examples) its standard error; empty if there were
     none."""
+    remarks: tuple[str, ...] = ()
+    """What is odd about the run as a whole."""
     disk: Mapping[str, int] = field(default_factory=dict[str, int])
     """Bytes of each directory in run_dir, and of the `files` beside them."""
 
@@ -117,6 +119,7 @@ class RunEnd:
         return [
             f"the run {how}" + (": " if numbers else "") + ", ".join(numbers),
             f"next: {self.what_next}" if self.what_next else "",
+            *self.remarks,
             f"{run_dir} uses {size_text(sum(self.disk.values()))}: "
             + ", ".join(f"{name} {size_text(size)}" for name, size in self.disk.items()),
         ]
@@ -150,7 +153,7 @@ def _written(path: Path) -> RunEnd | None:
     try:
         said = json.loads(path.read_text())
         known = {one.name: said[one.name] for one in fields(RunEnd) if one.name in said}
-        return RunEnd(**{**known, "logs": tuple(known.get("logs", ()))})
+        return RunEnd(**{**known, **{name: tuple(known.get(name, ())) for name in ("logs", "remarks")}})
     except (OSError, ValueError, TypeError):
         return None
 
@@ -357,7 +360,9 @@ def _numbers(trainer: Trainer) -> dict[str, Any]:
         {"best": max(done, key=lambda one: one.reward), "last": max(done, key=lambda one: one.version)} if done else {}
     )
     evaluations = {name: _reward(one) for name, one in chosen.items()}
-    return {"totals": trainer.summary(), "evaluations": evaluations}
+    bias = trainer.rollout.lengths.bias()
+    remark = bias.remark() if bias else None
+    return {"totals": trainer.summary(), "evaluations": evaluations, "remarks": (remark,) if remark else ()}
 
 
 def _reward(evaluation: Evaluation) -> dict[str, float]:

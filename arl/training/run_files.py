@@ -11,10 +11,12 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 from rich.console import Console
 
 from arl.api.config import LogConfig
 from arl.api.installing import install_command
+from arl.api.token_records import TokensCounted
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import force_to_disk
@@ -51,6 +53,7 @@ class RunLog:
         with usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
+        self._tokens = run_dir / "tokens.json"
         self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._version = 0
         """The last step whose row is there."""
@@ -127,6 +130,18 @@ class RunLog:
             is_tracked = self.tracks(stats.version)
             chosen = of_step(groups, advantages, failed, number, self._decode) if is_tracked else []
             self._tracker.step(stats, chosen)
+
+    def tokens(self, counted: TokensCounted) -> None:
+        """Note what became of all tokens so far. It is for people, so a full disk does not end the run."""
+        with suppress(OSError):
+            write_atomically(self._tokens, msgspec.json.format(msgspec.json.encode(counted)).decode() + "\n")
+
+    def received(self) -> int:
+        """How many tokens the run had received when it last noted it, in whichever start; 0 if it never did."""
+        try:
+            return int(json.loads(self._tokens.read_text())["received"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
 
     def evaluation(self, evaluation: Evaluation, episodes: Sequence[Episode] = ()) -> None:
         """episodes: those of the evaluation, in the order of the examples, for trackers."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from arl.api.events import BatchTrained, Events, TrainedSummary
+from arl.api.token_records import TokensCounted
 from arl.api.types import Group, StepStats
 from arl.rollout.candidates import Candidate
 from arl.training.kept_tokens import ReportedBatch, named
@@ -35,7 +36,13 @@ class Step:
 
 
 def log_step(
-    log: RunLog, totals: RunTotals, step: Step, version: int, known: Mapping[str, float], is_masked: bool
+    log: RunLog,
+    totals: RunTotals,
+    step: Step,
+    version: int,
+    known: Mapping[str, float],
+    tokens: TokensCounted,
+    is_masked: bool,
 ) -> StepStats:
     """Log the step that led to `version`. It touches only its arguments, because the event loop goes on.
 
@@ -57,6 +64,7 @@ def log_step(
     )
     totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # a cancelled step counts, too
     log.step(stats, step.groups, step.advantages, step.failed)
+    log.tokens(tokens)
     return stats
 
 

@@ -187,6 +187,7 @@ class Trainer:
         if self._open_step and self.learner.version > self.version:
             self.version = self.learner.version
             self.rollout.trained(self._open_step.groups)
+            self.rollout.tokens.replayed(self._open_step.replayed)
             self.replay.add(self._open_step.groups, self.version)
             self._open_step.trained = time.monotonic()
 
@@ -224,6 +225,11 @@ class Trainer:
         await self._delivery.finished()
         if self._evaluation:
             await asyncio.wait([self._evaluation])  # a cancelled waiter must not cancel it; its error ends the run
+        await self._note_tokens()
+
+    async def _note_tokens(self) -> None:
+        self.events.emit(tokens := self.rollout.tokens.counted())
+        await self.thread(self.log.tokens, tokens)
 
     async def _beside_training(self) -> None:
         if self.config.evaluation.every and self.version % self.config.evaluation.every == 0:
@@ -385,8 +391,10 @@ class Trainer:
         is_masked = self.config.algorithm.overlong.mask_truncated
         if self.log.tracks(self.version):
             step.failed += self.rollout.failures.take()
-        stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, is_masked)
+        tokens = self.rollout.tokens.counted()
+        stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, tokens, is_masked)
         report_step(self.events, step, self.version, known["time/train_s"])
+        self.events.emit(tokens)
         self._open_step, self._recorded_at, self.last_step = None, now, stats
         return stats
 
@@ -410,6 +418,8 @@ class Trainer:
             "max_staleness": self.config.rollout.max_staleness,
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
+            **self.rollout.tokens.summary(),
+            **self.rollout.lengths.summary(),
         }
 
     def _repr_html_(self) -> str:

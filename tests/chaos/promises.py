@@ -13,6 +13,8 @@ from typing import Any
 from life import NUM_EXAMPLES, SEEN
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 
+from arl.api.events import Lost, RunEnded, TurnEnded
+from arl.api.token_records import TokensCounted
 from arl.eventlog.records import EpisodeRecord, GroupRecord
 from arl.eventlog.run_record import RunRecord
 from arl.training.run_end import how_it_ended
@@ -55,6 +57,7 @@ def check_run_dir(run_dir: Path, *, batch_size: int, max_staleness: int) -> tupl
     version, directory = newest_checkpoint(run_dir)
     run = RunRecord(run_dir)
     run.update()
+    check_received(run)
     batches = trained_batches(run)
     for batch in batches:
         assert len(batch) == batch_size, "a trained group is missing in the event log"
@@ -84,6 +87,27 @@ def check_metrics(rows: list[dict[str, Any]]) -> None:
         assert divergence < LARGEST_DIVERGENCE, (
             f"version {row['version']} trained tokens that its server did not sample so: {divergence=:.3f}"
         )
+
+
+def check_received(run: RunRecord) -> None:
+    """The token ledger closes at each step of each life, and has received what the turns of that life say."""
+    before = 0
+    for life in sorted(run.lives):
+        own = [record for number, record in run.system if number == life]
+        turns = [turn for turn in run.files.calls(0.0, math.inf, life) if isinstance(turn, TurnEnded)]
+        is_whole = any(isinstance(r, RunEnded) for r in own) and not any(isinstance(r, Lost) for r in own)
+        counted = [record for record in own if isinstance(record, TokensCounted)]
+        for record in counted:
+            where, sum_of_fates = f"the token ledger of life {life}", sum(t.tokens for t in record.fates.values())
+            assert record.received == record.open + record.waiting + sum_of_fates, f"{where} does not close: {record}"
+            logged = sum(turn.output for turn in turns if turn.t <= record.t)
+            received = record.received - counted[0].received
+            assert received == logged or (received > logged and not is_whole), (
+                f"{where} has received {received} tokens, and its turns {logged}"
+            )
+        if counted:
+            assert counted[0].received >= before, f"the token ledger of life {life} has forgotten an earlier life"
+            before = counted[0].received
 
 
 def check_group(run: RunRecord, group: GroupRecord, saved: int, max_staleness: int) -> None:

@@ -20,6 +20,7 @@ from scripted_launch import small, use_fakes
 import arl.assembly
 from arl.api.events import BatchTrained, EpisodeEnded, GroupAdmitted, TokensKept
 from arl.api.scripted import ScriptedEngine
+from arl.api.token_records import TokensCounted
 from arl.eventlog.reading import LogFiles
 from arl.eventlog.run_record import read_run
 from arl.eventlog.segments import new_packer, pack_tokens, packed_frame
@@ -110,6 +111,13 @@ def without_an_end(records: list[Any]) -> None:
     records[:] = [r for r in records if not (isinstance(r, EpisodeEnded) and r.episode == name)]
 
 
+def recount(records: list[Any], **changes: int) -> None:
+    """Add to the numbers of the last record of the token ledger."""
+    place = max(i for i, record in enumerate(records) if isinstance(record, TokensCounted))
+    numbers = {name: getattr(records[place], name) + change for name, change in changes.items()}
+    records[place] = msgspec.structs.replace(records[place], **numbers)
+
+
 def lost(run_dir: Path) -> None:
     """The checkpoint takes an example for handed out that never ran."""
     file = newest_checkpoint(run_dir)[1] / "state.json"
@@ -141,6 +149,12 @@ def test_nothing_is_wrong_with_a_run_that_nothing_hit(whole: Path) -> None:
         (changed_tokens("behavior_logprobs", 0.5), "has logprobs above 0, or none"),
         (changed_tokens("token_ids", 10_000), "has tokens beyond the vocabulary"),
         (lost, "an example of this epoch is lost"),
+        (changed_log(lambda records: recount(records, received=1)), "the token ledger of life 1 does not close"),
+        (changed_log(lambda records: recount(records, waiting=-1)), "the token ledger of life 1 does not close"),
+        (
+            changed_log(lambda records: recount(records, received=1, open=1)),
+            r"received \d+ tokens, and its turns",
+        ),
     ],
 )
 def test_a_fault_is_noticed(whole: Path, fault: Callable[[Path], None], said: str, tmp_path: Path) -> None:

@@ -29,7 +29,18 @@ def as_json(state: Any) -> Any:
     return json.loads(json.dumps(state, default=lambda value: value()))
 
 
-def engine_with_latency(seed: int = 0, mean_s: float = 1.0) -> ScriptedEngine:
+class CountingEngine(ScriptedEngine):
+    """Knows how many tokens it has said."""
+
+    num_sampled = 0
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        response = await super().agenerate(request)
+        self.num_sampled += len(response.output_ids)
+        return response
+
+
+def engine_with_latency(seed: int = 0, mean_s: float = 1.0) -> CountingEngine:
     """Its tokens depend on the prompt and the version alone; its latency is random."""
     latency = random.Random(seed)
 
@@ -44,7 +55,7 @@ def engine_with_latency(seed: int = 0, mean_s: float = 1.0) -> ScriptedEngine:
             stop_reason="stop",
         )
 
-    engine = ScriptedEngine(script)
+    engine = CountingEngine(script)
     return engine
 
 

@@ -13,6 +13,7 @@ from records import trajectory
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
+from arl.api.token_records import Fate
 from arl.api.types import Example, Group, Trajectory
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -48,6 +49,8 @@ class Disk:
     groups: list[Group] = field(default_factory=list)
     weights: list[ExampleId] = field(default_factory=list)
     replay: tuple[Group, ...] = ()
+    received: int = 0
+    """Tokens, by all lives."""
 
 
 async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig) -> RolloutController:
@@ -58,6 +61,8 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig)
     controller = RolloutController(engine, runner_of(Mixed(), config), examples(NUM_EXAMPLES), config, buffer, seed=7)
     if disk.rollout:
         controller.load_state_dict(as_json(disk.rollout), disk.groups)
+    tokens = controller.tokens
+    tokens.note_undone(disk.received)
     weights = list(disk.weights)
     replay = Replay(config.replay_groups, min_reward=-1.0, max_staleness=config.max_staleness)
     replay.add(disk.replay, disk.version)
@@ -87,6 +92,9 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig)
             rollout.cancel()
     except TimeoutError:
         pass
+    assert tokens.received == disk.received + engine.num_sampled, "each answer is counted, once"
+    assert tokens.received == tokens.num_open + tokens.num_waiting + tokens.num_settled
+    disk.received = tokens.received
     return controller
 
 
@@ -117,6 +125,7 @@ def test_every_example_ends_exactly_once_however_often_the_run_is_killed(
     assert disk.version == VERSIONS
     assert sizes_change or len(disk.weights) == VERSIONS * CONFIG.batch_size
     assert len(disk.weights) == len(set(disk.weights))
+    assert controller.tokens.tally(Fate.TRAINED).tokens == 2 * 3 * controller.counters()["episodes_trained"]
     ledger = controller.ledger
     for epoch in range(ledger.epoch):
         outcomes = ledger.outcomes(epoch)

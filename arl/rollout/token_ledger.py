@@ -1,0 +1,198 @@
+"""TokenLedger: what became of every token that servers sampled and this process received.
+
+    a response --answered--> open, by episode --settle--> a Fate
+                                |
+                                +--hold--> waiting, by group --trained--> TRAINED, MASKED
+                                                             --returned--> RETURNED
+
+At every moment `received` is the sum of what is open, waiting and settled. `answered` alone adds to it. Checkpoints
+hold the ledger; what was open at a checkpoint, or came after it, is STOPPED in the start that continues from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from arl.api.token_records import Fate, TokensCounted, TokenTally
+from arl.api.types import Group
+
+
+@dataclass(slots=True)
+class Spent:
+    """What an episode's responses cost."""
+
+    tokens: int = 0
+    server_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """See TokenTally."""
+
+    tokens: int = 0
+    episodes: int = 0
+    server_s: float = 0.0
+    by_length: Counter[int] = field(default_factory=Counter[int])
+
+    def add(self, spent: Spent, tokens: int, *, episodes: int = 1) -> None:
+        """Count `tokens` of an episode's, and their share of its seconds."""
+        self.tokens += tokens
+        self.episodes += episodes
+        self.server_s += spent.server_s * tokens / spent.tokens if spent.tokens else spent.server_s * episodes
+        if tokens:
+            self.by_length[spent.tokens.bit_length()] += tokens
+
+
+class TokenLedger:
+    """Accounts for the tokens of one run. All calls belong to one event loop.
+
+    mask_truncated: truncated trajectories are not trained (algorithm.overlong.mask_truncated).
+    """
+
+    def __init__(self, *, mask_truncated: bool = False) -> None:
+        self.received = 0
+        self.trained_again = 0
+        self.unknown = 0
+        self._mask_truncated = mask_truncated
+        self._open: dict[str, Spent] = {}
+        self._waiting: dict[int, dict[int, Spent]] = {}
+        """Group -> the index of each episode to train -> what it cost."""
+        self._tallies = {fate: Tally() for fate in Fate}
+
+    @property
+    def num_open(self) -> int:
+        return sum(spent.tokens for spent in self._open.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(spent.tokens for group in self._waiting.values() for spent in group.values())
+
+    @property
+    def num_settled(self) -> int:
+        return sum(tally.tokens for tally in self._tallies.values())
+
+    def tally(self, fate: Fate) -> Tally:
+        return self._tallies[fate]
+
+    def answered(self, episode: str, tokens: int, server_s: float) -> None:
+        """Count a response to an episode, by the name that the event log has for it."""
+        self.received += tokens
+        spent = self._open.setdefault(episode, Spent())
+        spent.tokens += tokens
+        spent.server_s += server_s
+
+    def length(self, episode: str) -> int:
+        """The tokens of an open episode so far."""
+        return self._open[episode].tokens if episode in self._open else 0
+
+    def settle(self, episode: str, fate: Fate) -> None:
+        """Give all open tokens of an episode, or of an attempt of it, their fate."""
+        self._tallies[fate].add(spent := self._open.pop(episode, Spent()), spent.tokens)
+
+    def hold(self, group_id: int, episodes: Mapping[int, str]) -> None:
+        """Let the open tokens of a group's episodes, given by index, wait for `trained`."""
+        self._waiting[group_id] = {index: self._open.pop(name, Spent()) for index, name in episodes.items()}
+
+    def trained(self, group: Group) -> None:
+        """Settle a group that was trained. One that a checkpoint without a ledger had is passed over."""
+        waiting = self._waiting.pop(group.group_id, None)
+        if waiting is None:
+            return
+        trained = self._trained_tokens(group)
+        for index, spent in waiting.items():
+            tokens = min(trained[index], spent.tokens)
+            self.unknown += trained[index] - tokens
+            self._tallies[Fate.TRAINED].add(spent, tokens)
+            self._tallies[Fate.MASKED].add(spent, spent.tokens - tokens, episodes=0)
+
+    def replayed(self, groups: Iterable[Group]) -> None:
+        """Count groups that were trained once more."""
+        self.trained_again += sum(self._trained_tokens(group).total() for group in groups)
+
+    def _trained_tokens(self, group: Group) -> Counter[int]:
+        """By the index of the episode."""
+        trained = Counter[int]()
+        for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+            trained[index] += 0 if self._mask_truncated and trajectory.is_truncated else trajectory.num_trained_tokens
+        return trained
+
+    def counted(self) -> TokensCounted:
+        return TokensCounted(
+            received=self.received,
+            open=self.num_open,
+            waiting=self.num_waiting,
+            fates={
+                fate.value: TokenTally(
+                    tokens=tally.tokens,
+                    episodes=tally.episodes,
+                    server_s=round(tally.server_s, 6),
+                    by_length={str(bits): number for bits, number in sorted(tally.by_length.items())},
+                )
+                for fate, tally in self._tallies.items()
+                if tally.episodes or tally.tokens
+            },
+            trained_again=self.trained_again,
+            unknown=self.unknown,
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Flat, for summary.json and metrics: tokens by fate, with their seconds and mean length of episode."""
+        found: dict[str, float] = {"tokens/received": self.received}
+        found |= {"tokens/open": self.num_open, "tokens/waiting": self.num_waiting}
+        for fate, tally in self._tallies.items():
+            if not tally.episodes and not tally.tokens:
+                continue
+            found[f"tokens/{fate}"] = tally.tokens
+            if tally.server_s:
+                found[f"tokens/{fate}/server_s"] = tally.server_s
+            if tally.episodes:
+                found[f"tokens/{fate}/episodes"] = tally.episodes
+        extra = {"tokens/trained_again": self.trained_again, "tokens/unknown": self.unknown}
+        return found | {name: value for name, value in extra.items() if value}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as JSON values."""
+        return {
+            "received": self.received,
+            "trained_again": self.trained_again,
+            "unknown": self.unknown,
+            "open": [[spent.tokens, spent.server_s] for spent in self._open.values()],
+            "waiting": [
+                [group_id, [[index, spent.tokens, spent.server_s] for index, spent in group.items()]]
+                for group_id, group in self._waiting.items()
+            ],
+            "fates": {
+                fate.value: [tally.tokens, tally.episodes, tally.server_s, sorted(tally.by_length.items())]
+                for fate, tally in self._tallies.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], waiting: Collection[int]) -> None:
+        """Continue from `state_dict`. waiting: the ids of the checkpoint's groups that may still be trained.
+
+        The episodes that were open run again, and so do those of other groups.
+        """
+        self.received, self.trained_again, self.unknown = state["received"], state["trained_again"], state["unknown"]
+        self._open = {}
+        self._waiting = {}
+        for name, (tokens, episodes, server_s, lengths) in state["fates"].items():
+            by_length = Counter({int(bits): number for bits, number in lengths})
+            self._tallies[Fate(name)] = Tally(tokens=tokens, episodes=episodes, server_s=server_s, by_length=by_length)
+        for tokens, server_s in state["open"]:
+            self._tallies[Fate.STOPPED].add(Spent(tokens, server_s), tokens)
+        for group_id, episodes in state["waiting"]:
+            spent = {index: Spent(tokens, server_s) for index, tokens, server_s in episodes}
+            if group_id in waiting:
+                self._waiting[group_id] = spent
+            else:
+                for one in spent.values():
+                    self._tallies[Fate.RETURNED].add(one, one.tokens)
+
+    def note_undone(self, received: int) -> None:
+        """Count what earlier starts had received after the checkpoint. received: by all of them, as far as is known."""
+        if (tokens := received - self.received) > 0:
+            self.received += tokens
+            self._tallies[Fate.STOPPED].tokens += tokens
