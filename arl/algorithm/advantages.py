@@ -21,6 +21,7 @@ from arl.api.objective import (
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,
+    MaxLikelihoodAdvantage,
     PassAtKAdvantage,
     RejectionAdvantage,
     ReturnsAdvantage,
@@ -39,7 +40,12 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     settings, returns = config.advantage, batch.returns
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
     if isinstance(settings, GAEAdvantage):
-        returns = torch.where(batch.loss_mask, advantages + batch.values, 0.0).float()
+        targets = advantages
+        if settings.value_lam is not None:  # decoupled GAE (VC-PPO, 2503.01491)
+            own = settings.model_copy(update={"lam": settings.value_lam, "length_alpha": None})
+            own_config = config.model_copy(update={"advantage": own})
+            targets = _estimated(batch, peers_of(batch, config.overlong), own_config)
+        returns = torch.where(batch.loss_mask, targets + batch.values, 0.0).float()
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
         # REINFORCE++ subtracts the mean (2501.03262, OpenRLHF, verl). With the group's mean as a baseline it is not 0,
@@ -64,7 +70,9 @@ def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) ->
         case DistillationAdvantage():
             return distillation_advantages(batch)
         case PassAtKAdvantage() as settings:
-            return batch.over_tokens(_of_each(batch, peers, lambda one: _one_success(one, settings.k)))
+            return batch.over_tokens(_of_each(batch, peers, lambda one: _by_success(one, _one_in(settings.k))))
+        case MaxLikelihoodAdvantage():
+            return batch.over_tokens(_of_each(batch, peers, lambda one: _by_success(one, max_likelihood_advantages)))
         case RejectionAdvantage() as settings:
             # RAFT (2304.06767) and RAFT++ (2504.11343): 1 for kept trajectories, 0 for others.
             kept = _of_each(batch, peers, lambda one: [float(total > settings.threshold) for total in one.totals])
@@ -126,10 +134,28 @@ def distillation_advantages(batch: Batch) -> torch.Tensor:
     return token_rewards(batch) + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
 
 
-def _one_success(peers: Peers, k: int) -> list[float]:
+def _by_success(peers: Peers, estimate: Callable[[Sequence[float]], list[float]]) -> list[float]:
+    """[n] What `estimate` gives an episode that succeeds, and one that does not."""
     values = peers.of_episodes(peers.totals)
-    known = {v > SUCCESS: a for v, a in zip(values, pass_at_k_advantages(values, k), strict=True)}
+    known = {v > SUCCESS: a for v, a in zip(values, estimate(values), strict=True)}
     return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
+
+
+def _one_in(k: int) -> Callable[[Sequence[float]], list[float]]:
+    return lambda rewards: pass_at_k_advantages(rewards, k)
+
+
+def max_likelihood_advantages(rewards: Sequence[float]) -> list[float]:
+    """[n] Advantages for the logarithm of the chance p of success (MaxRL, 2602.02710).
+
+    With a share rho of successes among n answers: (1 - rho) / rho for them, -1 for the others; 0 without a success.
+    The expected gradient is that of log p, expanded in 1 - p up to the order n - 1: it falls short by (1 - p)^(n - 1).
+    """
+    num_right = sum(reward > SUCCESS for reward in rewards)
+    if num_right == 0:
+        return [0.0] * len(rewards)
+    right, wrong = (len(rewards) - num_right) / num_right, -1.0
+    return [right if reward > SUCCESS else wrong for reward in rewards]
 
 
 def pass_at_k_advantages(rewards: Sequence[float], k: int) -> list[float]:
@@ -223,9 +249,9 @@ def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: fl
 
 
 def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
-    """[n] The sum of the advantages of all named rewards (GDPO, 2601.05242), before whitening. Raises TrajectoryError.
+    """[n] The weighted sum of the advantages of all named rewards (GDPO, 2601.05242), before whitening.
 
-    `rewards` replace `reward`. A penalty for length is one more of them.
+    `rewards` replace `reward`. A penalty for length is one more of them, of weight 1. Raises TrajectoryError.
     """
     names = {tuple(sorted(t.rewards)) for t in peers.trajectories}
     if len(names) > 1 or () in names:
@@ -233,9 +259,16 @@ def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
             f"trajectories of group {peers.group.group_id}, role {peers.role!r}, have the named rewards "
             f"{' and '.join(map(str, map(list, sorted(names))))}; advantage.separate_rewards needs the same ones of all"
         )
-    parts = [[t.rewards[name] for t in peers.trajectories] for name in names.pop()]
-    parts.append([-p for p in peers.overlong])
-    columns = (scaled(part, peers, settings.baseline, settings.scale) for part in parts)
+    weights = dict.fromkeys(names.pop(), 1.0)
+    if unknown := settings.reward_weights.keys() - weights.keys():
+        raise TrajectoryError(
+            f"advantage.reward_weights has {sorted(unknown)[0]!r}, but the trajectories of group "
+            f"{peers.group.group_id}, role {peers.role!r}, have the named rewards {list(weights)}"
+        )
+    weights |= settings.reward_weights
+    parts = [(w, [t.rewards[name] for t in peers.trajectories]) for name, w in weights.items()]
+    parts.append((1.0, [-p for p in peers.overlong]))
+    columns = ([w * a for a in scaled(part, peers, settings.baseline, settings.scale)] for w, part in parts)
     return [math.fsum(column) for column in zip(*columns, strict=True)]
 
 

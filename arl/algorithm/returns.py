@@ -157,6 +157,7 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
 
         delta_t = r_t + discount V_{t+1} - V_t        A_t = delta_t + discount lam A_{t+1}
 
+    With length_alpha lam is 1 - 1 / (length_alpha n) for a trajectory of n trained tokens (VAPO, 2504.05118).
     Untrained tokens in between are skipped: the environment's answer is part of the transition. r_t are the process
     rewards since t, minus the KL in the reward; the last token gets the outcome too. After it V is 0, even if a length
     limit ended the trajectory (as in verl and TRL): the reward already values the cut.
@@ -173,7 +174,11 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
     following = torch.cat((goes_on * values[1:], values.new_zeros(min(len(values), 1))))
     deltas = rewards[trained.places] + settings.discount * following - values
     advantages = torch.zeros_like(rewards)
-    advantages[trained.places] = discounted_sums(deltas, settings.discount * settings.lam * goes_on)
+    lam: torch.Tensor | float = settings.lam
+    if settings.length_alpha is not None:
+        counts = torch.bincount(trained.owners).double()[trained.owners[:-1]]
+        lam = (1 - 1 / (settings.length_alpha * counts)).clamp(min=0)
+    advantages[trained.places] = discounted_sums(deltas, settings.discount * lam * goes_on)
     return advantages
 
 

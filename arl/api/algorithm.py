@@ -21,6 +21,7 @@ from arl.api.objective import (
     KLConfig,
     KLCovSelection,
     LossConfig,
+    MaxLikelihoodAdvantage,
     OverlongConfig,
     PassAtKAdvantage,
     RejectionPart,
@@ -119,7 +120,7 @@ class AlgorithmConfig(Section):
         """Whether a trajectory's advantage depends on others of its group, so that a single one learns nothing."""
         if isinstance(self.advantage, ReturnsAdvantage):
             return self.advantage.is_relative
-        return isinstance(self.advantage, PassAtKAdvantage | GiGPOAdvantage)
+        return isinstance(self.advantage, PassAtKAdvantage | MaxLikelihoodAdvantage | GiGPOAdvantage)
 
     @property
     def needs_greedy_episode(self) -> bool:
@@ -155,6 +156,8 @@ class AlgorithmConfig(Section):
             yield "advantage.kind is gae, which needs a critic's values; set critic"
         if kind != "gae" and self.critic is not None:
             yield f"critic is set, but advantage.kind={kind} does not use it; use gae, or no critic"
+        if {"lam", "length_alpha"} <= self._chosen("advantage").keys():
+            yield "advantage.lam is set, but advantage.length_alpha gives each trajectory its own; leave one out"
         if self._has_separate_rewards and self.needs_greedy_episode:
             yield "advantage.separate_rewards needs the group's own rewards; a greedy baseline has only one reward"
         if self.dynamic_sampling and not self.is_group_relative:
@@ -221,7 +224,7 @@ class AlgorithmConfig(Section):
 
     def _kl_in_reward_contradictions(self) -> Iterator[str]:
         kind = self.advantage.kind
-        if kind in ("pass_at_k", "rejection", "gigpo", "distillation"):
+        if kind in ("pass_at_k", "max_likelihood", "rejection", "gigpo", "distillation"):
             yield f"kl.place is reward, but advantage.kind={kind} compares rewards as they are; use kl.place=loss"
         if self.kl.unbiased:
             yield "kl.unbiased is about the gradient of a KL in the loss, but kl.place is reward"

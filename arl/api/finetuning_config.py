@@ -138,6 +138,8 @@ class DPOConfig(FinetuneConfig):
     """With dpo: the share of labels assumed wrong."""
     mean_logprobs: bool = False
     """Use the mean over an answer's tokens instead of the sum, so that length does not count."""
+    sft: float = Field(default=0.0, ge=0)
+    """The weight of imitating the chosen answer beside preferring it, by its mean logprob (RPO, 1 in its paper)."""
     train: FinetuneTrainConfig = _SMALL_STEPS
 
     @model_validator(mode="after")

@@ -28,10 +28,19 @@ class ReturnsAdvantage(Section):
     separate_rewards: bool = False
     """Normalise each of the named `rewards` separately, add them up, and whiten over the batch's episodes (GDPO).
     `reward` is ignored."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """With separate_rewards: what the advantage of each named reward is multiplied with before they are added up. A
+    name that is left out has 1."""
     token_discount: float = Field(default=1.0, ge=0, le=1)
     """The discount of later process rewards, per trained token in between. 0: a token gets its own reward alone."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """The discount of later process rewards, per turn in between. It multiplies with token_discount."""
+
+    @model_validator(mode="after")
+    def _weighs_separate_rewards(self) -> Self:
+        if self.reward_weights and not self.separate_rewards:
+            raise ValueError("reward_weights is set, but separate_rewards is not; set it, or weigh within `reward`")
+        return self
 
     @property
     def is_relative(self) -> bool:
@@ -48,6 +57,16 @@ class PassAtKAdvantage(Section):
     kind: Literal["pass_at_k"] = "pass_at_k"
     k: PositiveInt = 4
     """One of k answers has to be right. A group of k or fewer learns nothing: it has no two different subgroups."""
+
+
+class MaxLikelihoodAdvantage(Section):
+    """Rewards a group's successes by how rare they are, for rewards of 0 and 1 (MaxRL): with a share rho of successes
+    A = (1 - rho) / rho, and -1 for the others.
+
+    A trajectory is a success if its rewards, process rewards included, add up to more than 0.5.
+    """
+
+    kind: Literal["max_likelihood"] = "max_likelihood"
 
 
 class RejectionAdvantage(Section):
@@ -79,6 +98,11 @@ class GAEAdvantage(Section):
     """gamma, per trained token."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """lambda: 1 sums rewards up, 0 trusts the critic's next value."""
+    length_alpha: PositiveFloat | None = None
+    """In place of lam: a trajectory of n trained tokens has lambda 1 - 1 / (length_alpha n), at least 0 (VAPO: 0.05).
+    Unset: lam."""
+    value_lam: float | None = Field(default=None, ge=0, le=1)
+    """lambda of the critic's targets (VC-PPO, VAPO: 1). Unset: the advantages' own."""
 
 
 class DistillationAdvantage(Section):
@@ -89,7 +113,13 @@ class DistillationAdvantage(Section):
 
 
 AdvantageConfig = Annotated[
-    ReturnsAdvantage | PassAtKAdvantage | RejectionAdvantage | GiGPOAdvantage | GAEAdvantage | DistillationAdvantage,
+    ReturnsAdvantage
+    | PassAtKAdvantage
+    | MaxLikelihoodAdvantage
+    | RejectionAdvantage
+    | GiGPOAdvantage
+    | GAEAdvantage
+    | DistillationAdvantage,
     Field(discriminator="kind"),
 ]
 

@@ -215,6 +215,11 @@ _OF_ADVANTAGES: Mapping[str, Preset] = {
         "Rewards a group for one success among k answers: explores where single answers mostly fail.",
         advantage={"kind": "pass_at_k", "k": 4},
     ),
+    "maxrl": _preset(
+        "2602.02710",
+        "For hard questions: the rarer a success is in its group, the more it counts, as in maximum likelihood.",
+        advantage={"kind": "max_likelihood"},
+    ),
     "gigpo": _preset(
         "2505.10978",
         "For agents that meet the same states again: compares turns with turns from the same state.",

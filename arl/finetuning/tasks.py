@@ -70,6 +70,7 @@ def _dpo(config: DPOConfig) -> Task:
         beta=config.beta,
         label_smoothing=config.label_smoothing,
         mean_logprobs=config.mean_logprobs,
+        sft=config.sft,
     )
     return Task(
         name="dpo",

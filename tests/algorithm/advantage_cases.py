@@ -128,14 +128,20 @@ ESTIMATORS: list[tuple[Settings, Settings]] = [
     ({"kind": "distillation"}, {}),
     *((returns(b, s, separate_rewards=True), {}) for b in ("group_mean", "leave_one_out") for s in SCALES),
     (returns("group_mean", "group_std", separate_rewards=True), {"overlong": OVERLONG}),
+    (returns("group_mean", "group_std", separate_rewards=True, reward_weights={"right": 2.5}), {"overlong": OVERLONG}),
+    (returns("none", separate_rewards=True, reward_weights={"right": -0.5}), {}),
     (returns("group_mean", "batch_std"), {"overlong": OVERLONG}),
     *(({"kind": "pass_at_k", "k": k}, {}) for k in (1, 2, 3)),
     ({"kind": "pass_at_k", "k": 2}, {"overlong": OVERLONG}),
+    ({"kind": "max_likelihood"}, {}),
+    ({"kind": "max_likelihood"}, {"overlong": OVERLONG}),
     ({"kind": "rejection", "threshold": 0.4}, {}),
     *(({"kind": "gigpo", "scale": scale}, {}) for scale in ("none", "group_std")),
     ({"kind": "gigpo", "turn_discount": 0.0}, {"overlong": OVERLONG}),
     *(({"kind": "gae", "discount": d, "lam": lam}, {}) for d in (1.0, 0.9, 0.0) for lam in (1.0, 0.95, 0.0)),
     ({"kind": "gae", "lam": 0.95}, {"kl": KL[2], "overlong": OVERLONG}),
+    *(({"kind": "gae", "length_alpha": alpha, "value_lam": lam}, {}) for alpha, lam in ((0.4, 1.0), (0.9, None))),
+    ({"kind": "gae", "lam": 0.9, "value_lam": 0.5, "discount": 0.9}, {"kl": KL[2], "overlong": OVERLONG}),
 ]
 """Every estimator with its options: (advantage, the other sections)."""
 

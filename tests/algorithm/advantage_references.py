@@ -15,6 +15,7 @@ from arl.api.objective import (
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,
+    MaxLikelihoodAdvantage,
     PassAtKAdvantage,
     RejectionAdvantage,
     ReturnsAdvantage,
@@ -43,7 +44,8 @@ def reference_returns(batch: Batch, config: AlgorithmConfig) -> Numbers:
     """The critic's target for each token, by GAE."""
     rows = []
     for _, t, s, _ in _members(batch):
-        rows += _where_trained([a + v for a, v in zip(_gae(t, s, config), s.values.tolist(), strict=True)], s)
+        lam = config.advantage.value_lam
+        rows += _where_trained([a + v for a, v in zip(_gae(t, s, config, lam), s.values.tolist(), strict=True)], s)
     return rows
 
 
@@ -80,6 +82,11 @@ def _of_one(place: int, peers: list[Member], config: AlgorithmConfig) -> Numbers
     if isinstance(settings, PassAtKAdvantage):
         is_right = [value > 0.5 for value in _by_episode(totals, peers).values()]
         return [_pass_at_k(totals[place] > 0.5, is_right, settings.k)] * len(me.token_ids)
+    if isinstance(settings, MaxLikelihoodAdvantage):
+        is_right = [value > 0.5 for value in _by_episode(totals, peers).values()]
+        rate = statistics.mean(float(right) for right in is_right)
+        reward = float(totals[place] > 0.5)
+        return [(reward - rate) / rate if rate and reward in is_right else 0.0] * len(me.token_ids)
     assert isinstance(settings, RejectionAdvantage)
     return [1.0 if totals[place] > settings.threshold else 0.0] * len(me.token_ids)
 
@@ -197,13 +204,12 @@ def _returns(place: int, peers: list[Member], config: AlgorithmConfig, settings:
     totals = [o - p for o, p in zip(outcomes, penalties, strict=True)]
     std = _std_of_episodes(outcomes, peers)
     if settings.separate_rewards:
-        parts = [[t.rewards[name] for _, t, *_ in peers] for name in me.rewards]
-        parts.append([-_penalty(t, config) for _, t, *_ in peers])
-        stds = [_std_of_episodes(part, peers) for part in parts]
-        outcome = sum(
-            _scaled(_compared(place, part, peers, settings), of_part, settings.scale)
-            for part, of_part in zip(parts, stds, strict=True)
-        )
+        parts = {name: [t.rewards[name] for _, t, *_ in peers] for name in me.rewards}
+        parts["too long"] = [-_penalty(t, config) for _, t, *_ in peers]
+        outcome = 0.0
+        for name, part in parts.items():
+            own = _scaled(_compared(place, part, peers, settings), _std_of_episodes(part, peers), settings.scale)
+            outcome += settings.reward_weights.get(name, 1.0) * own
     else:
         value = _compared(place, totals if is_relative else outcomes, peers, settings)
         outcome = _scaled(value, std, settings.scale)
@@ -303,7 +309,8 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
     return advantages
 
 
-def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
+def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig, value_lam: float | None = None) -> Numbers:
+    """value_lam: the lambda to use, whatever the settings' own."""
     settings = config.advantage
     assert isinstance(settings, GAEAdvantage)
     advantages = [0.0] * len(me.token_ids)
@@ -318,8 +325,13 @@ def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
     rewards[places[-1]] += _outcome(me, config)
     values = [*(sequence.values[t].item() for t in places), 0.0]
     deltas = [rewards[t] + settings.discount * values[i + 1] - values[i] for i, t in enumerate(places)]
+    lam = settings.lam
+    if settings.length_alpha is not None:
+        lam = max(0.0, 1 - 1 / (settings.length_alpha * sum(me.loss_mask)))
+    if value_lam is not None:
+        lam = value_lam
     for i, t in enumerate(places):
-        advantages[t] = sum((settings.discount * settings.lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
+        advantages[t] = sum((settings.discount * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
     return advantages
 
 

@@ -26,13 +26,15 @@ from advantage_references import reference_advantages, reference_returns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.algorithm.advantages import pass_at_k_advantages, with_advantages
+from arl.algorithm.advantages import max_likelihood_advantages, pass_at_k_advantages, with_advantages
 from arl.algorithm.batch import Batch
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.peers import spread_of, whitened
+from arl.algorithm.returns import gae_advantages
 from arl.api.algorithm import preset
 from arl.api.engine import PackedTokens, TokenOutputs
 from arl.api.errors import TrajectoryError
+from arl.api.objective import GAEAdvantage
 from arl.api.types import Group
 
 seeds = st.integers(0, 2**20)
@@ -117,6 +119,31 @@ def test_pass_at_ks_advantages_add_up_to_zero_in_a_large_group():
     assert values[0] > 0 > values[-1]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_the_expected_gradient_of_max_likelihood_is_that_of_log_p_up_to_the_order_n_minus_1(n: int, p: float):
+    """By p, over all outcomes of n answers. The score of a success is 1 / p, that of a failure -1 / (1 - p)."""
+    expected = 0.0
+    for outcome in itertools.product((1.0, 0.0), repeat=n):
+        chance = math.prod(p if right else 1 - p for right in outcome)
+        scores = [1 / p if right else -1 / (1 - p) for right in outcome]
+        expected += (
+            chance * math.fsum(a * s for a, s in zip(max_likelihood_advantages(outcome), scores, strict=True)) / n
+        )
+    assert expected == pytest.approx((1 - (1 - p) ** (n - 1)) / p)
+
+
+@pytest.mark.parametrize(("num_tokens", "lam"), [(2, 0.0), (19, 0.0), (40, 0.5), (200, 0.9)])
+def test_a_longer_trajectory_sums_more_of_its_rewards_up(num_tokens: int, lam: float):
+    """VAPO's lambda, which is at least 0; the critic's targets have their own."""
+    config = config_of({"kind": "gae", "length_alpha": 0.05, "value_lam": 1.0})
+    batch = Batch.of([group(trajectory(1.0, (0, *[1] * num_tokens)))], config.overlong)
+    batch = replace(batch, values=0.25 * batch.loss_mask)
+    assert with_advantages(batch, config).returns.tolist() == pytest.approx([0.0] + [1.0] * num_tokens)
+    advantages = gae_advantages(batch, [1.0], GAEAdvantage(length_alpha=0.05), config.kl)
+    assert advantages.tolist() == pytest.approx([0.0] + [0.75 * lam**i for i in reversed(range(num_tokens))])
+
+
 @pytest.mark.parametrize(
     ("lacking", "advantage", "message"),
     [
@@ -129,6 +156,11 @@ def test_pass_at_ks_advantages_add_up_to_zero_in_a_large_group():
             group(trajectory(rewards={"right": 1.0, "brief": 0.0}), trajectory(rewards={"right": 1.0}), group_id=4),
             returns("group_mean", separate_rewards=True),
             r"group 4, role 'agent', have the named rewards \['brief', 'right'\] and \['right'\]; advantage.separate",
+        ),
+        (
+            group(*[trajectory(rewards={"right": 1.0, "brief": 0.0})] * 2, group_id=3),
+            returns("group_mean", separate_rewards=True, reward_weights={"rigth": 2.0}),
+            r"reward_weights has 'rigth', but the trajectories of group 3, role 'agent', have the named rewards \['br",
         ),
         (
             of_rewards(1.0, 0.0),

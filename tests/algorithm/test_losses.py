@@ -269,6 +269,26 @@ def test_metrics_say_what_the_ratio_the_clip_and_the_weight_did():
     assert bypassed.sample_sizes["effective_sample_size"].tolist() == pytest.approx(ratios)
 
 
+@pytest.mark.parametrize(
+    ("loss", "of_first", "of_second"),
+    [
+        (SURROGATES["gspo"], math.exp(0.2), math.exp(-0.5)),  # the geometric mean
+        (SURROGATES["gmpo"], math.exp((0.4 - 0.4) / 2), math.exp(-0.3)),  # after the clip of each token
+        (SURROGATES["topr"], math.exp(0.4), math.exp(-0.5)),  # the product
+    ],
+    ids=["gspo", "gmpo", "topr"],
+)
+def test_a_loss_over_trajectories_reports_their_ratio_beside_that_of_tokens(
+    loss: dict[str, Any], of_first: float, of_second: float
+):
+    batch = [of_tokens(2, current=[-0.2, -1.4], advantages=[1.0, 1.0]), of_tokens(1, current=[-1.5])]
+    losses, _, _ = evaluated(loss_of({"loss": loss}), batch)
+    assert losses.means["trajectory_ratio"].tolist() == pytest.approx([of_first, of_first, of_second])
+    assert losses.maxima["trajectory_ratio_max"].tolist() == losses.means["trajectory_ratio"].tolist()
+    assert losses.means["ratio"].tolist() == pytest.approx([math.exp(0.8), math.exp(-0.4), math.exp(-0.5)])
+    assert "trajectory_ratio" not in evaluated(loss_of({}), batch)[0].means
+
+
 def test_the_distance_to_a_reference_and_the_selection_are_reported_where_there_is_one():
     tokens = of_tokens(current=[-0.4, -2.0], selected=[True, False])
     for kl in ({"estimator": "k3"}, {"estimator": "k2", "unbiased": True}, {"place": "reward"}):

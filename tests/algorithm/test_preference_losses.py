@@ -36,10 +36,12 @@ def reference_loss(pair: PlainPair, loss: PreferenceLoss) -> float:
     if loss.mean_logprobs:
         first, second = first / max(len(chosen), 1), second / max(len(rejected), 1)
     h = first - second
+    imitation = -loss.sft * sum(chosen) / max(len(chosen), 1)
     if loss.kind == "ipo":
-        return (h - 1 / (2 * loss.beta)) ** 2
+        return (h - 1 / (2 * loss.beta)) ** 2 + imitation
     sigmoid = 1 / (1 + math.exp(-loss.beta * h))
-    return -(1 - loss.label_smoothing) * math.log(sigmoid) - loss.label_smoothing * math.log(1 - sigmoid)
+    preference = -(1 - loss.label_smoothing) * math.log(sigmoid) - loss.label_smoothing * math.log(1 - sigmoid)
+    return preference + imitation
 
 
 def sequence(logprobs: Numbers, reference: Numbers) -> TrainSequence:
@@ -91,6 +93,8 @@ LOSSES = [
     PreferenceLoss(beta=0.5, mean_logprobs=True),
     PreferenceLoss(kind="ipo", beta=0.3),
     PreferenceLoss(kind="ipo", beta=0.3, mean_logprobs=True),
+    PreferenceLoss(sft=1.0),
+    PreferenceLoss(kind="ipo", beta=0.3, sft=0.2),
 ]
 
 
@@ -136,6 +140,7 @@ def test_metrics_are_means_over_pairs_however_long_they_are():
             "margin": 0.1 * (5 + 5 - 9) / 4,
             "chosen_logratio": (1 + 1 - 9) / 4,
             "rejected_logratio": (-4 - 4) / 4,
+            "chosen_nll": (1 + 1 + 2 + 2) / 4,
         }
     )
 
@@ -164,6 +169,7 @@ def test_bradley_terry_equals_its_definition_in_value_and_gradient():
         ({"kind": "simpo"}, "kind is 'simpo'; it must be dpo or ipo"),
         ({"beta": 0.0}, "beta is 0.0; it must be above 0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"sft": -1.0}, "sft is -1.0; it must be at least 0"),
         ({"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing is for kind=dpo"),
     ],
 )

@@ -32,7 +32,8 @@ ROUNDING = 1e-4
 class PolicyLoss:
     """A TokenLoss for every AlgorithmConfig. Metrics, over all trained tokens:
 
-    ratio, ratio_max             exp(c - p)
+    ratio, ratio_max             exp(c - p) of each token
+    trajectory_ratio, .._max     the one ratio of its trajectory that gspo, gmpo and topr bound instead
     clip_fraction                share of tokens that the surrogate's trust region holds back; each says how
     behavior_weight, .._max      w, bounded, and 0 for rejected tokens
     behavior_weight_zero         share of tokens that a rejection took out
@@ -79,6 +80,7 @@ class PolicyLoss:
             current=current, proximal=proximal, advantages=tokens.advantages, trajectories=trajectories
         )
         policy = surrogate(terms, config.loss)
+        of_trajectory = policy.trajectory_ratio
         weight = behavior_weight(proximal - behavior, trajectories, config.weights, config.rejections)
         loss = weight * self._selected(policy.loss, terms, tokens)
         if config.kl.coefficient > 0 and config.kl.place == "loss":
@@ -109,9 +111,14 @@ class PolicyLoss:
                 **values,
                 "behavior_weight": weight,
                 "behavior_weight_zero": (weight == 0).to(weight.dtype),
+                **({} if of_trajectory is None else {"trajectory_ratio": of_trajectory}),
                 **self._optional_metrics(current.detach(), tokens),
             },
-            maxima={"ratio_max": values["ratio"], "behavior_weight_max": weight},
+            maxima={
+                "ratio_max": values["ratio"],
+                "behavior_weight_max": weight,
+                **({} if of_trajectory is None else {"trajectory_ratio_max": of_trajectory}),
+            },
             quotients=self._by_staleness(values, tokens.versions),
             sample_sizes={"effective_sample_size": values["ratio"] if self.proximal == "bypassed" else weight},
         )

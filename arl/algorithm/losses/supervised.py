@@ -34,8 +34,11 @@ class PreferenceLoss:
         dpo (Rafailov et al. 2305.18290, eq. 7):   -log sigmoid(beta h)
         ipo (Azar et al. 2310.12036, eq. 17):      (h - 1 / (2 beta))^2
 
+    plus sft times the mean of -c over the chosen sequence's trained tokens (Pang et al. 2404.19733, eq. 1).
+
     A sequence's log-ratio is the sum of c - reference over its trained tokens. Metrics, means over pairs: margin
-    (beta h), accuracy (share of h > 0, ties count half), chosen_logratio, rejected_logratio.
+    (beta h), accuracy (share of h > 0, ties count half), chosen_logratio, rejected_logratio, chosen_nll (the mean of
+    -c).
     """
 
     kind: Literal["dpo", "ipo"] = "dpo"
@@ -46,6 +49,9 @@ class PreferenceLoss:
     (Mitchell 2023, "cDPO")."""
     mean_logprobs: bool = False
     """Use the mean over a sequence's tokens instead of the sum, so that length does not count."""
+    sft: float = 0.0
+    """The weight of imitating the chosen sequence: it keeps its likelihood from falling along with the rejected one's.
+    1 in the paper."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("dpo", "ipo"):
@@ -54,6 +60,8 @@ class PreferenceLoss:
             raise ValueError(f"beta is {self.beta}; it must be above 0")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5")
+        if not self.sft >= 0:
+            raise ValueError(f"sft is {self.sft}; it must be at least 0")
         if self.label_smoothing and self.kind == "ipo":
             raise ValueError("label_smoothing is for kind=dpo; ipo has a target for h instead")
 
@@ -70,11 +78,14 @@ class PreferenceLoss:
         else:
             e = self.label_smoothing
             loss = -(1 - e) * F.logsigmoid(self.beta * h) - e * F.logsigmoid(-self.beta * h)
+        nll = _per_unit(torch.where(is_chosen, -outputs.logprobs / _counts(tokens.sequence_ids), 0), tokens)
+        loss = loss + self.sft * nll if self.sft else loss
         metrics = {
             "margin": self.beta * h,
             "accuracy": _share_won(h),
             "chosen_logratio": chosen,
             "rejected_logratio": rejected,
+            "chosen_nll": nll,
         }
         return TokenLosses(
             loss=loss[tokens.unit_ids],

@@ -99,6 +99,8 @@ class Surrogate:
     """float[M], with gradient."""
     is_clipped: torch.Tensor
     """bool[M]: the tokens that the loss's trust region holds back. Each loss says what that means."""
+    trajectory_ratio: torch.Tensor | None = None
+    """float[M], without gradient: the ratio of a token's whole trajectory, of losses that have one."""
 
 
 def surrogate(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
@@ -145,10 +147,9 @@ def gspo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 
     Clipped: no gradient; with one A, whole trajectories at once.
     """
-    mean = tokens.trajectories.means(tokens.log_ratio.detach())
-    ratio = attached(torch.exp(clamped(mean)), tokens.current)
-    loss, is_clipped = _clipped(ratio, tokens.advantages, config)
-    return Surrogate(loss=loss, is_clipped=is_clipped)
+    ratio = torch.exp(clamped(tokens.trajectories.means(tokens.log_ratio.detach())))
+    loss, is_clipped = _clipped(attached(ratio, tokens.current), tokens.advantages, config)
+    return Surrogate(loss=loss, is_clipped=is_clipped, trajectory_ratio=ratio)
 
 
 def gmpo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
@@ -165,7 +166,7 @@ def gmpo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     is_clipped = ((advantages > 0) & (log_ratio > high)) | ((advantages < 0) & (log_ratio < low))
     moved = torch.where(is_clipped, log_ratio.clamp(low, high), log_ratio)
     mean = torch.exp(clamped(tokens.trajectories.means(moved.detach())))
-    return Surrogate(loss=-advantages * attached(mean, moved), is_clipped=is_clipped)
+    return Surrogate(loss=-advantages * attached(mean, moved), is_clipped=is_clipped, trajectory_ratio=mean)
 
 
 def cispo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
@@ -204,7 +205,7 @@ def topr(tokens: PolicyTokens) -> Surrogate:
     is_bad = tokens.advantages < 0
     weight = torch.where(is_bad, total.clamp(max=1.0), torch.ones_like(total))
     loss = -weight * tokens.advantages * tokens.current
-    return Surrogate(loss=loss, is_clipped=is_bad & (total > 1))
+    return Surrogate(loss=loss, is_clipped=is_bad & (total > 1), trajectory_ratio=total)
 
 
 def mirror_descent(tokens: PolicyTokens, config: MirrorDescentLossConfig) -> Surrogate:

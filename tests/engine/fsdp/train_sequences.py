@@ -24,6 +24,14 @@ LOSS = PolicyLoss.of(
     preset("decoupled_ppo", loss={"clip_high": 0.3}, weights=[{"level": "token", "upper": 2.0}], minibatches=2)
 )
 """A loss whose ratios leave 1 and whose clips and bounds of weights have an effect."""
+COMPOSED = PolicyLoss.of(
+    preset(
+        "gspo",
+        weights=[{"level": "token", "lower": 0.5, "upper": 2.0}, "geometric"],
+        rejections=[{"level": "geometric", "upper": 1.5}, {"level": "token", "lower": 0.1, "upper": 9.0, "veto": True}],
+    )
+)
+"""Several weights and rejections, over tokens and whole trajectories."""
 OF_WORK = {"microbatches", "packing_efficiency", "forwarded_tokens", "forwarded_share"}
 """Metrics that say how the work was split."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from train_sequences import LOSS, constrained_sequences, family_sequences, random_sequences
+from train_sequences import COMPOSED, LOSS, constrained_sequences, family_sequences, random_sequences
 
 from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
@@ -21,7 +21,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0
 """A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps."""
 LORA = LoRAConfig(rank=3, alpha=6)
 """Two ranks cannot share the three rows of A evenly."""
-PAIRS = PreferenceLoss(beta=0.2)
+PAIRS = PreferenceLoss(beta=0.2, sft=0.5)
 VALUE = ValueLoss(value_clip=0.2)
 
 
@@ -68,7 +68,9 @@ class Variant:
 
 VARIANTS = {
     "token mean": Variant(minibatch=partial(random_sequences, 9, seed=1)),
-    "sequence mean": Variant(minibatch=partial(random_sequences, 9, seed=1, aggregation="sequence_mean")),
+    "sequence mean": Variant(
+        minibatch=partial(random_sequences, 9, seed=1, aggregation="sequence_mean"), loss=COMPOSED
+    ),
     "shared prefixes": Variant(minibatch=partial(family_sequences, 4)),
     "constrained": Variant(minibatch=partial(constrained_sequences, 4)),
     "adapters": Variant(minibatch=partial(random_sequences, 9, seed=1), options={"lora": LORA}),
