@@ -2,6 +2,7 @@
 
     python benchmarks/algorithms.py                    # each preset, 15 s of RL, seeds 0 1 2
     python benchmarks/algorithms.py --staleness        # naive and decoupled_ppo at eta 0 to 16, seeds 0 to 4
+    python benchmarks/algorithms.py --staleness --remedies cap_1 m2po --etas 0 4 8 16 32    # against decoupled_ppo
 
 Each seed has one warm-started model, kept in --run_dir, from which all presets start, with the same questions,
 learning rate and servers. A run that is done is not done again, so the command may be stopped and repeated. What some
@@ -11,7 +12,8 @@ so many.
 
 With --staleness all runs have the same number of steps, and before each the trainer waits until every group that may
 be admitted has finished: (eta + 1) batches. Batch t was then generated min(t, eta) versions before; the table says what
-was seen. Written: a JSON file for each run, and a Markdown table, in --run_dir; a plot, to docs/.
+was seen. --remedies are changes of decoupled_ppo that may hold it on old tokens. Written: a JSON file for each run, and
+a Markdown table, in --run_dir; a plot, to docs/.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -61,6 +63,27 @@ OVERHEAD_S, STEP_S = 15.0, 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change of decoupled_ppo that may hold it on old tokens."""
+
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 1.0
+    """A factor of the learning rate."""
+
+
+REMEDIES = {
+    "cap_2": Remedy(algorithm={"weights": [{"level": "token", "upper": 2.0}]}),
+    "cap_1": Remedy(algorithm={"weights": [{"level": "token", "upper": 1.0}]}),
+    "token_mask": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.2, "upper": 5.0}]}),
+    "geometric_mask": Remedy(algorithm={"rejections": [{"level": "geometric", "lower": 0.5, "upper": 2.0}]}),
+    "m2po": Remedy(algorithm={"selection": {"kind": "second_moment"}}),
+    "half_lr": Remedy(lr=0.5),
+    "quarter_lr": Remedy(lr=0.25),
+    "sequence_mean": Remedy(algorithm={"aggregation": "sequence_mean"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """What is trained: until `seconds` of training have passed, or for `steps`, then with the buffer kept full."""
 
@@ -69,17 +92,26 @@ class Run:
     max_staleness: int
     seconds: float | None
     steps: int | None
+    remedy: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.preset}-eta-{self.max_staleness}-seed-{self.seed}"
+        return f"{self.label}-eta-{self.max_staleness}-seed-{self.seed}"
+
+    @property
+    def label(self) -> str:
+        return self.preset if self.remedy is None else f"{self.preset}-{self.remedy}"
+
+    @property
+    def changes(self) -> Remedy:
+        return REMEDIES[self.remedy] if self.remedy is not None else Remedy()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What came of it. before, after: held-out score; after is the mean of several evaluations. Entropy, effective
     sample size and clip fraction: of the last steps. staleness: of tokens, from the step on at which it can be eta.
-    error: what ended the run early, if so."""
+    sample_sizes: the effective sample size of each step. error: what ended the run early, if so."""
 
     run: Run
     before: float
@@ -92,6 +124,7 @@ class Result:
     clip_fraction: float
     staleness: float
     rewards: list[float]
+    sample_sizes: list[float] = field(default_factory=list)
     error: str = ""
 
 
@@ -152,7 +185,7 @@ def algorithm_of(run: Run, args: argparse.Namespace) -> AlgorithmConfig:
     minibatches = args.minibatches if args.staleness else min(config.minibatches, args.minibatches)
     # The tiny model learns at rates far above those that presets are made for; so does its critic.
     critic = {"critic": {"lr": 10 * args.lr}} if config.critic else {}
-    return preset(run.preset, minibatches=minibatches, **critic)
+    return preset(run.preset, minibatches=minibatches, **critic, **run.changes.algorithm)
 
 
 def config_of(run: Run, args: argparse.Namespace) -> math_agent.MathAgentConfig:
@@ -163,7 +196,7 @@ def config_of(run: Run, args: argparse.Namespace) -> math_agent.MathAgentConfig:
     decay: dict[str, Any] = {}
     if run.steps is not None:  # as the quickstart does: at the end, a constant rate is what scores differ by
         decay = {"schedule": "linear", "total_steps": run.steps * args.minibatches, "min_lr_ratio": 0.1}
-    train = TrainConfig(optimizer=OptimizerConfig(lr=args.lr, **decay))
+    train = TrainConfig(optimizer=OptimizerConfig(lr=args.lr * run.changes.lr, **decay))
     return config.model_copy(update={"train": train, "algorithm": algorithm_of(run, args)})
 
 
@@ -249,6 +282,7 @@ def summary(run: Run, scores: Sequence[float], rows: Sequence[dict[str, float]],
         clip_fraction=at_the_end("clip_fraction"),
         staleness=fmean(steady),
         rewards=[row["episode/score"] for row in rows],
+        sample_sizes=[row["effective_sample_size"] for row in rows],
         error=error,
     )
 
@@ -323,8 +357,8 @@ def plot_staleness(results: Sequence[Result], path: Path) -> None:
         "training score, mean of all steps": mean_score,
     }
     for axes, (label, value) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for colour, name in enumerate(dict.fromkeys(r.run.preset for r in results)):
-            rows = [r for r in results if r.run.preset == name]
+        for colour, name in enumerate(dict.fromkeys(r.run.label for r in results)):
+            rows = [r for r in results if r.run.label == name]
             etas = sorted({r.run.max_staleness for r in rows})
             means = [fmean(value(r) for r in rows if r.run.max_staleness == eta) for eta in etas]
             places = [etas.index(r.run.max_staleness) for r in rows]
@@ -357,26 +391,30 @@ def measure_presets(args: argparse.Namespace) -> None:
 
 
 def measure_staleness(args: argparse.Namespace) -> None:
+    variants = [("decoupled_ppo", None), *(("decoupled_ppo", name) for name in args.remedies)]
+    variants = variants if args.remedies else [("naive", None), *variants]
     runs = [
-        Run(preset=name, seed=seed, max_staleness=eta, seconds=None, steps=args.steps)
+        Run(preset=name, remedy=remedy, seed=seed, max_staleness=eta, seconds=None, steps=args.steps)
         for seed in args.seeds or range(5)
         for eta in args.etas
-        for name in ("naive", "decoupled_ppo")
+        for name, remedy in variants
     ]
     results = results_of(runs, args)
     text = table(
-        sorted(results, key=lambda result: (result.run.max_staleness, result.run.preset != "naive")),
-        lambda run: f"eta {run.max_staleness}, {run.preset}",
+        sorted(results, key=lambda r: (r.run.max_staleness, variants.index((r.run.preset, r.run.remedy)))),
+        lambda run: f"eta {run.max_staleness}, {run.label}",
         {
             "staleness": lambda r: r.staleness,
             "entropy": lambda r: r.entropy,
             "effective sample size": lambda r: r.effective_sample_size,
+            "its smallest": lambda r: min(r.sample_sizes, default=float("nan")),
             "clipped": lambda r: r.clip_fraction,
             "training score, mean": mean_score,
         },
     )
-    report(text, args.run_dir / f"{results_directory(args)}.md")
-    plot_staleness(results, args.plot or Path("docs/algorithms_staleness.png"))
+    of_remedies = "-remedies" if args.remedies else ""
+    report(text, args.run_dir / f"{results_directory(args)}{of_remedies}.md")
+    plot_staleness(results, args.plot or Path(f"docs/algorithms_staleness{of_remedies.replace('-', '_')}.png"))
 
 
 def report(text: str, path: Path) -> None:
@@ -390,6 +428,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of training, for each run")
     parser.add_argument("--staleness", action="store_true", help="naive against decoupled_ppo, over --etas")
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
+    parser.add_argument("--remedies", nargs="+", default=[], choices=list(REMEDIES), help="with --staleness")
     parser.add_argument("--steps", type=int, default=60, help="of each run with --staleness")
     parser.add_argument("--seeds", type=int, nargs="+", default=None)
     parser.add_argument("--lr", type=float, default=1e-4)
