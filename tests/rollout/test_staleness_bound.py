@@ -1,16 +1,20 @@
 """The bound of docs/staleness.md over random schedules, and proof that these tests can fail."""
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
+from random_life import live
 from simulation import Schedule, schedules, simulate
 
 from arl.api.errors import StalenessError
+from arl.api.types import Group
 from arl.plan.virtual_time import DeadlockError
-from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 
 
 @given(schedules)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_token_is_too_old_no_group_trained_twice_the_buffer_never_overfull_and_the_pipeline_never_stops(
     schedule: Schedule,
 ) -> None:
@@ -49,3 +53,165 @@ def test_groups_uncharged_before_their_weights_are_published_would_stop_the_pipe
     schedule = Schedule(batch_size=2, max_staleness=1, update_s=3.0, train_s=0.01)
     with pytest.raises(DeadlockError):
         simulate(schedule, UnchargedWhenTaken)
+
+
+@pytest.mark.parametrize(
+    "num_events", [100_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_the_bound_holds_and_nobody_waits_in_vain_over_random_events_crashes_and_resumes(num_events: int) -> None:
+    """After every event; see random_life.py. Every kind of event happens often."""
+    seen = live(num_events)
+    assert seen.total() == num_events
+    assert min(seen.values()) > num_events / 1000
+
+
+# Mistakes, each in one rule of docs/staleness.md. Random events find each.
+
+
+class LookAheadOffByOne(ReplayBuffer):
+    def _first_overfull(self) -> int | None:
+        self._version -= 1
+        try:
+            return super()._first_overfull()
+        finally:
+            self._version += 1
+
+
+class LookAheadOfFinishedAlone(ReplayBuffer):
+    def _first_overfull(self) -> int | None:
+        running, self._running = self._running, {}
+        try:
+            return super()._first_overfull()
+        finally:
+            self._running = running
+
+
+class OnePlaceTooMany(ReplayBuffer):
+    @property
+    def capacity(self) -> int:
+        return super().capacity + 1
+
+
+class OnePlaceTooFew(ReplayBuffer):
+    @property
+    def capacity(self) -> int:
+        return max(super().capacity - 1, 1)
+
+
+class StampedWithTheTrainersVersion(ReplayBuffer):
+    async def admit(self) -> Slot:
+        published, self._published = self._published, self._version
+        try:
+            return await super().admit()
+        finally:
+            self._published = published
+
+
+class LatestDeadlineFirst(ReplayBuffer):
+    def _take_earliest(self) -> object:
+        self._finished.sort(reverse=True)
+        deadline, number = self._finished[0]
+        self._finished.sort()
+        self._finished.remove((deadline, number))
+        self._finished.insert(0, (deadline, number))
+        return super()._take_earliest()
+
+
+class LastAdmittedFirst(ReplayBuffer):
+    def _take_earliest(self) -> object:
+        deadline = self._finished[0][0]
+        number = max(number for other, number in self._finished if other == deadline)
+        self._finished.remove((deadline, number))
+        self._finished.insert(0, (deadline, number))
+        return super()._take_earliest()
+
+
+class DeadlineOfTheStamp(ReplayBuffer):
+    """The versions of a finished group's tokens are not looked at."""
+
+    def _finish(self, entry: object) -> None:
+        entry.deadline = entry.slot.stamp + self._max_staleness
+        super()._finish(entry)
+
+
+class ReleasedAndStillCharged(ReplayBuffer):
+    async def release(self, slot: Slot) -> None:
+        self._ended(slot)
+
+
+class WakesNobodyOnRelease(ReplayBuffer):
+    async def release(self, slot: Slot) -> None:
+        del self._entries[self._ended(slot).slot.number]
+
+
+class UnchargedOneVersionEarly(ReplayBuffer):
+    async def published(self, version: int) -> None:
+        await super().published(version)
+        for number in self._taken.pop(version, []):
+            del self._entries[number]
+
+
+class KeptForEver(ReplayBuffer):
+    """A publish that skips versions leaves their groups charged."""
+
+    async def published(self, version: int) -> None:
+        self._taken = {taken: numbers for taken, numbers in self._taken.items() if taken >= version - 1}
+        await super().published(version)
+
+
+class RestoresAllOfACheckpoint(ReplayBuffer):
+    def restore(self, groups: Iterable[Group]) -> list[Group]:
+        self._batch_size, batch_size = 10**6, self._batch_size
+        try:
+            return super().restore(groups)
+        finally:
+            self._batch_size = batch_size
+
+
+class ForgetsTheBatchInHand(ReplayBuffer):
+    def untrained(self, version: int) -> list[Group]:
+        return [entry.group for entry in self._entries.values() if entry.group and entry.trained_in is None]
+
+
+class SavesTrainedGroups(ReplayBuffer):
+    def untrained(self, version: int) -> list[Group]:
+        return super().untrained(version - 1)
+
+
+class CutsAnybody(ReplayBuffer):
+    def _overdue(self, now: float, after_s: float) -> tuple[list[int], float | None]:
+        return [number for running in self._running.values() for number in running.admitted], None
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        *(WithoutLookAhead, LookAheadOffByOne, LookAheadOfFinishedAlone, UnchargedWhenTaken, OnePlaceTooMany),
+        *(OnePlaceTooFew, StampedWithTheTrainersVersion, LatestDeadlineFirst, LastAdmittedFirst, DeadlineOfTheStamp),
+        *(ReleasedAndStillCharged, WakesNobodyOnRelease, UnchargedOneVersionEarly, KeptForEver),
+        *(RestoresAllOfACheckpoint, ForgetsTheBatchInHand, SavesTrainedGroups, CutsAnybody),
+    ],
+)
+def test_random_events_find_a_mistake_in_any_rule(mistaken: type[ReplayBuffer]) -> None:
+    with pytest.raises((AssertionError, StalenessError, ValueError)):
+        live(50_000, buffer_type=mistaken)
+
+
+class ReplaysOldGroups(Replay):
+    def _is_fresh(self, group: Group, version: int) -> bool:
+        return version - group.oldest_version <= self._max_staleness + 1
+
+
+class ReplaysOneTooMany(Replay):
+    def take(self, version: int) -> list[Group]:
+        self._num_groups += 1
+        try:
+            return super().take(version)
+        finally:
+            self._num_groups -= 1
+
+
+@pytest.mark.parametrize("mistaken", [ReplaysOldGroups, ReplaysOneTooMany])
+def test_random_events_find_a_mistake_of_replay(mistaken: type[Replay]) -> None:
+    with pytest.raises((AssertionError, StalenessError)):
+        live(50_000, replay_type=mistaken)
