@@ -4,52 +4,54 @@
     sets      0: only 123     1: only 34, 125     2: all but 0, 1, .., 31, 128     3: ..
 
 States of a grammar repeat, and within a string nearly every token is allowed. So sets are stored once, as the ids that
-they hold or as those that they lack, whichever are fewer.
+they hold or as those that they lack, whichever are fewer. A trajectory that waits holds them as bytes.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from arl.api.packed_sets import MAX_ID, Sets, counts_of, firsts_of, pack, unpack
+
 Ids = npt.NDArray[np.int32]
 
-_HEAD = struct.Struct("<III")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptIds:
     """The kept ids of T tokens: S sets, and the number of each token's set. Two are equal if all tokens' sets are.
 
-    Raises ValueError for numbers that describe no sets.
+    Raises ValueError for numbers that describe no sets. Do not change the arrays.
     """
 
-    index: Ids
-    """int32[T]: the set of each token; -1: it was sampled among the whole vocabulary."""
-    sizes: Ids
-    """int32[S]: how many ids each set lists."""
-    lists_excluded: npt.NDArray[np.bool_]
-    """bool[S]: the set lists the ids that it lacks."""
-    ids: Ids
-    """int32: what the sets list, end to end, ascending within each."""
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __slots__ = ("_bytes", "_sets")
 
-    def __post_init__(self) -> None:
-        num_sets = len(self.sizes)
-        if len(self.lists_excluded) != num_sets:
-            raise ValueError(f"{num_sets} sets of kept ids came with {len(self.lists_excluded)} marks; each needs one")
-        if len(self.index) and not (self.index.min() >= -1 and self.index.max() < num_sets):
-            raise ValueError(f"a token names a set of kept ids that does not exist; there are {num_sets}")
-        if (self.sizes < 0).any() or int(self.sizes.sum(dtype=np.int64)) != len(self.ids):
-            raise ValueError(f"sets of kept ids list {self.sizes.sum()} ids together, but {len(self.ids)} came")
-        if len(self.ids) and (self.ids.min() < 0 or not (np.diff(self._keys()) > 0).all()):
-            raise ValueError("the ids of a set of kept ids do not ascend")
-        if ((self.sizes == 0) & ~self.lists_excluded).any():
-            raise ValueError("a set of kept ids is empty: nothing could be sampled")
+    def __init__(self, *, index: Ids, sizes: Ids, lists_excluded: npt.NDArray[np.bool_], ids: Ids) -> None:
+        self._sets: Sets | None = _checked(Sets(index, sizes, lists_excluded, ids))
+        self._bytes = b""
+
+    @property
+    def index(self) -> Ids:
+        """int32[T]: the set of each token; -1: it was sampled among the whole vocabulary."""
+        return self._unpacked().index
+
+    @property
+    def sizes(self) -> Ids:
+        """int32[S]: how many ids each set lists."""
+        return self._unpacked().sizes
+
+    @property
+    def lists_excluded(self) -> npt.NDArray[np.bool_]:
+        """bool[S]: the set lists the ids that it lacks."""
+        return self._unpacked().lists_excluded
+
+    @property
+    def ids(self) -> Ids:
+        """int32: what the sets list, end to end, ascending within each."""
+        return self._unpacked().ids
 
     @classmethod
     def of(cls, kept: Iterable[Sequence[int] | npt.NDArray[Any] | None], vocab_size: int | None = None) -> KeptIds:
@@ -67,74 +69,86 @@ class KeptIds:
         return table.kept_ids()
 
     def __len__(self) -> int:
-        return len(self.index)
+        return counts_of(self._bytes)[0] if self._sets is None else len(self._sets.index)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KeptIds):
             return NotImplemented
-        return self._set_of_each() == other._set_of_each()
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+        return _set_of_each(self._unpacked()) == _set_of_each(other._unpacked())
 
     @property
     def num_bytes(self) -> int:
-        return self.index.nbytes + self.sizes.nbytes + self.lists_excluded.nbytes + self.ids.nbytes
+        """As it is held."""
+        return len(self._bytes) if self._sets is None else self._sets.num_bytes
 
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """int64[S + 1]: where each set's ids begin, and their number."""
-        return np.concatenate((np.zeros(1, np.int64), self.sizes.cumsum(dtype=np.int64)))
+    def packed(self) -> KeptIds:
+        """The same, held as few bytes, which each use unpacks."""
+        return self if self._sets is None else self.of_bytes(self.encode())
 
     def listed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(the number of its set, the id) of everything that sets list."""
-        return np.repeat(np.arange(len(self.sizes), dtype=np.int64), self.sizes), self.ids.astype(np.int64)
+        return _listed(self._unpacked())
 
     def allows(self, token_ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """bool[T]: whether each of these ids, one for each token, is in the token's set."""
-        is_free = self.index < 0
-        wanted = (self.index.astype(np.int64) << 32) | token_ids
-        keys = self._keys()
+        sets = self._unpacked()
+        is_free = sets.index < 0
+        wanted = (sets.index.astype(np.int64) << 32) | token_ids
+        of_sets, ids = _listed(sets)
+        keys = (of_sets << 32) | ids
         places = np.searchsorted(keys, wanted)
         is_listed = np.zeros(len(self), np.bool_)
         is_inside = places < len(keys)
         is_listed[is_inside] = keys[places[is_inside]] == wanted[is_inside]
-        marks = np.append(self.lists_excluded, False)  # the last stands for the sets of free tokens
-        return is_free | (is_listed != marks[self.index])
+        marks = np.append(sets.lists_excluded, False)  # the last stands for the sets of free tokens
+        return is_free | (is_listed != marks[sets.index])
 
     def mask(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """bool[T, vocab_size]: which ids each token was sampled among."""
-        of_sets = np.repeat(self.lists_excluded[:, None], vocab_size, axis=1)
-        of_sets[self.listed()] ^= True
-        return np.concatenate((of_sets, np.ones((1, vocab_size), np.bool_)))[self.index]
+        sets = self._unpacked()
+        of_sets = np.repeat(sets.lists_excluded[:, None], vocab_size, axis=1)
+        of_sets[_listed(sets)] ^= True
+        return np.concatenate((of_sets, np.ones((1, vocab_size), np.bool_)))[sets.index]
+
+    def lists(self, vocab_size: int) -> list[list[int]]:
+        """The ids of each token, ascending."""
+        sets = self._unpacked()
+        whole = np.arange(vocab_size)
+        parts = np.split(sets.ids, sets.starts[1:-1]) if len(sets.sizes) else []
+        lists = [
+            (np.delete(whole, part) if mark else part).tolist()
+            for mark, part in zip(sets.lists_excluded, parts, strict=True)
+        ]
+        return [lists[number] if number >= 0 else whole.tolist() for number in sets.index]
 
     def take(self, places: npt.NDArray[Any] | slice) -> KeptIds | None:
         """Those of the tokens at these places; None if all of them were sampled among the whole vocabulary."""
-        index = self.index[places]
-        used, numbers = np.unique(index, return_inverse=True)
+        sets = self._unpacked()
+        used, numbers = np.unique(sets.index[places], return_inverse=True)
         has_free = int(len(used) > 0 and used[0] < 0)
         used = used[has_free:]
         if not len(used):
             return None
-        sizes = self.sizes[used]
-        shifts = self.starts[used] - (sizes.cumsum(dtype=np.int64) - sizes)
-        listed = np.repeat(shifts, sizes) + np.arange(int(sizes.sum(dtype=np.int64)))
         return KeptIds(
             index=(numbers - has_free).astype(np.int32).reshape(-1),
-            sizes=sizes,
-            lists_excluded=self.lists_excluded[used],
-            ids=self.ids[listed],
+            sizes=sets.sizes[used],
+            lists_excluded=sets.lists_excluded[used],
+            ids=sets.listed_by(used),
         )
 
     @classmethod
     def joined(cls, parts: Sequence[KeptIds | int]) -> KeptIds | None:
         """End to end; a number stands for so many tokens without a set. None if no token has one."""
-        known = [part for part in parts if isinstance(part, KeptIds)]
+        if len(parts) == 1:
+            return None if isinstance(parts[0], int) else parts[0]
+        sets = [part if isinstance(part, int) else part._unpacked() for part in parts]
+        known = [part for part in sets if isinstance(part, Sets)]
         if not known:
             return None
         rows: list[Ids] = []
         num_sets = 0
-        for part in parts:
-            if isinstance(part, KeptIds):
+        for part in sets:
+            if isinstance(part, Sets):
                 rows.append(np.where(part.index < 0, part.index, part.index + np.int32(num_sets)))
                 num_sets += len(part.sizes)
             else:
@@ -147,34 +161,54 @@ class KeptIds:
         )
 
     def encode(self) -> bytes:
-        """As bytes, which `decode` reads; little-endian."""
-        head = _HEAD.pack(len(self.index), len(self.sizes), len(self.ids))
-        numbers = (part.astype("<i4", copy=False).tobytes() for part in (self.index, self.sizes, self.ids))
-        return b"".join((head, *numbers, self.lists_excluded.tobytes()))
+        """As few bytes, which `decode` and `of_bytes` read."""
+        return self._bytes or pack(self._unpacked())
 
     @classmethod
     def decode(cls, data: bytes) -> KeptIds:
         """Raises ValueError for bytes that `encode` did not write."""
-        if len(data) < _HEAD.size:
-            raise ValueError("kept ids end early")
-        num_tokens, num_sets, num_ids = _HEAD.unpack_from(data)
-        numbers = num_tokens + num_sets + num_ids
-        if len(data) != _HEAD.size + 4 * numbers + num_sets:
-            raise ValueError(f"kept ids have {len(data)} bytes, which are not those of {num_tokens} tokens")
-        words = np.frombuffer(data, "<i4", numbers, _HEAD.size)
-        marks = np.frombuffer(data, np.uint8, num_sets, _HEAD.size + 4 * numbers)
-        index, sizes, ids = np.split(words, (num_tokens, num_tokens + num_sets))
-        return cls(index=index, sizes=sizes, lists_excluded=marks != 0, ids=ids)
+        kept = cls.of_bytes(data)  # which `encode` gives again
+        kept._sets = _checked(unpack(data))
+        return kept
 
-    def _keys(self) -> npt.NDArray[np.int64]:
-        """(number of the set, id) of each listed id as one number, ascending."""
-        sets, ids = self.listed()
-        return (sets << 32) | ids
+    @classmethod
+    def of_bytes(cls, data: bytes) -> KeptIds:
+        """Held as these bytes. Only their format is checked: raises ValueError for another."""
+        counts_of(data)
+        kept = cls.__new__(cls)
+        kept._sets, kept._bytes = None, data
+        return kept
 
-    def _set_of_each(self) -> list[tuple[bool, bytes] | None]:
-        parts = np.split(self.ids, self.starts[1:-1])
-        sets = [(bool(mark), part.tobytes()) for mark, part in zip(self.lists_excluded, parts, strict=False)]
-        return [sets[number] if number >= 0 else None for number in self.index]
+    def _unpacked(self) -> Sets:
+        return unpack(self._bytes) if self._sets is None else self._sets
+
+
+def _checked(sets: Sets) -> Sets:
+    """Raises ValueError for numbers that describe no sets."""
+    num_sets = len(sets.sizes)
+    if len(sets.lists_excluded) != num_sets:
+        raise ValueError(f"{num_sets} sets of kept ids came with {len(sets.lists_excluded)} marks; each needs one")
+    if len(sets.index) and not (sets.index.min() >= -1 and sets.index.max() < num_sets):
+        raise ValueError(f"a token names a set of kept ids that does not exist; there are {num_sets}")
+    if (sets.sizes < 0).any() or sets.starts[-1] != len(sets.ids):
+        raise ValueError(f"sets of kept ids list {sets.sizes.sum()} ids together, but {len(sets.ids)} came")
+    if len(sets.ids) and (sets.ids.min() < 0 or not ((np.diff(sets.ids) > 0) | firsts_of(sets)[1:]).all()):
+        raise ValueError("the ids of a set of kept ids do not ascend")
+    if len(sets.ids) and (last := int(sets.ids.max())) > MAX_ID:
+        raise ValueError(f"a set of kept ids holds {last}; no vocabulary is so large")
+    if ((sets.sizes == 0) & ~sets.lists_excluded).any():
+        raise ValueError("a set of kept ids is empty: nothing could be sampled")
+    return sets
+
+
+def _listed(sets: Sets) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    return np.repeat(np.arange(len(sets.sizes), dtype=np.int64), sets.sizes), sets.ids.astype(np.int64)
+
+
+def _set_of_each(sets: Sets) -> list[tuple[bool, bytes] | None]:
+    parts = np.split(sets.ids, sets.starts[1:-1])
+    known = [(bool(mark), part.tobytes()) for mark, part in zip(sets.lists_excluded, parts, strict=False)]
+    return [known[number] if number >= 0 else None for number in sets.index]
 
 
 class SetTable:

@@ -153,8 +153,10 @@ class ModelResponse:
                 f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions; "
                 "each token needs one of each"
             )
-        if self.kept_ids is not None and (flaw := _kept_ids_flaw(self.kept_ids, self.output_ids)):
-            raise ValueError(flaw)
+        if self.kept_ids is not None:
+            if flaw := _kept_ids_flaw(self.kept_ids, self.output_ids):
+                raise ValueError(flaw)
+            object.__setattr__(self, "kept_ids", self.kept_ids.packed())
         if self.routes is not None and len(self.routes) <= n:
             raise ValueError(f"routes has {len(self.routes)} entries for a prompt and {n} tokens after it")
 
@@ -279,8 +281,10 @@ class Trajectory:
         self._build_columns()
         self._check_numbers()
         self._check_turns()
-        if self.kept_ids is not None and (flaw := _kept_ids_flaw(self.kept_ids, self.token_ids)):
-            raise TrajectoryError(flaw)
+        if self.kept_ids is not None:
+            if flaw := _kept_ids_flaw(self.kept_ids, self.token_ids):
+                raise TrajectoryError(flaw)
+            object.__setattr__(self, "kept_ids", self.kept_ids.packed())  # it may wait for long
         if self.routes is not None and len(self.routes) != len(self.token_ids):
             raise TrajectoryError(
                 f"routes has {len(self.routes)} entries for {len(self.token_ids)} token_ids; they must be equal"

@@ -70,7 +70,7 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     for name, empty in _EMPTY.items():
         lengths = fields.get(_LENGTHS[name], none) if name in _ADDED else fields[_LENGTHS.get(name, "length")]
         fields[name] = _views(name, arrays.get(name, empty), lengths)
-    fields["kept_ids"] = [None if kept is None else KeptIds.decode(kept.tobytes()) for kept in fields["kept_ids"]]
+    fields["kept_ids"] = [None if kept is None else KeptIds.of_bytes(kept.tobytes()) for kept in fields["kept_ids"]]
     fields["routes"] = [None if routes is None else Routes.decode(routes.data) for routes in fields["routes"]]
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]

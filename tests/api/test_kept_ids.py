@@ -56,9 +56,43 @@ def test_parts_end_to_end_are_the_tokens_of_all(parts: list[Sets | int]) -> None
 
 @given(some_sets)
 def test_bytes_and_pickles_give_them_back(sets: Sets) -> None:
-    kept = KeptIds.of(sets, VOCAB)
-    assert KeptIds.decode(kept.encode()) == kept
-    assert pickle.loads(pickle.dumps(kept)) == kept
+    for kept in (KeptIds.of(sets, VOCAB), KeptIds.of(sets)):
+        for again in (KeptIds.decode(kept.encode()), KeptIds.of_bytes(kept.encode()), kept.packed()):
+            assert again == kept
+            assert len(again) == len(sets)
+            assert pickle.loads(pickle.dumps(again)) == kept
+            assert again.lists(VOCAB) == [[i for i in range(VOCAB) if row[i]] for row in slow_mask(sets)]
+
+
+far_sets = st.lists(st.none() | st.lists(st.integers(0, 1 << 23), min_size=1, unique=True), max_size=8)
+
+
+@given(far_sets, st.data())
+def test_bytes_hold_any_ids_in_any_order_of_use(sets: Sets, data: st.DataObject) -> None:
+    """Ids far apart, and sets that are used again, out of order, or by no token."""
+    places = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=20)) if sets else []
+    kept, chosen = KeptIds.of(sets), [sets[place] for place in places]
+    used = KeptIds(
+        index=kept.index[places].astype(np.int32), sizes=kept.sizes, lists_excluded=kept.lists_excluded, ids=kept.ids
+    )
+    assert KeptIds.decode(used.encode()) == KeptIds.of(chosen)
+
+
+def test_a_packed_set_is_small_where_contexts_repeat() -> None:
+    """50 ids a token, by 400 contexts, each time with another straggler: a seventh of the ids as they are."""
+    generator = np.random.default_rng(0)
+    frequent = [generator.zipf(1.3, 400) % 50_000 for _ in range(400)]
+    contexts = [np.unique(ids)[:49] for ids in frequent]
+    sets = [np.unique(np.append(contexts[i], generator.integers(50_000))) for i in generator.integers(400, size=4000)]
+    kept = KeptIds.of(sets)
+    assert kept.packed().num_bytes * 7 < 4 * len(kept.ids)
+
+
+def test_bytes_of_another_format_are_an_error() -> None:
+    data = KeptIds.of([[1, 2], None]).encode()
+    for read in (KeptIds.decode, KeptIds.of_bytes):
+        with pytest.raises(ValueError, match="this version of arl reads"):
+            read(b"set1" + data[4:])
 
 
 def test_a_grammars_states_are_stored_once_and_a_string_costs_little() -> None:
@@ -75,6 +109,7 @@ def test_a_grammars_states_are_stored_once_and_a_string_costs_little() -> None:
         ({"ids": [3, 1, 2]}, "do not ascend"),
         ({"ids": [1, 1, 2]}, "do not ascend"),
         ({"ids": [-1, 1, 2]}, "do not ascend"),
+        ({"ids": [1, 1 << 24, 2]}, "holds 16777216; no vocabulary is so large"),
         ({"ids": [1, 2]}, "list 3 ids together, but 2 came"),
         ({"sizes": [3, 0], "ids": [1, 2, 3]}, "is empty: nothing could be sampled"),
         ({"lists_excluded": [True]}, "2 sets of kept ids came with 1 marks"),
@@ -84,8 +119,9 @@ def test_numbers_that_describe_no_sets_are_an_error(change: dict[str, Any], sent
     numbers: dict[str, Any] = {"index": [0, 1], "sizes": [2, 1], "lists_excluded": [False, False], "ids": [1, 3, 2]}
     numbers |= change
     kinds = {"lists_excluded": np.bool_}
+    arrays: dict[str, Any] = {name: np.array(values, kinds.get(name, np.int32)) for name, values in numbers.items()}
     with pytest.raises(ValueError, match=sentence):
-        KeptIds(**{name: np.array(values, kinds.get(name, np.int32)) for name, values in numbers.items()})
+        KeptIds(**arrays)
 
 
 @pytest.mark.parametrize("cut", [5, 20, -1])

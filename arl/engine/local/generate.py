@@ -314,7 +314,7 @@ class Generation:
     def _sampling_mask(self, job: Job) -> dict[str, Any]:
         """As SGLang writes it: the kept ids of each token, and its logprob among them."""
         size = self._model.vocab_size
-        masks = [] if job.sets is None else [row.nonzero()[0].tolist() for row in job.sets.kept_ids().mask(size)]
+        masks = [] if job.sets is None else job.sets.kept_ids().lists(size)
         return {
             "output_token_sampling_mask": masks,
             "output_token_sampling_logprobs": job.kept_logprobs,
