@@ -2,6 +2,6 @@
 
 recorded_run.py     which steps, from which checkpoint, under which settings
 again.py            the same numbers?
-otherwise.py        what would others have been: another loss, correction, reward, learning rate, packing
+otherwise.py        what would others have been: another loss, weights, reward, learning rate, packing
 compared_process.py two learners beside each other, in a process of their own
 """

@@ -1,4 +1,4 @@
-"""The recorded steps under other settings: the same batch and weights, another loss, correction, reward, learning rate.
+"""The recorded steps under other settings: the same batch and weights, another loss, weights, reward, learning rate.
 
                   +--> the run's own settings --> weights of the next step
 weights, batch ---+                                  | gradients by layer, say by token

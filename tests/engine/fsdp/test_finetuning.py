@@ -122,7 +122,9 @@ def test_the_loss_is_the_mean_over_pairs_which_are_whole_in_every_microbatch(mak
     with torch.no_grad():
         sums = [float(twin_logprobs(twin, s)[0].sum()) for s in sequences]
     h = [chosen - rejected for chosen, rejected in zip(sums[::2], sums[1::2], strict=True)]
-    expected = sum(torch.nn.functional.softplus(torch.tensor(-0.2 * x, dtype=torch.float64)).item() for x in h) / 6
+    preferred = sum(torch.nn.functional.softplus(torch.tensor(-0.2 * x, dtype=torch.float64)).item() for x in h) / 6
+    imitated = sum(-total / int(s.loss_mask.sum()) for total, s in zip(sums[::2], sequences[::2], strict=True)) / 6
+    expected = preferred + 0.5 * imitated
     metrics = make_engine(max_tokens_per_microbatch=60).train_batch([sequences], counting)
     assert metrics["microbatches"] > 1
     assert sorted(sizes) == [1, 2, 2, 2, 2, 2]
