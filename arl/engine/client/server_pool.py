@@ -47,6 +47,7 @@ from arl.api.events import (
 )
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
+from arl.engine.client.generated_tokens import GeneratedTokens
 from arl.engine.client.greeting import Greeting
 from arl.engine.client.loads import Loads, Versions
 from arl.engine.client.server_client import Holding, ServerClient
@@ -203,6 +204,7 @@ class ServerPool:
 
     def __init__(self, version: int, events: Events = NOWHERE) -> None:
         self._events = events
+        self.generated = GeneratedTokens()
         self.is_held = False
         """All generation is paused: no server gets requests, not even one that serves."""
         self.newest_sent = version
@@ -323,6 +325,7 @@ class ServerPool:
             self.expectation.began = min(self.expectation.began, asyncio.get_running_loop().time())
 
     def note_work(self, worked: ServerWorked) -> None:
+        self.generated.note(worked)
         self._events.emit(worked)
 
     def expect(self, servers: Iterable[Server]) -> None:

@@ -79,6 +79,8 @@ class ServerWatch:
             "servers/fences": self._num_fences,
             "servers/failed_requests": self.num_failed_requests,
         }
+        if self._pool.generated.total is not None:
+            numbers["servers/generated_tokens"] = self._pool.generated.total
         return numbers if self._processes is None else {**numbers, "servers/restarts": self._processes.num_restarts}
 
     def note_fence(self, server: Server) -> None:

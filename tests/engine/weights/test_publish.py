@@ -87,6 +87,24 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
         trainer.assert_of_its_versions(response, seed, upto)
 
 
+async def test_servers_say_what_they_generated_for_answers_and_for_nobody(first: ServerProcess):
+    async with client(first, pause_mode="in_place") as engine:
+        await engine.pause()
+        await engine.resume()
+        responses = await asyncio.gather(*(engine.agenerate(request(30, seed)) for seed in range(3)))
+        answered = sum(len(response.output_ids) for response in responses)
+        await engine.pause()
+        assert engine.counters()["servers/generated_tokens"] == answered == 90
+        await engine.resume()
+        given_up = asyncio.create_task(engine.agenerate(request(600)))
+        while engine.counters()["servers/generated_tokens"] == answered:
+            await engine.pause()
+            await engine.resume()
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert given_up.cancelled()
+
+
 @pytest.mark.parametrize("transport", ["disk", "delta", "distributed"], indirect=True)
 async def test_weights_that_cannot_be_put_together_leave_the_servers_as_they_were_and_the_next_are_published(
     trainer: Trainee, transport: WeightTransport, first: ServerProcess, monkeypatch: pytest.MonkeyPatch
