@@ -25,7 +25,7 @@ from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.assembly import weight_transport
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.model_files import end_token_ids, load_tokenizer
+from arl.engine.model_files import end_token_ids, load_tokenizer, served_model
 from arl.offload import TrainThread, offload
 from arl.serving import connect, open_servers
 from arl.trainer_process import load_train_engine
@@ -164,6 +164,7 @@ def _subject(config: Config, workflow: RolloutWorkflow, engine: TrainEngine) -> 
         context_length=of_local if is_local else None,
         is_exact=config.train.dtype == "float32" and _is_stored_exactly(config) and _serves_exactly(config),
         replays_truncation=config.engine.replay_truncation,
+        routing=served_model(config.model, replay_routing=config.engine.replay_routing).routing,
         adapters=isinstance(config.weights, AdapterWeightsConfig),
         shards=[config.train.num_ranks],
     )

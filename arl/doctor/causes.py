@@ -161,8 +161,9 @@ LABEL_INSIDE = Cause(
 )
 ROUTING = Cause(
     name="routing",
-    means="The experts that the server reports are not those that the trainer's router chooses, or are missing.",
-    mend="Start SGLang with --enable-return-routed-experts, and set engine.replay_routing.",
+    means="The experts that the server reports are not those that it computed with, or it reports none.",
+    mend="Start SGLang with --enable-return-routed-experts, in a version that returns them right; until then set "
+    "engine.replay_routing to false.",
 )
 LOAD_FAILED = Cause(
     name="load failed",

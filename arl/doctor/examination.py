@@ -1,7 +1,7 @@
 """The order of the checks: from what others rest on to what rests on them, so that the first fault is the cause.
 
-    tokens -> train engine -> weights -> precision -> long prompts -> batches -> temperature -> truncation -> ends
-    -> cache -> load 1: weights, label, cache -> load 2, during responses: weights, labels, cache -> adapters
+    tokens -> train engine -> weights -> precision -> long prompts -> batches -> routing -> temperature -> truncation
+    -> ends -> cache -> load 1: weights, label, cache -> load 2, during responses: weights, labels, cache -> adapters
 
 A check that rests on one that failed is skipped: its numbers would show the same fault again.
 """
@@ -31,7 +31,7 @@ Publish = Callable[[], Awaitable[str | None]]
 Check = Callable[[], Awaitable[Checked]]
 OnCheck = Callable[[Checked], object]
 
-_MOVE, _MOVE_ROUNDINGS = 0.3, 60.0
+_MOVE, _MOVE_ROUNDINGS = 0.3, 20.0
 """How far each version moves logprobs, in nats: so far that one layer of many would show, beyond any rounding."""
 _DURING = SamplingParams(max_new_tokens=600, ignore_eos=True)
 _KEPT = 4
@@ -112,7 +112,8 @@ class Examination:
         rest = ("weights", "context length")
         await self._try(visit, "chunked prefill", rest, lambda: model_checks.check_long_prompt(visit))
         await self._try(visit, "batch invariance", ("weights",), lambda: model_checks.check_batch(visit))
-        in_batch = ("weights", "batch invariance")
+        in_batch = ("weights", "batch invariance", "routing")
+        await self._try(visit, "routing", in_batch[:2], lambda: model_checks.check_routing(visit))
         await self._try(visit, "temperature", in_batch, lambda: sampling_checks.check_temperature(visit))
         sampled = (*in_batch, "temperature")
         await self._try(visit, "truncation", sampled, lambda: sampling_checks.check_truncation(visit))
@@ -168,7 +169,8 @@ class Examination:
 
         None: it failed, which is noted.
         """
-        least = max(_MOVE, _MOVE_ROUNDINGS * visits[0].tolerance.rounding)
+        tolerance = visits[0].tolerance
+        least = _MOVE if tolerance.is_exact else max(_MOVE, _MOVE_ROUNDINGS * tolerance.rounding)
         during: dict[str, asyncio.Task[list[Sampled]]] = {}
         published = asyncio.Event()
         for visit in visits:

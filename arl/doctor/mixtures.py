@@ -13,6 +13,7 @@ from arl.doctor.causes import (
     OTHER_ADAPTER,
     PACKED,
     PARTS_NOT_UPDATED,
+    PRECISION,
     SHARD,
     TIED_HEAD,
     Cause,
@@ -46,6 +47,7 @@ def suspicions(parts: Sequence[str], shards: Sequence[int], *, is_tied: bool, ad
         yield Suspicion(cause=TIED_HEAD, detail="The embedding is old, the head new", mix=_old_in({"embedding"}))
         both = _old_in({"embedding", "head"})
         yield Suspicion(cause=PARTS_NOT_UPDATED, detail="The embedding, which is the head, is old", mix=both)
+    yield Suspicion(cause=PRECISION, detail="The load rounds weights to bfloat16", mix=_rounded)
     yield Suspicion(cause=PACKED, detail="", mix=_old_linear(with_head=False))
     yield Suspicion(cause=PACKED, detail="The head is old, too", mix=_old_linear(with_head=True))
     for part in parts:
@@ -67,6 +69,10 @@ def old_parts(parts: set[str]) -> Suspicion:
 
 def _all_old(_name: str, old: torch.Tensor, _new: torch.Tensor) -> torch.Tensor:
     return old
+
+
+def _rounded(_name: str, _old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return new.bfloat16().float()
 
 
 def _old_in(parts: set[str]) -> Mix:

@@ -16,6 +16,7 @@ from arl.doctor.causes import (
     CHUNKED_PREFILL,
     OTHER_WEIGHTS,
     PRECISION,
+    ROUTING,
     TRAIN_ENGINE,
     UNEXPLAINED,
 )
@@ -48,16 +49,19 @@ async def scores_alone(visit: Visit) -> list[Floats]:
 
 
 async def check_weights(visit: Visit, name: str) -> Checked:
-    """Logprobs of short prompts, one at a time. name: of the load that came before."""
+    """Logprobs of short prompts, one at a time. name: of the load that came before.
+
+    At first no more is asked than that rounding explains the difference. After a load it must be as small as before.
+    """
     told = await scores_alone(visit)
-    apart, limit = gap(told, visit.trained.short), visit.tolerance.coarse
-    threshold = f"{limit:.2g} nats: no rounding explains more"
+    is_first = visit.reference.before is visit.reference.newest
+    apart, limit = gap(told, visit.trained.short), visit.tolerance.coarse if is_first else visit.tolerance.limit
+    threshold = f"{limit:.2g} nats: no rounding explains more" if is_first else visit.tolerance.why
     measured = f"{apart:.2g} nats in the mean, {worst(told, visit.trained.short):.2g} at most"
     if apart <= limit:
         return visit.ok(name, measured, threshold)
     found = await offload(_explained, visit, told, apart)
     if found is None:
-        is_first = visit.reference.before is visit.reference.newest
         return visit.fault(name, OTHER_WEIGHTS if is_first else UNEXPLAINED, measured, threshold)
     suspicion, left = found
     measured = f"{measured}; {left:.2g} with the weights that this cause would leave"
@@ -69,7 +73,7 @@ def _explained(visit: Visit, told: Sequence[Floats], apart: float) -> tuple[Susp
     reference, subject = visit.reference, visit.subject
     if reference.before is reference.newest:
         return None
-    enough = max(visit.tolerance.coarse, 0.05 * apart)
+    enough = max(visit.tolerance.limit, 0.05 * apart)
     known = suspicions(
         reference.parts,
         [visit.facts.num_ranks, *subject.shards, 2],
@@ -153,3 +157,20 @@ async def check_batch(visit: Visit) -> Checked:
     if apart <= visit.tolerance.limit:
         return visit.ok("batch invariance", measured, visit.tolerance.why)
     return visit.fault("batch invariance", BATCH_VARIANCE, measured, visit.tolerance.why)
+
+
+async def check_routing(visit: Visit) -> Checked:
+    """Samples, as the trainer computes them with the experts that the server reports, and with its own choice."""
+    name = "routing"
+    if visit.subject.routing is None:
+        return visit.skipped(name, "the model is dense, or engine.replay_routing is false")
+    responses = await visit.sample_all(visit.prompts, SamplingParams(max_new_tokens=32, ignore_eos=True))
+    if any(one.routes is None for one in responses):
+        return visit.fault(name, ROUTING, "responses came without routes", "the routes of every token")
+    told = [one.logprobs for one in responses]
+    replayed = gap(told, await visit.trainer.of_sampled(responses))
+    own = gap(told, await visit.trainer.of_sampled(responses, with_routes=False))
+    measured = f"{replayed:.2g} nats with the server's experts, {own:.2g} with the trainer's own choice"
+    if replayed <= visit.tolerance.limit:
+        return visit.ok(name, measured, visit.tolerance.why)
+    return visit.fault(name, ROUTING, measured, visit.tolerance.why)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import numpy.typing as npt
 
 from arl.api.errors import NoSuchPathError, ServerError
 from arl.api.kept_ids import KeptIds
+from arl.api.routes import Routes, Routing
 from arl.api.types import SamplingParams
 from arl.web.client import JsonClient
 
@@ -52,6 +55,8 @@ class Sampled:
     prompt_tokens: int
     cached_tokens: int
     kept_ids: KeptIds | None = None
+    routes: Routes | None = None
+    """Of prompt and response, if they were asked for."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -119,20 +124,23 @@ class ServerProbe:
         key: str = "",
         adapter: str | None = None,
         wants_kept_ids: bool = False,
+        routing: Routing | None = None,
     ) -> Sampled:
-        """key: requests of the same one share cached prefixes. Unset: it shares none."""
+        """key: requests of the same one share cached prefixes. Unset: it shares none. routing: ask for routes."""
         payload = self._payload(prompt_ids, sampling, key=key, adapter=adapter)
         if wants_kept_ids and sampling.is_filtered:
             payload["return_sampling_mask"] = True
             if self._most_kept and sampling.top_k == -1:  # SGLang lists ids under a finite top_k alone
                 payload["sampling_params"]["top_k"] = max(2, min(MOST_KEPT, self._most_kept // 2))
+        if routing is not None:
+            payload |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         body = await self._object("POST", "/generate", payload)
         meta = body["meta_info"]
         entries = meta.get("output_token_logprobs") or []
         logprobs, kept_ids = [entry[0] for entry in entries], None
         if (masks := meta.get("output_token_sampling_mask")) is not None:
             logprobs, kept_ids = meta["output_token_sampling_logprobs"], KeptIds.of(masks)
-        labels = [str(meta.get("weight_version", ""))] * len(entries)
+        labels, num_tokens = [str(meta.get("weight_version", ""))] * len(entries), len(prompt_ids) + len(entries)
         for span in meta.get("weight_versions") or ():
             end = min(span["end"], len(labels))
             labels[span["start"] : end] = [str(span["version"])] * (end - span["start"])
@@ -146,7 +154,18 @@ class ServerProbe:
             prompt_tokens=int(meta.get("prompt_tokens") or 0),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             kept_ids=kept_ids,
+            routes=None if routing is None else self._routes(meta.get("routed_experts"), routing, num_tokens),
         )
+
+    def _routes(self, told: str | None, routing: Routing, num_tokens: int) -> Routes | None:
+        """Those of all tokens but the last, which was not computed. Raises ServerError for a wrong number of them."""
+        if told is None:
+            return None
+        experts = np.frombuffer(b64decode(told), "<i4")
+        shape = num_tokens - 1, routing.num_layers, routing.experts_per_token
+        if experts.size != math.prod(shape):
+            raise ServerError(f"{self.address} returned routes of {experts.size} numbers; they must be {shape}")
+        return Routes.joined([Routes.of(experts.reshape(shape).astype(routing.dtype)), 1])
 
     async def load_directory(self, directory: str, label: str) -> None:
         await self._object(

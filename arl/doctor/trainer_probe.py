@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,17 @@ class TrainerProbe:
         made = [_sequence(ids, 1) for ids in sequences]
         return [row[1:] for row in await self._forward(made)]
 
-    async def of_sampled(self, responses: Sequence[Sampled]) -> list[Floats]:
-        """For each response the trainer's logprobs of its tokens, as it would train them."""
+    async def of_sampled(self, responses: Sequence[Sampled], *, with_routes: bool = True) -> list[Floats]:
+        """For each response the trainer's logprobs of its tokens, as it would train them.
+
+        with_routes: compute with the experts that the server reports, if it does.
+        """
         made = [
-            _sequence(one.token_ids, len(one.prompt_ids), one.temperature, _behind(len(one.prompt_ids), one.kept_ids))
+            replace(
+                _sequence(one.token_ids, len(one.prompt_ids), one.temperature),
+                kept_ids=_behind(len(one.prompt_ids), one.kept_ids),
+                routes=one.routes if with_routes else None,
+            )
             for one in responses
         ]
         rows = await self._forward(made)
@@ -81,9 +89,7 @@ class TrainerProbe:
         return [row.double().numpy() for row in rows]
 
 
-def _sequence(
-    ids: Sequence[int], first: int, temperature: float = 1.0, kept_ids: KeptIds | None = None
-) -> TrainSequence:
+def _sequence(ids: Sequence[int], first: int, temperature: float = 1.0) -> TrainSequence:
     """first: the first trained token."""
     mask = torch.arange(len(ids)) >= first
     return TrainSequence(
@@ -91,7 +97,6 @@ def _sequence(
         loss_mask=mask,
         loss_weights=mask / mask.sum().clamp(min=1),
         temperature=temperature,
-        kept_ids=kept_ids,
     )
 
 

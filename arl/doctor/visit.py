@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arl.api.errors import ServerError
+from arl.api.routes import Routing
 from arl.api.types import SamplingParams
 from arl.doctor.causes import Cause
 from arl.doctor.checked import Checked, Outcome
@@ -43,6 +44,8 @@ class Subject:
     """Trainer, stored weights and server all are to be in float32."""
     replays_truncation: bool
     """Logprobs under top_p, top_k and min_p are those among the kept ids."""
+    routing: Routing | None
+    """How the model routes, if it is a mixture of experts whose routes the run replays."""
     adapters: bool
     """Each version is an adapter beside the model."""
     shards: Sequence[int]
@@ -116,7 +119,12 @@ class Visit:
         values = {name: getattr(sampling, name) for name in _CARRIED}
         asked = SamplingParams(**values, max_new_tokens=count, seed=seed)
         return await self.server.sample(
-            ids, asked, key=key, adapter=self.trained.adapter, wants_kept_ids=self.subject.replays_truncation
+            ids,
+            asked,
+            key=key,
+            adapter=self.trained.adapter,
+            wants_kept_ids=self.subject.replays_truncation,
+            routing=self.subject.routing,
         )
 
 

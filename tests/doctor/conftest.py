@@ -7,6 +7,7 @@ import pytest
 from doctor.faulty_server import FaultyServer
 from doctor.planted import OPTIONS, SHAPE
 from embedded_server import NURSERY
+from mixtures import write_mixture
 
 from arl.engine.tiny import write_tiny_model
 
@@ -36,4 +37,15 @@ def server(model: Path) -> Iterator[FaultyServer]:
 def bfloat16_server(model: Path) -> Iterator[FaultyServer]:
     (options,) = OPTIONS.values()
     with served(model, *options) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixture(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def mixture_server(mixture: Path) -> Iterator[FaultyServer]:
+    with served(mixture) as process:
         yield process

@@ -7,6 +7,7 @@ import copy
 import os
 import runpy
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from aiohttp import web
 from embedded_server import ForkedServer
@@ -156,6 +158,12 @@ def second_ranks_shard_not_updated(ward: Ward) -> Iterator[None]:
         return torch.cat([new.narrow(dim, 0, half), held.narrow(dim, half, new.shape[dim] - half)], dim)
 
     with loads_only(ward, change):
+        yield
+
+
+@fault
+def load_rounds_to_bfloat16(ward: Ward) -> Iterator[None]:
+    with loads_only(ward, lambda _, __, new: new.bfloat16().float()):
         yield
 
 
@@ -320,6 +328,22 @@ def positions_shifted_behind_the_first_chunk(ward: Ward) -> Iterator[None]:
             return fused(token_ids, shifted, batch)
 
     with patch.object(ward.runner, "_fused", Shifted()):
+        yield
+
+
+@fault
+def routes_of_the_token_before(ward: Ward) -> Iterator[None]:
+    meta_info = ward.generation._meta_info
+
+    def shifted(job: Job, *rest: Any) -> Any:
+        info = meta_info(job, *rest)
+        if (told := info.get("routed_experts")) is not None:
+            experts = np.frombuffer(b64decode(told), "<i4")
+            each = len(experts) // (len(job.input_ids) + len(job.output_ids) - 1)
+            info["routed_experts"] = b64encode(np.roll(experts, each).tobytes()).decode()
+        return info
+
+    with patch.object(ward.generation, "_meta_info", shifted):
         yield
 
 

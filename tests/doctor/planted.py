@@ -36,6 +36,7 @@ NAMED = {
     "packed_linear_layers": "packed linear layers",
     "tied_head_not_updated": "tied head not updated",
     "second_ranks_shard_not_updated": "shard not updated",
+    "load_rounds_to_bfloat16": "precision",
     "load_fails": "load failed",
     "label_of_the_version_before": "version label",
     "labels_change_two_tokens_early": "version label inside a response",
@@ -52,12 +53,14 @@ NAMED = {
     "stop_strings_ignored": "stop strings",
     "tokens_of_the_stop_string_left_out": "stop strings",
     "bfloat16_in_the_place_of_float32": "precision",
+    "routes_of_the_token_before": "routing",
     "wrong_end_of_sequence": "end of sequence",
     "base_model_instead_of_adapter": "base model instead of adapter",
     "first_adapter_for_every_name": "another adapter",
     "unknown_adapters_answered_by_the_base_model": "unknown adapter accepted",
 }
 OF_ADAPTERS = [name for name in NAMED if "adapter" in name]
+OF_MIXTURES = ["routes_of_the_token_before"]
 OPTIONS = {"bfloat16_in_the_place_of_float32": ("--dtype", "bfloat16")}
 """Faults that are servers of their own, by their options."""
 

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 from doctor.faulty_server import FAULTS, FaultyServer
-from doctor.planted import NAMED, OF_ADAPTERS, OF_TRUNCATION, OPTIONS, TRUNCATED, USUAL, config_of, first_fault, planted
+from doctor.planted import (
+    NAMED,
+    OF_ADAPTERS,
+    OF_MIXTURES,
+    OF_TRUNCATION,
+    OPTIONS,
+    TRUNCATED,
+    USUAL,
+    config_of,
+    first_fault,
+    planted,
+)
 
 from arl.api.engine_config import AdapterWeightsConfig, LoRAConfig, TrainConfig
 from arl.doctor.causes import CAUSES
@@ -45,14 +56,14 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_the_first_named_cause_is_the_planted_one(
-    name: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_the_first_named_cause_is_the_planted_one(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if name in OF_ADAPTERS:
         more = {"train": TrainConfig(lora=LoRAConfig(rank=4, alpha=8)), "weights": AdapterWeightsConfig()}
     sampling = TRUNCATED if name in OF_TRUNCATION else USUAL
-    server: FaultyServer = request.getfixturevalue("bfloat16_server" if name in OPTIONS else "server")
+    kind = "bfloat16_server" if name in OPTIONS else "mixture_server" if name in OF_MIXTURES else "server"
+    server: FaultyServer = request.getfixturevalue(kind)
+    model: Path = request.getfixturevalue("mixture" if name in OF_MIXTURES else "model")
     with planted(server, "" if name in OPTIONS else name, model):
         found = asyncio.run(first_fault(config_of(model, server, tmp_path, **more), sampling))
     assert found is not None

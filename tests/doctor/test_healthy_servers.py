@@ -89,6 +89,11 @@ def test_no_healthy_server_is_accused(
 
 
 @pytest.mark.slow
+def test_no_healthy_mixture_of_experts_is_accused(mixture: Path, mixture_server: FaultyServer, tmp_path: Path) -> None:
+    examined(Case("disk", SAMPLINGS[4], "retract", "float32", 0), mixture, mixture_server, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_fifty_healthy_servers_are_not_accused(tmp_path: Path) -> None:
     """Five models, each served in both dtypes."""
