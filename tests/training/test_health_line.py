@@ -109,7 +109,10 @@ def test_a_run_that_is_sick_gets_the_right_remarks(name: str, among: list[str]) 
         ({"effective_sample_size": 0.2}, "importance weights: the effective sample size is 0.20"),
         ({"behavior_weight_zero": 0.35}, "35% of the tokens have weight 0"),
         ({"behavior_kl_proximal": 0.3}, "the policy is 0.3 nats away from the sampler of its tokens"),
-        ({"staleness_0/behavior_kl_proximal": 0.2}, "sampler and trainer disagree about fresh tokens: KL 0.2"),
+        (
+            {"staleness_0/behavior_kl_proximal": 0.2},
+            "sampler and trainer disagree about fresh tokens: KL 0.2 (arl doctor names the cause)",
+        ),
         ({"nonfinite_grads": 1.0}, "gradients are not finite"),
         ({"servers/fenced": 2.0}, "2.0 servers are fenced"),
         ({"time/wait_s": 8.0, "time/train_s": 1.0}, "the trainer waits for episodes 89% of the time"),

@@ -16,7 +16,9 @@ import arl.remarks
 import arl.view.findings
 from arl.api.config import Config
 from arl.api.events import Event, GroupAdmitted, GroupEnded
+from arl.digest import Digest
 from arl.eventlog.run_record import read_run
+from arl.remarks import remarks
 from arl.view.findings import findings
 
 FINE = {"reward_min": 0.0, "reward_max": 1.0, "entropy": 0.5, "truncated": 0.0, "effective_sample_size": 1.0}
@@ -82,6 +84,14 @@ def test_a_run_that_learns_has_no_findings(tmp_path: Path) -> None:
             {"behavior_kl_proximal": [0.1] * STEPS, "staleness/mean": [0.0] * STEPS},
             "warning: Sampler and trainer disagree about fresh tokens",
         ),
+        (
+            {"staleness_0/behavior_kl_proximal": [0.03] * STEPS},
+            "So it was in the first step, before any weights were loaded: the likely causes are another temperature",
+        ),
+        (
+            {"staleness_0/behavior_kl_proximal": [0.001] + [0.03] * (STEPS - 1)},
+            "It was not so in the first step, before weights were loaded: the likely causes are a load that leaves out",
+        ),
         ({"event_loop_lag_s": [0.5] * STEPS}, "note: The event loop was blocked for up to 0.50 s"),
         ({"event_loop_lag_s": [9.0] * STEPS}, "note: The event loop was blocked for up to 9.00 s"),
         (
@@ -93,6 +103,13 @@ def test_a_run_that_learns_has_no_findings(tmp_path: Path) -> None:
 def test_what_goes_wrong_is_told_by_one_finding(tmp_path: Path, columns: dict[str, list[float]], text: str) -> None:
     (said,) = told(tmp_path, columns)
     assert text in said
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("float32", True), ("bfloat16", False)])
+def test_in_float32_a_small_difference_in_the_first_step_is_told(dtype: str, is_told: bool) -> None:
+    settings = {"train": {"dtype": "float32"}, "engine": {"kind": "local", "dtype": dtype}}
+    steps = [{"version": k, "behavior_kl_proximal": 0.001, "staleness/mean": 0.0} for k in range(1, 6)]
+    assert [one.kind for one in remarks(Digest(settings, steps))] == ["distance"] * is_told
 
 
 def test_a_solved_task_needs_neither_entropy_nor_rising_rewards(tmp_path: Path) -> None:
