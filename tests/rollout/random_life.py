@@ -361,26 +361,28 @@ _RATES: dict[str, tuple[float, ...]] = {
 """How likely each event is among those that can happen; a run has one of each."""
 
 
-async def lives(
-    num_events: int, each: int, buffer_type: type[ReplayBuffer] = ReplayBuffer, **options: Any
-) -> Counter[str]:
-    """Runs of `each` events, until there were num_events; returns how often each kind of event was."""
-    seen = Counter[str]()
-    for seed in range(num_events // each):
-        life = RandomLife(seed, buffer_type, **options)
-        try:
-            for _ in range(each):
-                life.step()
-            life.check_end()
-        except AssertionError as error:
-            raise AssertionError(f"{error} (seed {seed}, after {life.seen.total()} events)") from error
-        finally:
-            life.close()
-        seen += life.seen
-    return seen
+_EVENTS = 2000
+"""Of a run."""
 
 
 def live(
-    num_events: int, each: int = 2000, buffer_type: type[ReplayBuffer] = ReplayBuffer, **options: Any
+    num_events: int, buffer_type: type[ReplayBuffer] = ReplayBuffer, *, first_seed: int = 0, **options: Any
 ) -> Counter[str]:
-    return asyncio.run(lives(num_events, each, buffer_type, **options))
+    """Runs of _EVENTS events each; returns how often each kind of event was."""
+
+    async def lives() -> Counter[str]:
+        seen = Counter[str]()
+        for seed in range(first_seed, first_seed + num_events // _EVENTS):
+            life = RandomLife(seed, buffer_type, **options)
+            try:
+                for _ in range(_EVENTS):
+                    life.step()
+                life.check_end()
+            except AssertionError as error:
+                raise AssertionError(f"{error} (seed {seed}, after {life.seen.total()} events)") from error
+            finally:
+                life.close()
+            seen += life.seen
+        return seen
+
+    return asyncio.run(lives())
