@@ -149,7 +149,8 @@ def max_likelihood_advantages(rewards: Sequence[float]) -> list[float]:
     """[n] Advantages for the logarithm of the chance p of success (MaxRL, 2602.02710).
 
     With a share rho of successes among n answers: (1 - rho) / rho for them, -1 for the others; 0 without a success.
-    The expected gradient is that of log p, expanded in 1 - p up to the order n - 1: short of it by a share of (1 - p)^(n - 1).
+    The expected gradient is that of log p, expanded in 1 - p up to the order n - 1: short of it by a share of
+    (1 - p)^(n - 1).
     """
     num_right = sum(reward > SUCCESS for reward in rewards)
     if num_right == 0:
