@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from conformance.conftest import Models
+from protocol_client import Client
 from records import grouped
+from reference import Reference, chosen, close
 from servers import Server
 
 from arl.algorithm.batch import Batch
-from arl.api.engine_config import ClientConfig, TrainConfig
+from arl.api.engine import DiskWeights
+from arl.api.engine_config import ClientConfig, PauseMode, TrainConfig
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.workflow.conversation import Conversation
 
 PROMPT = list(range(40, 60))
 GRID = [
@@ -63,3 +69,49 @@ async def test_sampler_and_trainer_agree_for_any_sampling_settings(server: Serve
         close = 1e-5 / min(1.0, sampling.temperature)  # a low temperature multiplies the rounding of logits
         np.testing.assert_allclose(response.output_logprobs, wanted, atol=close, rtol=0, err_msg=str(sampling))
         assert (response.kept_ids is not None) == sampling.is_filtered
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_an_update_in_the_middle_of_a_truncated_response_shows_in_its_versions_alone(
+    client: Client, server: Server, models: Models, mode: PauseMode
+) -> None:
+    """Each token has its set before and after, and each logprob is of its version (in place, over the old keys)."""
+    sampling = SamplingParams(max_new_tokens=400, temperature=0.8, top_p=0.9, ignore_eos=True)
+    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
+        call = asyncio.create_task(engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)))
+        await client.until_running(1)
+        await client.until_gained(5)
+        await engine.update_weights(DiskWeights(version=1, directory=models.directory_b))
+        response = await call
+    seam = response.output_versions.count(0)
+    assert 0 < seam < 400
+    assert response.output_versions == (0,) * seam + (1,) * (400 - seam)
+    assert response.sends == (2 if mode == "abort" else 1)
+    assert response.kept_ids is not None
+    assert (response.kept_ids.index >= 0).sum() > 200
+    if mode != "in_place":
+        by_a, by_b = (logprobs_among(reference, response) for reference in (models.a, models.b))
+        close(response.output_logprobs, torch.cat((by_a[:seam], by_b[seam:])), atol=2e-5)
+
+
+async def test_the_turns_of_a_conversation_are_replayed(client: Client, server: Server, models: Models) -> None:
+    chat = Conversation(models.tokenizer, [{"role": "user", "content": "What?"}])
+    ways = [{"top_p": 0.7}, {}, {"top_k": 3}, {"min_p": 0.2}]
+    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
+        for way in ways:
+            await chat.agenerate(engine, SamplingParams(max_new_tokens=12, temperature=1.3, **way))
+            chat.add({"role": "user", "content": "And then?"})
+    made = chat.trajectories(1.0)
+    trained = await asyncio.to_thread(trained_logprobs, models.directory_a, made)
+    for trajectory, wanted in zip(made, trained, strict=True):
+        np.testing.assert_allclose(trajectory.behavior_logprobs[trajectory.loss_mask], wanted, atol=1e-5, rtol=0)
+    has_set = [made[0].kept_ids.index[turn.start : turn.stop] >= 0 for turn in made[0].turns if made[0].kept_ids]
+    assert [bool(of_turn.any()) for of_turn in has_set] == [True, False, True, True]
+
+
+def logprobs_among(reference: Reference, response: ModelResponse) -> torch.Tensor:
+    """Of the response's tokens, each among its kept ids alone, by plain transformers."""
+    assert response.kept_ids is not None
+    logits = reference.logits(PROMPT, response.output_ids) / response.temperature
+    mask = torch.from_numpy(response.kept_ids.mask(logits.shape[-1]))
+    return chosen(logits.masked_fill(~mask, -torch.inf), response.output_ids)
