@@ -21,6 +21,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
+_LIKELIEST = 1024
+"""So many tokens are looked at first where a filter may keep fewer."""
+
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Numbers in [0, 1) on a grid of 2^-32, one for each (stream, position); both uint64.
@@ -77,12 +80,30 @@ class Filter:
         )
 
     def apply(self, probs: torch.Tensor) -> torch.Tensor:
-        """probs [B, V] with 0 for the filtered tokens; not normalised. The most likely token always stays."""
-        ordered, token_ids = probs.sort(dim=-1, descending=True)
+        """probs [B, V] with 0 for the filtered tokens; not normalised. The most likely token always stays.
+
+        Most rows keep few tokens, which need no sorting of all: only rows that keep all of the likeliest get it.
+        """
+        filtered = torch.zeros_like(probs)
+        ordered, token_ids = probs.topk(min(_LIKELIEST, probs.shape[-1]))
+        kept = self._keeps(ordered)
+        filtered.scatter_(1, token_ids, ordered * kept)
+        if kept.shape[1] < probs.shape[1] and len(rows := kept[:, -1].nonzero()[:, 0]):
+            ordered, token_ids = probs[rows].sort(dim=-1, descending=True)
+            kept = self._of(rows)._keeps(ordered)
+            filtered[rows] = torch.zeros_like(ordered).scatter_(1, token_ids, ordered * kept)
+        return filtered
+
+    def _keeps(self, ordered: torch.Tensor) -> torch.Tensor:
+        """Which of the likeliest tokens stay, by their probabilities, in descending order."""
         mass_before = ordered.cumsum(-1) - ordered
-        ranks = torch.arange(probs.shape[-1], device=probs.device)
-        kept = (ranks < self.top_k) & (mass_before <= self.top_p) & (ordered >= ordered[:, :1] * self.min_p)
-        return torch.zeros_like(probs).scatter_(1, token_ids, ordered * kept)
+        ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+        return (ranks < self.top_k) & (mass_before <= self.top_p) & (ordered >= ordered[:, :1] * self.min_p)
+
+    def _of(self, rows: torch.Tensor) -> Filter:
+        if len(self.top_k) == 1:
+            return self
+        return Filter(top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

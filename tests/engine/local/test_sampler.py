@@ -8,16 +8,17 @@ import torch
 from tiny_qwen import EOS, TOKENIZER, make_job, prompt_of, run_all
 
 from arl.api.types import SamplingParams
+from arl.engine.local import sampler
 from arl.engine.local.running_batch import RunningBatch
-from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream, uniforms
+from arl.engine.local.sampler import BatchSampler, Filter, StopStrings, random_stream, uniforms
 
 CPU = torch.device("cpu")
 
 
 def draw(logits: torch.Tensor, num_draws: int, **params: Any) -> torch.Tensor:
     """Token counts over `num_draws` positions of one seeded stream."""
-    sampler = BatchSampler.of([SamplingParams(**params)] * num_draws, [random_stream(5)] * num_draws, len(logits), CPU)
-    tokens = sampler.sample(logits.expand(num_draws, -1), list(range(num_draws))).tokens
+    drawing = BatchSampler.of([SamplingParams(**params)] * num_draws, [random_stream(5)] * num_draws, len(logits), CPU)
+    tokens = drawing.sample(logits.expand(num_draws, -1), list(range(num_draws))).tokens
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
 
 
@@ -92,8 +93,8 @@ def test_noted_ids_are_those_that_filters_leave_and_logprobs_are_among_them(filt
     torch.manual_seed(1)
     logits = 2 * torch.randn(50, 30)
     params = [SamplingParams(temperature=0.8, **filters)] * 50
-    sampler = BatchSampler.of(params, list(map(random_stream, range(50))), 30, CPU, [True] * 50)
-    samples = sampler.sample(logits, list(range(50)))
+    drawing = BatchSampler.of(params, list(map(random_stream, range(50))), 30, CPU, [True] * 50)
+    samples = drawing.sample(logits, list(range(50)))
     for row, (token, probs) in enumerate(zip(samples.tokens, (logits / 0.8).softmax(-1), strict=True)):
         support = plain_support(probs.tolist(), **filters)
         assert samples.kept[row].tolist() == sorted(support)
@@ -102,9 +103,26 @@ def test_noted_ids_are_those_that_filters_leave_and_logprobs_are_among_them(filt
         assert samples.logprobs[row] == pytest.approx(float(probs[token].log()), abs=1e-6)
 
 
+def test_rows_that_keep_more_than_the_likeliest_are_filtered_as_sorted_rows_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(2)
+    probs = (3 * torch.randn(12, 300)).softmax(-1)
+    ways = [{"top_p": 0.3}, {"top_p": 0.999}, {"top_k": 4}, {"top_k": 290}, {"min_p": 0.3}, {}]
+    together = Filter.of([SamplingParams(**way) for way in ways * 2], 300, CPU)
+    assert together is not None
+    wanted = together.apply(probs)
+    assert (wanted > 0).sum(-1).min() < 20 < 290 <= (wanted > 0).sum(-1).max()
+    monkeypatch.setattr(sampler, "_LIKELIEST", 20)
+    assert torch.equal(together.apply(probs), wanted)
+    for row, way in enumerate(ways):
+        if (alone := Filter.of([SamplingParams(**way)], 300, CPU)) is not None:
+            assert torch.equal(alone.apply(probs)[row], wanted[row])
+
+
 def test_a_token_without_others_beside_it_has_probability_1() -> None:
-    sampler = BatchSampler.of([SamplingParams(top_k=1)] * 40, list(range(40)), 30, CPU, [True] * 40)
-    samples = sampler.sample(torch.randn(40, 30), list(range(40)))
+    drawing = BatchSampler.of([SamplingParams(top_k=1)] * 40, list(range(40)), 30, CPU, [True] * 40)
+    samples = drawing.sample(torch.randn(40, 30), list(range(40)))
     assert samples.kept_logprobs == pytest.approx([0.0] * 40, abs=1e-6)
     assert max(samples.kept_logprobs) <= 0
 
