@@ -13,7 +13,7 @@ from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 SHAPE = TinyShape(
-    hidden_size=32, intermediate_size=64, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=16, context_length=512,
+    hidden_size=32, intermediate_size=64, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=16, context_length=1024,
     initializer_range=0.3,
 )  # fmt: skip
 FIRST_MIXTURE = {"qwen3_moe": 0, "mixtral": 0, "deepseek_v2": 1, "deepseek_v3": 1}

@@ -116,7 +116,7 @@ def tiny_model(
         max_position_embeddings=shape.context_length,
         initializer_range=shape.initializer_range,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=True,
+        tie_word_embeddings=family == "qwen3",  # SGLang ties the head of no mixture
         bos_token_id=None,
         eos_token_id=vocabulary[TURN_END],
         pad_token_id=vocabulary[END_OF_TEXT],

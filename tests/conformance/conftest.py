@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 import torch
 from embedded_server import server_here, server_process
+from mixtures import write_mixture
 from protocol_client import Client
 from reference import Reference
 from servers import Server, sglang, sglang_python
@@ -28,6 +29,7 @@ SHAPE = TinyShape(
 
 SGLANG_OPTIONS = {
     "reward": ("--is-embedding",),
+    "mixture": ("--enable-return-routed-experts",),
     "lora": (
         "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8", "--lora-target-modules", "all",
     ),
@@ -91,14 +93,19 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("reward") / "model", 0)
 
 
+@pytest.fixture(scope="session")
+def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixture(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe")
+
+
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def server(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One server at a time: stock SGLang keeps a core busy.
 
-    A test can ask for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`: reward_model, or
-    `sglang-lora`, which takes adapters.
+    A test can ask for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`: reward_model,
+    `embedded-mixture` and `sglang-mixture`: mixture_model, or `sglang-lora`, which takes adapters.
     """
     kind, _, other = request.param.partition("-")
     if kind == "sglang":

@@ -1,5 +1,6 @@
 """The trainer computes tokens with the experts that it is told, and gradients still reach its routers."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,26 @@ import pytest
 import torch
 from mixtures import FAMILIES, load_mixture, own_routes, random_routes, slowed, write_mixture
 from train_models import MakeEngine, engines
-from train_sequences import LOSS, assert_same_metrics, assert_same_rows, family_sequences, same, twin_logprobs
+from train_ranks import Ranks, Report
+from train_sequences import (
+    LOSS,
+    assert_same_metrics,
+    assert_same_rows,
+    family_sequences,
+    same,
+    share_of,
+    twin_logprobs,
+)
+from train_variants import OPTIMIZER
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import needed_tokens, prefix_order
 from arl.api.engine import TokenLosses
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ModelError
 from arl.api.routes import Routes
 from arl.api.train_sequence import TrainSequence
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +208,23 @@ def test_bfloat16_compute_over_a_sharded_model_replays_the_same_experts(make_mix
     assert rounded.train_batch([sequences], LOSS)["grad_norm"] > 0
 
 
+def tell(rank: int, directory: Path, sequences: list[TrainSequence]) -> Report:
+    engine = FSDPTrainEngine(directory, TrainConfig(optimizer=OPTIMIZER))
+    metrics = engine.train_batch([share_of(sequences, rank, 2)], LOSS)
+    report: Report = {"metrics": metrics, "rows": engine.forward(sequences)}
+    engine.close()
+    return report
+
+
+def test_two_ranks_replay_as_one_does(make_mixture: MakeEngine, directories: dict[str, Path], pair: Ranks) -> None:
+    sequences = routed(family_sequences())
+    engine = make_mixture(optimizer=OPTIMIZER)
+    metrics = engine.train_batch([sequences], LOSS)
+    for report in pair.run(tell, directories["qwen3_moe"], sequences):
+        assert_same_metrics(report["metrics"], metrics, rel=1e-4)
+        assert_same_rows(report["rows"], engine.forward(sequences), 1e-4)
+
+
 def test_adapters_train_beside_replayed_experts(make_mixture: MakeEngine) -> None:
     sequences = routed(family_sequences())
     engine = make_mixture(lora={"rank": 4})
@@ -221,7 +251,7 @@ def test_routes_for_a_model_without_experts_are_an_error(make_engine: MakeEngine
 
 def test_flat_sequences_keep_each_sequences_routes() -> None:
     sequences = [s if i % 2 else replace(s, routes=random_routes(len(s), i)) for i, s in enumerate(family_sequences())]
-    flat = FlatSequences.of(sequences)
+    flat = pickle.loads(pickle.dumps(FlatSequences.of(sequences)))
     some = flat.take([4, 0, 3])
     assert [s.routes for s in some] == [sequences[i].routes for i in (4, 0, 3)]
     assert flat.routes is not None
