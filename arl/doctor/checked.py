@@ -62,7 +62,7 @@ class Diagnosis:
         assert first.cause is not None
         others = list(dict.fromkeys(one.cause.name for one in self.faults[1:] if one.cause not in (None, first.cause)))
         also = f" Then: {', '.join(others)}." if others else ""
-        detail = f" {first.detail}." if first.detail else ""
+        detail = f" {first.detail.rstrip('.')}." if first.detail else ""
         return f"cause: {first.cause.name}. {first.cause.means}{detail} To mend it: {first.cause.mend}{also}"
 
     def json_object(self) -> dict[str, Any]:

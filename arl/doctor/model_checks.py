@@ -32,6 +32,8 @@ _DECODED = 12
 _LONG = 1500
 """Tokens of a long prompt, unless the server's chunks are longer."""
 _MOST_LONG = 16384
+_MARGIN = 16
+"""Of a context, servers keep some tokens for themselves: SGLang refuses a prompt that lacks less than 6 of it."""
 
 
 async def check_train_engine(visit: Visit) -> Checked:
@@ -124,7 +126,7 @@ async def check_precision(visit: Visit) -> Checked:
 async def check_long_prompt(visit: Visit) -> Checked:
     """The logprobs of a prompt of several chunks, by place."""
     name, chunk = "chunked prefill", visit.facts.chunk_size
-    length = min(visit.room - 2, max(_LONG, 2 * (chunk or 0) + 100), _MOST_LONG)
+    length = min(visit.room - _MARGIN, max(_LONG, 2 * (chunk or 0) + 100), _MOST_LONG)
     ids = long_prompt(visit.subject.encode, length)
     told = await visit.server.score(ids, adapter=visit.trained.adapter)
     [ours] = await visit.trainer.score([ids])

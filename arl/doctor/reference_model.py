@@ -1,7 +1,7 @@
 """The model as plain transformers computes it, in float32, under any version of its weights or a mixture of two.
 
 It decides which of train engine and server is wrong, and what a server that holds a mixture would say. It is a model
-more in this machine's memory, in float32; each version kept beside it is another.
+more in this machine's memory, in float32; the three versions that it keeps are three others.
 """
 
 from __future__ import annotations
