@@ -102,12 +102,12 @@ def check_positions(run_dir: Path, positions: dict[str, int], version: int) -> N
 def test_killed_before_each_operation_on_a_file(lives: Lives):
     """From the first of a start, over two checkpoints that are written and the older ones that are deleted."""
     versions = [0]
-    for operation in range(60):
+    for operation in range(75):
         lives.begin(steps=10**6, killed_at=operation)
         assert lives.end() == -signal.SIGKILL
         versions.append(check(lives.run_dir))
     assert versions == sorted(versions)
-    steps = versions[-1] + 5
+    steps = max(versions[-1] + 5, NUM_EXAMPLES + 1)
     lives.begin(steps)
     assert lives.end() == 0
     assert check(lives.run_dir) == steps
