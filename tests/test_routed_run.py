@@ -24,12 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("mixture") / "model", shape=SHAPE, family="qwen3_moe")
 
 
-async def run(model: Path, run_dir: Path, steps: int) -> list[Any]:
+async def run(model: Path, run_dir: Path, steps: int, max_staleness: int = 2, **settings: Any) -> list[Any]:
     config = Config.model_validate(
         {
             "model": str(model), "run_dir": run_dir, "log": {"console": False}, "steps": steps,
-            "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 2},
+            "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": max_staleness},
             "train": {"optimizer": {"lr": 1e-2}}, "checkpoint": {"every": 1},
+            **settings,
         }
     )  # fmt: skip
     workflow = SingleTurnWorkflow(tiny_tokenizer(), vowels, sampling=SamplingParams(max_new_tokens=40))
@@ -58,3 +59,14 @@ async def test_groups_in_a_checkpoint_have_their_routes_and_a_resumed_run_trains
     steps += await run(model, tmp_path / "run", 3)
     assert [step.version for step in steps] == [1, 2, 3]
     assert max(kls(steps)) < 1e-8
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+async def test_servers_get_the_trained_experts_and_ratios_are_1(model: Path, tmp_path: Path, transport: str) -> None:
+    """Files have experts apart, and the trainer has them in one tensor."""
+    steps = await run(model, tmp_path / "run", 3, max_staleness=0, weights={"transport": transport})
+    gaps = [abs(step.metrics["behavior_kl_proximal"]) for step in steps]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-8
