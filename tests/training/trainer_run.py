@@ -75,7 +75,7 @@ async def running(
     config = small(run_dir, **{"steps": 4, **settings})
     with pytest.MonkeyPatch.context() as patch:
         use_fakes(patch, engine or ScriptedEngine(lambda request: (7, 8, 9)), train_engine, load)
-        patch.setattr(arl.assembly, "_transport", lambda *_: transport or DirectTransport())
+        patch.setattr(arl.assembly, "weight_transport", lambda *_: transport or DirectTransport())
         patch.setattr(arl.assembly, "decoder", lambda model: None)
         given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:4] if evaluate else None, "curriculum": curriculum}
         async with arl.assembly.launch(config, workflow=workflow or OneTurn(), trackers=trackers, **given) as trainer:

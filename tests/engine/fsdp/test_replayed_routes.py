@@ -113,7 +113,7 @@ def test_a_trainer_whose_router_would_choose_otherwise_agrees_with_the_sampler(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, block in mixtures.mixtures_of(sampler):
-            block.gate.weight += 0.02 * torch.randn(block.gate.weight.shape, generator=generator)
+            block.gate.weight += 0.003 * torch.randn(block.gate.weight.shape, generator=generator)
     sampled = [own_routes(sampler, s.token_ids) for s in sequences]
     turned = [
         (a.experts != own_routes(trainer, s.token_ids).experts).any() for a, s in zip(sampled, sequences, strict=True)
@@ -127,7 +127,7 @@ def test_a_trainer_whose_router_would_choose_otherwise_agrees_with_the_sampler(
         given = [replace(s, routes=r) for s, r in zip(sequences, routes, strict=True)]
         rows = trained(engine.forward(given), given)
         gaps.append(torch.cat([a - b for a, b in zip(rows, behavior, strict=True)]).abs().max().item())
-    assert gaps[0] < 0.4 * gaps[1]
+    assert gaps[0] < 0.2 * gaps[1], gaps
 
 
 def test_the_routers_own_choice_as_routes_changes_nothing(
