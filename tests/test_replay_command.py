@@ -34,7 +34,7 @@ def replayed(run_dir: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.runs
 @pytest.mark.timeout(600)
-def test_an_asynchronous_run_on_two_ranks_is_replayed_to_the_bit_and_otherwise(tmp_path: Path) -> None:
+def test_an_asynchronous_run_on_two_ranks_is_replayed_to_the_bit(tmp_path: Path) -> None:
     model, run_dir = write_tiny_model(tmp_path / "model", ["Say a number"]), tmp_path / "run"
     run(str(SCRIPT), "--model", str(model), "--run_dir", str(run_dir), *SMALL, *RANKS, "--steps", "6")
     staleness = [json.loads(line)["staleness/max"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -44,9 +44,6 @@ def test_an_asynchronous_run_on_two_ranks_is_replayed_to_the_bit_and_otherwise(t
         (step["version"], step["recorded_digest"]) for step in found["steps"]
     ]
     assert [step["version"] for step in found["steps"]] == list(range(6))
-    gspo = ("--set", "algorithm.preset=gspo", "--set", "algorithm.minibatches=2")
-    (compared,) = replayed(run_dir, "--steps", "4:5", *gspo)["compared"]
-    assert compared["comparison"]["moved"] > 0
 
 
 def test_a_setting_is_a_name_and_a_value_as_in_yaml() -> None:
