@@ -182,18 +182,23 @@ def first_far(ours: Floats, theirs: Floats, limit: float) -> int | None:
     return int((before + after).argmin())
 
 
+_BY_CHANCE = 3e-3
+"""A number somewhere between two others is nearer to one of them than this share of their distance as rarely."""
+
+
 def mislabelled(of_old: Floats, of_new: Floats, logprobs: Floats, num_old: int, limit: float) -> tuple[int, int]:
     """(tokens labelled old that the old weights did not sample, tokens labelled new that they did).
 
     of_old, of_new: the logprobs of the response's tokens under either version. num_old: how many of its first tokens
-    are labelled old. Behind an update in place nothing equals the new version, because old keys and values stay. But
-    what the old weights sampled equals the old version.
+    are labelled old. Behind an update in place nothing equals the new version, because old keys and values stay: a
+    logprob lies anywhere near both, sometimes close to the old one. But what the old weights sampled equals it, so only
+    a token that is nearer to it by _BY_CHANCE of the distance between both counts.
     """
-    is_old = np.abs(logprobs - of_old) <= limit
-    late = int((~is_old[:num_old]).sum())
+    off = np.abs(logprobs - of_old)
+    late = int((off[:num_old] > limit).sum())
     early = 0
-    for told, old, new in zip(is_old[num_old:], of_old[num_old:], of_new[num_old:], strict=True):
-        if not told:
+    for told, apart in zip(off[num_old:], np.abs(of_old - of_new)[num_old:], strict=True):
+        if told > limit:
             break
-        early += bool(abs(old - new) > 3 * limit)
+        early += bool(apart > 3 * limit and told <= _BY_CHANCE * apart)
     return late, early

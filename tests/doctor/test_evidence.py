@@ -84,3 +84,9 @@ def test_labels_that_change_where_the_weights_do_not_are_counted() -> None:
     assert mislabelled(of_old, of_new, told, 6, 1e-3) == (0, 0)
     assert mislabelled(of_old, of_new, told, 8, 1e-3) == (2, 0)
     assert mislabelled(of_old, of_new, told, 4, 1e-3) == (0, 2)
+
+
+def test_a_token_of_new_weights_over_old_keys_that_comes_near_the_old_logprob_is_not_taken_for_an_old_one() -> None:
+    of_old, of_new, told = np.array([-0.001, -0.5]), np.array([-0.008, -0.2]), np.array([-0.002, -0.4])
+    assert mislabelled(of_old, of_new, told, 0, 1.6e-3) == (0, 0)
+    assert mislabelled(of_old, of_new, np.array([-0.001 - 5e-6, -0.4]), 0, 1.6e-3) == (0, 1)
