@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from arl.api.errors import ModelError
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.\n",
@@ -26,18 +28,31 @@ CHATS: tuple[Sequence[dict[str, Any]], ...] = (
 
 SHORT = 48
 """Tokens of a short prompt: less than a server's chunk, its page and its prefix block."""
+_LEAST = 4
+"""The fewest tokens of a prompt: servers refuse an empty one, and one token has no logprob."""
+LEAST_CONTEXT = 48
+"""The shortest context with room for the prompts of every check and their answers."""
+
+Encode = Callable[[str], list[int]]
+"""A text in token ids, without special tokens around it."""
 
 
-def short_prompts(encode: Any, limit: int) -> list[list[int]]:
-    """The texts as token ids. limit: the most tokens of each."""
-    return [encode(text)[: min(SHORT, limit)] for text in TEXTS]
+def short_prompts(encode: Encode, limit: int) -> list[list[int]]:
+    """The texts as token ids. limit: the most tokens of each. Raises ModelError if one has hardly any."""
+    prompts = [encode(text)[: max(_LEAST, min(SHORT, limit))] for text in TEXTS]
+    for text, ids in zip(TEXTS, prompts, strict=True):
+        if len(ids) < _LEAST:
+            raise ModelError(
+                f"the model's tokenizer makes {len(ids)} tokens of {text!r}; the doctor's prompts need {_LEAST}"
+            )
+    return prompts
 
 
-def long_prompt(encode: Any, length: int) -> list[int]:
+def long_prompt(encode: Encode, length: int) -> list[int]:
     """The texts over and over, numbered so that no two places look alike."""
     ids: list[int] = []
     number = 0
-    while len(ids) < length:
+    while len(ids) < max(length, _LEAST):
         ids += encode(f"{number}. {TEXTS[number % len(TEXTS)]}\n")
         number += 1
-    return ids[:length]
+    return ids[: max(length, _LEAST)]

@@ -7,7 +7,7 @@ from arl.api.grammar import Grammar
 from arl.api.types import SamplingParams
 from arl.doctor.causes import CONTEXT, END_OF_SEQUENCE, STOP_STRINGS, TEMPLATE, TOKENIZER
 from arl.doctor.checked import Checked
-from arl.doctor.probes import CHATS, TEXTS, long_prompt
+from arl.doctor.probes import CHATS, LEAST_CONTEXT, TEXTS, long_prompt
 from arl.doctor.server_probe import Sampled
 from arl.doctor.visit import Visit
 
@@ -59,6 +59,8 @@ async def check_context(visit: Visit) -> Checked:
     threshold = f"at least {least}, the run's need" if least > 1 else "what the server says"
     if told is not None and told < least:
         return visit.fault(name, CONTEXT, measured, threshold)
+    if visit.room < LEAST_CONTEXT:
+        return visit.fault(name, CONTEXT, measured, f"at least {LEAST_CONTEXT}, for the prompts of the doctor's checks")
     length = visit.room - _BEYOND
     whole = await visit.sample(long_prompt(subject.encode, length), SamplingParams(max_new_tokens=1))
     if whole.prompt_tokens != length:
@@ -129,7 +131,7 @@ async def check_end(visit: Visit) -> Checked:
             return visit.fault(name, END_OF_SEQUENCE, "an end token inside a response", threshold, detail)
         if one.finish.get("type") == "stop":
             seen.add(one.output_ids[-1])
-    if forced := await _forced_end(visit):
+    if (forced := await _forced_end(visit)) is not None:
         seen.add(forced)
     if wrong := seen - known:
         detail = f"The server ends responses at token {min(wrong)}"

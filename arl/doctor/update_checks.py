@@ -16,14 +16,14 @@ from arl.doctor.visit import Visit
 from arl.offload import offload
 
 _ANSWER = SamplingParams(max_new_tokens=16, ignore_eos=True)
-_PREFIX = 160
-"""Tokens of a prompt that is asked twice."""
+_PREFIX, _BEHIND = 160, 40
+"""Tokens of a prompt that is asked twice, and of what follows it: an answer, the second turn and its answer."""
 _ONE_TOKEN = 8.0
 """A single token may differ by so many times the limit of the mean."""
 
 
 def cached_prompt(visit: Visit) -> list[int]:
-    return long_prompt(visit.subject.encode, min(_PREFIX, visit.room - 64))
+    return long_prompt(visit.subject.encode, min(_PREFIX, visit.room - _BEHIND))
 
 
 async def fill_cache(visit: Visit) -> None:

@@ -13,11 +13,10 @@ from arl.api.types import SamplingParams
 from arl.doctor.causes import Cause
 from arl.doctor.checked import Checked, Outcome
 from arl.doctor.evidence import Tolerance
+from arl.doctor.probes import Encode
 from arl.doctor.reference_model import ReferenceModel
 from arl.doctor.server_probe import Floats, Sampled, ServerFacts, ServerProbe
 from arl.doctor.trainer_probe import TrainerProbe
-
-Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,6 @@ class Subject:
     """What a run would use: its tokenizer, its sampling, its model."""
 
     encode: Encode
-    """A text in token ids, without special tokens around it."""
     decode: Callable[[Sequence[int]], str]
     """With special tokens."""
     special_tokens: Sequence[str]

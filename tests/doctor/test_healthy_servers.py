@@ -88,6 +88,17 @@ def test_no_healthy_server_is_accused(
     examined(case, model, server if is_exact else request.getfixturevalue("bfloat16_server"), tmp_path)
 
 
+def test_a_healthy_server_with_a_context_of_48_tokens_is_not_accused(
+    model: Path, server: FaultyServer, tmp_path: Path
+) -> None:
+    with planted(server, "context_of_48_tokens", model):
+        diagnosis = asyncio.run(
+            diagnosis_of(config_of(model, server, tmp_path), SamplingParams(temperature=0.8, max_new_tokens=16))
+        )
+    assert diagnosis.is_healthy, diagnosis.verdict
+    assert [one.check for one in diagnosis.checked if one.outcome == "skipped"] == ["routing"]
+
+
 @pytest.mark.slow
 def test_no_healthy_mixture_of_experts_is_accused(mixture: Path, mixture_server: FaultyServer, tmp_path: Path) -> None:
     examined(Case("disk", SAMPLINGS[4], "retract", "float32", 0), mixture, mixture_server, tmp_path)
