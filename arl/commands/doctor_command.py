@@ -1,4 +1,4 @@
-"""`arl doctor`: whether servers sample what the trainer trains, and if not, why and how to mend it."""
+"""`arl doctor`: whether servers and trainer agree, and if not, why and how to mend it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from arl.doctor.checked import Checked, Diagnosis
 
 ABOUT = (
-    "Start the servers and the train engine of the experiment in FILE as a run would, put fixed prompts through both, "
+    "Start the servers and the train engine of the experiment in FILE as a run would, send fixed prompts through both, "
     "and compare them in an order that isolates causes. Prints what differs, why, and what to change."
 )
 EPILOG = (
-    f"{OTHER_FLAGS}It trains no run, and keeps nothing. Servers that arl did not start keep their weights, unless "
-    "--publish is given. Exit code: 0 if sampler and trainer agree; 1 if not; 2 for a wrong setting."
+    f"{OTHER_FLAGS}It trains no run and keeps nothing. Servers that arl did not start keep their weights, unless you "
+    "pass --publish. Exit code: 0 if sampler and trainer agree; 1 if they do not; 2 for a wrong setting."
 )
 _WIDE = 160
 _COLOURS = {"ok": "green", "fault": "bold red", "skipped": "dim"}
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="engine.kind=sglang: load weights of the doctor's into the given servers, too, and their own afterwards",
+        help="engine.kind=sglang: also load the doctor's weights into the given servers, and afterwards their own again",
     )
     options, settings = parse(parser, argv)
     found: list[Diagnosis] = []

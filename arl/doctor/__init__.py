@@ -3,7 +3,7 @@
 probes.py                    the fixed texts
 server_probe.py, trainer_probe.py, reference_model.py    what a server, the train engine and transformers say of them
 evidence.py, mixtures.py     pure functions: numbers in, the cause that explains them out
-causes.py, checked.py        the causes that it knows, each with a mend; and what a check found
+causes.py, checked.py        the causes that it knows, each with its mend; and the result of a check
 *_checks.py                  the checks, each a coroutine from a Visit to a Checked
-examination.py               their order, and which of them make sense after which
+examination.py               their order, and which checks depend on which
 """

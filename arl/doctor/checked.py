@@ -1,4 +1,4 @@
-"""What checks found: one Checked for each, and all of them in a Diagnosis."""
+"""Results of checks: one Checked for each check, and all of them in a Diagnosis."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Checked:
     outcome: Outcome
     server: str = ""
     measured: str = ""
-    """What was measured; of a skipped check, why it was skipped."""
+    """What was measured; if the check was skipped, why."""
     threshold: str = ""
-    """What was allowed, and why so much."""
+    """The limit, and its reason."""
     cause: Cause | None = None
-    """Of a fault."""
+    """Set for a fault."""
     detail: str = ""
-    """What is particular to this fault: which layer, which temperature."""
+    """Details of this fault: which layer, which temperature."""
 
     def row(self) -> dict[str, Any]:
         """As JSON values."""
@@ -39,7 +39,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that was checked, in the order in which it was."""
+    """The results of all checks, in their order."""
 
     checked: Sequence[Checked]
 
@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """In a sentence or two. The first fault counts, because later ones may follow from it."""
+        """One or two sentences. The first fault counts, because later ones may follow from it."""
         done = sum(one.outcome == "ok" for one in self.checked)
         skipped = sum(one.outcome == "skipped" for one in self.checked)
         if self.is_healthy:

@@ -1,4 +1,4 @@
-"""Pure functions on logprobs and logits: how far two sides are apart, and what explains it."""
+"""Pure functions on logprobs and logits: how far two sides differ, and what explains the difference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from arl.doctor.reference_model import BLOCK, Logits, chosen
 from arl.doctor.server_probe import Floats
 
 EXACT = 2e-4
-"""Nats, in the mean. In float32 the embedded server differs from the trainer by 1e-6, and SGLang by 1e-5; other
-orders of sums on a GPU cost ten times that."""
+"""Nats, on average. In float32 the embedded server differs from the trainer by 1e-6, and SGLang by 1e-5; other orders
+of summation on a GPU cost ten times that."""
 ROUNDINGS = 4.0
-"""Two ways to round to bfloat16 differ by less than this many times what one rounding changes."""
+"""Two ways to round to bfloat16 differ by less than this many times the change of one rounding."""
 SURE = 1e-9
-"""A healthy server is accused of what it sampled once in a thousand million times."""
+"""A healthy server's samples accuse it once in a thousand million times."""
 _GRID = np.geomspace(0.1, 10.0, 21)
 """Temperatures to try."""
 _HALVINGS = 12
@@ -28,25 +28,25 @@ class Tolerance:
     """Mean differences of logprobs, in nats."""
 
     rounding: float
-    """What bfloat16 changes (ReferenceModel.rounding)."""
+    """The change that bfloat16 causes (ReferenceModel.rounding)."""
     is_exact: bool
     """Server and trainer both compute in float32, with the same numbers."""
 
     @property
     def coarse(self) -> float:
-        """More than any rounding explains."""
+        """The most that rounding can explain."""
         return max(EXACT, ROUNDINGS * self.rounding)
 
     @property
     def limit(self) -> float:
-        """What the settings allow."""
+        """The limit under the run's settings."""
         return EXACT if self.is_exact else self.coarse
 
     @property
     def why(self) -> str:
         if self.is_exact:
             return f"{self.limit:.2g} nats, for float32 on both sides"
-        return f"{self.limit:.2g} nats, {ROUNDINGS:g} times what bfloat16 rounds"
+        return f"{self.limit:.2g} nats, {ROUNDINGS:g} times the rounding of bfloat16"
 
 
 def gap(a: Sequence[Floats], b: Sequence[Floats]) -> float:
@@ -63,7 +63,7 @@ def worst(a: Sequence[Floats], b: Sequence[Floats]) -> float:
 
 
 def reported_temperature(logits: Logits, token_ids: Sequence[int], logprobs: Floats) -> tuple[float, float]:
-    """The temperature whose logprobs come nearest to those reported, and the mean difference that is left."""
+    """The temperature whose logprobs are nearest to the reported ones, and the mean difference that remains."""
     return _best(lambda t: float(np.abs(chosen(logits, token_ids, t) - logprobs).mean()))
 
 
@@ -74,7 +74,7 @@ def sampled_temperature(logits: Logits, token_ids: Sequence[int], temperature: f
 
 
 def _best(loss_of: Callable[[float], float]) -> tuple[float, float]:
-    """The temperature of the least loss, which has one valley, and that loss."""
+    """The temperature with the least loss, and that loss. The loss must have one minimum."""
     losses = {t: loss_of(t) for t in map(float, _GRID)}
     best, factor = min(losses, key=losses.__getitem__), float(_GRID[1] / _GRID[0])
     for _ in range(_HALVINGS):
@@ -92,19 +92,19 @@ class Missing:
     """The part of the distribution from which nothing was sampled."""
 
     kind: str
-    """top_p, top_k or min_p: which of them would explain it best."""
+    """top_p, top_k or min_p: the one that explains the samples best."""
     value: float
     """The setting that the samples suggest."""
     chance: float
-    """How likely samples of the whole distribution would be to stay so far within it."""
+    """The probability that samples of the whole distribution stay within this part."""
 
 
 def missing_tail(logits: Logits, token_ids: Sequence[int], temperature: float) -> Missing:
     """Which truncation the samples suggest, and its chance without any truncation.
 
-    Each kind keeps the tokens up to a limit of one number of theirs: the probability of all likelier tokens (top_p),
-    the rank (top_k), the loss against the likeliest token (min_p). If N independent tokens have that number at most q,
-    the chance of this is the product over the tokens of the probability that it is at most q.
+    Each kind keeps the tokens for which one number is at most a limit: the probability of all likelier tokens (top_p),
+    the rank (top_k), or minus the probability relative to the likeliest token (min_p). If this number is at most q for
+    N independent tokens, the chance of that is the product, over the tokens, of the probability that it is at most q.
     """
     most: dict[str, float] = dict.fromkeys(_KINDS, -np.inf)
     for block in _blocks(len(token_ids)):
@@ -137,7 +137,7 @@ class _Ranked:
         return cls(np.take_along_axis(probs / probs.sum(-1, keepdims=True), order, -1), order)
 
     def numbers(self) -> dict[str, npt.NDArray[np.float64]]:
-        """What each kind of truncation looks at, ascending with the rank."""
+        """The number that each kind of truncation limits, ascending with the rank."""
         ranks = np.arange(1.0, self.probs.shape[-1] + 1)
         return {
             "top_p": np.cumsum(self.probs, -1) - self.probs,
@@ -154,13 +154,13 @@ _KINDS: tuple[str, ...] = ("top_p", "top_k", "min_p")
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """Rows are looked at a few at a time, because one is as long as the vocabulary."""
+    """Rows are processed a few at a time, because a row is as long as the vocabulary."""
     for start in range(0, count, BLOCK):
         yield slice(start, start + BLOCK)
 
 
 def kept_mass(logprobs: Floats, of_all: Floats) -> float | None:
-    """The mean share of the distribution that was kept, if `logprobs` are all those of a renormalised part of it."""
+    """The mean share of the distribution that was kept, if all `logprobs` fit a renormalised part of it; else None."""
     above = logprobs - of_all
     return float(np.exp(-above).mean()) if (above > -EXACT).all() and above.mean() > EXACT else None
 
@@ -169,9 +169,9 @@ def kept_mass(logprobs: Floats, of_all: Floats) -> float | None:
 
 
 def first_far(ours: Floats, theirs: Floats, limit: float) -> int | None:
-    """The place from which two rows of logprobs differ by more than the limit in the mean; None: they do not.
+    """The place from which on two rows of logprobs differ by more than the limit on average; None if they do not.
 
-    It is the place that splits the row best into a part that agrees and one that does not.
+    It is the place that best splits the row into a part that agrees and a part that does not.
     """
     off = np.abs(ours - theirs)
     if off.mean() <= limit and off[len(off) // 2 :].mean() <= limit:
@@ -183,7 +183,7 @@ def first_far(ours: Floats, theirs: Floats, limit: float) -> int | None:
 
 
 _BY_CHANCE = 3e-3
-"""A number somewhere between two others is nearer to one of them than this share of their distance as rarely."""
+"""A number drawn between two others is nearer to one of them than this share of their distance this rarely."""
 
 
 def mislabelled(of_old: Floats, of_new: Floats, logprobs: Floats, num_old: int, limit: float) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""The order of the checks: from what others rest on to what rests on them, so that the first fault is the cause.
+"""The order of the checks: a check comes after those that it depends on, so the first fault is the cause.
 
     tokens -> train engine -> weights -> precision -> long prompts -> batches -> routing -> temperature -> truncation
     -> ends -> cache -> load 1: weights, label, cache -> load 2, during responses: weights, labels, cache -> adapters
 
-A check that rests on one that failed is skipped: its numbers would show the same fault again.
+If a check failed, those that depend on it are skipped: their numbers would show the same fault again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from arl.doctor.visit import Subject, Trained, Visit
 from arl.offload import offload
 
 Publish = Callable[[], Awaitable[str | None]]
-"""Brings the trainer's weights to all servers, as the run would; returns the adapter's name, if it is one."""
+"""Publishes the trainer's weights to all servers, as the run would; returns the adapter's name if it is an adapter."""
 Check = Callable[[], Awaitable[Checked]]
 OnCheck = Callable[[Checked], object]
 
 _MOVE, _MOVE_ROUNDINGS = 0.3, 20.0
-"""How far each version moves logprobs, in nats: so far that one layer of many would show, beyond any rounding."""
+"""How far each version moves logprobs, in nats: far enough that one old layer of many shows, beyond any rounding."""
 _DURING = SamplingParams(max_new_tokens=600, ignore_eos=True)
 _KEPT = 4
-"""The last responses are kept: the weights change in one of them."""
+"""How many of the last responses are kept: the weights change during one of them."""
 _POLL_S = 0.01
 _START_S = 30.0
-"""Longest wait until a server has begun with a request."""
+"""The longest wait until a server has begun to process a request."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,10 +58,10 @@ class Examination:
     """Called with each result as it comes."""
     _checked: list[Checked] = field(default_factory=list[Checked], init=False)
     _broken: dict[str, set[str]] = field(default_factory=dict[str, set[str]], init=False)
-    """By server: checks that failed, and those that rest on them."""
+    """For each server: checks that failed, and those that depend on them."""
 
     async def run(self) -> Diagnosis:
-        """Raises the ArlError of a part that cannot start: a fault of servers is in the Diagnosis."""
+        """Raises an ArlError if a part cannot start. Faults of servers are in the Diagnosis."""
         visits = await self._arrive()
         for visit in visits:
             await self._as_started(visit)
@@ -165,9 +165,9 @@ class Examination:
         await self._try(visit, cache, (held, "prefix cache"), lambda: update_checks.check_cache_after(visit, cache))
 
     async def _load(self, number: int, visits: Sequence[Visit]) -> tuple[str | None, dict[str, list[Sampled]]] | None:
-        """Publish a version that is clearly another; returns its adapter, and the responses during the second load.
+        """Publish a version that clearly differs; returns its adapter, and the responses during the second load.
 
-        None: it failed, which is noted.
+        Returns None if the load failed; the failure is noted.
         """
         tolerance = visits[0].tolerance
         least = _MOVE if tolerance.is_exact else max(_MOVE, _MOVE_ROUNDINGS * tolerance.rounding)
@@ -202,10 +202,10 @@ class Examination:
         return adapter, {address: call.result() for address, call in during.items()}
 
     async def _try(self, visit: Visit, name: str, needs: Sequence[str], check: Check) -> Checked:
-        """Run a check, unless one that it rests on has failed."""
+        """Run a check, unless one that it depends on has failed."""
         broken = self._broken.setdefault(visit.server.address, set())
         if missing := [need for need in needs if need in broken]:
-            return self._note(visit, visit.skipped(name, f"it rests on: {missing[0]}"), is_broken=True)
+            return self._note(visit, visit.skipped(name, f"it depends on: {missing[0]}"), is_broken=True)
         try:
             found = await check()
         except (ArlError, BaseExceptionGroup) as errors:
@@ -232,7 +232,7 @@ async def _generate_until(published: asyncio.Event, visit: Visit) -> list[Sample
 
 
 async def _until_running(server: ServerProbe) -> None:
-    """Raises TransportError if the server begins with no request."""
+    """Raises TransportError if the server does not begin to process a request."""
     try:
         async with asyncio.timeout(_START_S):
             while not await server.num_running():  # noqa: ASYNC110 - another process begins

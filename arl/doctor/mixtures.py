@@ -1,4 +1,4 @@
-"""Mixtures of two versions that faulty loads leave in a server, each with the cause that it would show."""
+"""Mixtures of two versions that faulty loads leave in a server, each with the cause that it would prove."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from arl.doctor.causes import (
 from arl.doctor.reference_model import Mix, part_of
 
 _ROW_PARALLEL = ("o_proj", "down_proj")
-"""Layers that tensor parallelism splits along their inputs; others along their outputs."""
+"""Layers that tensor parallelism splits along their inputs; it splits others along their outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class Suspicion:
     detail: str
     mix: Mix
     is_of_first: bool = False
-    """It mixes with the first version, and not with the one before."""
+    """Whether it mixes with the first version instead of the previous one."""
 
 
 def suspicions(parts: Sequence[str], shards: Sequence[int], *, is_tied: bool, adapters: bool) -> Iterator[Suspicion]:
-    """What may have gone wrong with a load, the simplest first. shards: into how many parts ranks may split weights."""
+    """What may have gone wrong in a load, the simplest cause first. shards: possible numbers of parts of a weight."""
     if adapters:
         yield Suspicion(cause=BASE_SERVED, detail="", mix=_all_old, is_of_first=True)
         yield Suspicion(cause=OTHER_ADAPTER, detail="", mix=_all_old)
@@ -88,7 +88,7 @@ def _old_linear(*, with_head: bool) -> Mix:
 
 
 def _old_shard(rank: int, number: int, *, is_tensor_parallel: bool) -> Mix:
-    """The rank's part of each matrix is old. Vectors are whole on every rank, unless all tensors are split by rows."""
+    """One rank's part of each matrix is old. Every rank has whole vectors, unless all tensors are split by rows."""
 
     def mix(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         dim = 1 if is_tensor_parallel and any(layer in name for layer in _ROW_PARALLEL) else 0

@@ -1,6 +1,6 @@
-"""Checks of what is computed: the trainer itself, weights, precision, long prompts, batches.
+"""Checks of the computation: the trainer itself, weights, precision, long prompts, batches.
 
-They ask for logprobs of given tokens, so sampling plays no part.
+They ask for logprobs of given tokens, so sampling plays no role.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LONG = 1500
 """Tokens of a long prompt, unless the server's chunks are longer."""
 _MOST_LONG = 16384
 _MARGIN = 16
-"""Of a context, servers keep some tokens for themselves: SGLang refuses a prompt that lacks less than 6 of it."""
+"""Servers reserve some tokens of the context: SGLang refuses a prompt that leaves fewer than 6 tokens free."""
 
 
 async def check_train_engine(visit: Visit) -> Checked:
     """The train engine against plain transformers with the weights that it publishes."""
     reference = await offload(visit.reference.score, visit.prompts)
     apart = gap(reference, visit.trained.short)
-    measured = f"train engine and plain transformers differ by {apart:.2g} nats in the mean"
+    measured = f"train engine and plain transformers differ by {apart:.2g} nats on average"
     if apart <= visit.tolerance.limit:
         return visit.ok("train engine", measured, visit.tolerance.why)
     return visit.fault("train engine", TRAIN_ENGINE, measured, visit.tolerance.why)
@@ -51,27 +51,28 @@ async def scores_alone(visit: Visit) -> list[Floats]:
 
 
 async def check_weights(visit: Visit, name: str) -> Checked:
-    """Logprobs of short prompts, one at a time. name: of the load that came before.
+    """Logprobs of short prompts, one at a time. name: of this check, such as `weights after load 1`.
 
-    At first no more is asked than that rounding explains the difference. After a load it must be as small as before.
+    At first it is enough that rounding explains the difference. After a load, the difference must be as small as
+    before.
     """
     told = await scores_alone(visit)
     is_first = visit.reference.before is visit.reference.newest
     apart, limit = gap(told, visit.trained.short), visit.tolerance.coarse if is_first else visit.tolerance.limit
-    threshold = f"{limit:.2g} nats: no rounding explains more" if is_first else visit.tolerance.why
-    measured = f"{apart:.2g} nats in the mean, {worst(told, visit.trained.short):.2g} at most"
+    threshold = f"{limit:.2g} nats: rounding explains no more" if is_first else visit.tolerance.why
+    measured = f"{apart:.2g} nats on average, {worst(told, visit.trained.short):.2g} at most"
     if apart <= limit:
         return visit.ok(name, measured, threshold)
     found = await offload(_explained, visit, told, apart)
     if found is None:
         return visit.fault(name, OTHER_WEIGHTS if is_first else UNEXPLAINED, measured, threshold)
     suspicion, left = found
-    measured = f"{measured}; {left:.2g} with the weights that this cause would leave"
+    measured = f"{measured}; only {left:.2g} from the weights that this cause would leave"
     return visit.fault(name, suspicion.cause, measured, threshold, suspicion.detail)
 
 
 def _explained(visit: Visit, told: Sequence[Floats], apart: float) -> tuple[Suspicion, float] | None:
-    """The suspicion that explains the server's logprobs best, if it explains them; and what difference it leaves."""
+    """The suspicion that best explains the server's logprobs, and the difference that it leaves; None if none does."""
     reference, subject = visit.reference, visit.subject
     if reference.before is reference.newest:
         return None
@@ -93,7 +94,7 @@ def _explained(visit: Visit, told: Sequence[Floats], apart: float) -> tuple[Susp
 
 
 def _several_parts(visit: Visit, told: Sequence[Floats], apart: float, enough: float) -> tuple[Suspicion, float] | None:
-    """Add the part that explains most, over and over, while that explains more."""
+    """Repeatedly add the part that explains most, as long as the difference shrinks."""
     old: set[str] = set()
     while len(old) < len(visit.reference.parts):
         tried = [old_parts(old | {part}) for part in visit.reference.parts if part not in old]
@@ -113,7 +114,7 @@ def _left(visit: Visit, suspicion: Suspicion, told: Sequence[Floats]) -> float:
 
 
 async def check_precision(visit: Visit) -> Checked:
-    """The same numbers as check_weights, against what the settings allow."""
+    """Compares the numbers of check_weights with the limit of the run's settings."""
     apart = gap(await scores_alone(visit), visit.trained.short)
     tolerance = visit.tolerance
     measured = f"{apart:.2g} nats; bfloat16 would change {tolerance.rounding:.2g}"
@@ -133,11 +134,11 @@ async def check_long_prompt(visit: Visit) -> Checked:
     place = first_far(told, ours, visit.tolerance.limit)
     several = f", in {-(-length // chunk)} chunks" if chunk else ""
     measured = f"{gap([told], [ours]):.2g} nats over {length} tokens{several}"
-    threshold = f"{visit.tolerance.limit:.2g} nats in the mean of either half"
+    threshold = f"{visit.tolerance.limit:.2g} nats on average in each half"
     if place is None:
         return visit.ok(name, measured, threshold)
     return visit.fault(
-        name, CHUNKED_PREFILL, measured, threshold, f"Logprobs agree up to token {place + 1}, and not from there on"
+        name, CHUNKED_PREFILL, measured, threshold, f"Logprobs agree up to token {place + 1}, and differ from there on"
     )
 
 

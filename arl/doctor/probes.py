@@ -1,4 +1,4 @@
-"""The fixed texts that servers and trainer are compared on."""
+"""The fixed texts on which servers and trainer are compared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def short_prompts(encode: Encode, limit: int) -> list[list[int]]:
 
 
 def long_prompt(encode: Encode, length: int) -> list[int]:
-    """The texts over and over, numbered so that no two places look alike."""
+    """The texts, repeated and numbered so that no two places look alike."""
     ids: list[int] = []
     number = 0
     while len(ids) < max(length, _LEAST):

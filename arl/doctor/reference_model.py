@@ -1,7 +1,7 @@
 """The model as plain transformers computes it, in float32, under any version of its weights or a mixture of two.
 
-It decides which of train engine and server is wrong, and what a server that holds a mixture would say. It is a model
-more in this machine's memory, in float32; the three versions that it keeps are three others.
+It decides whether the train engine or the server is wrong, and what a server that holds a mixture would answer. It
+needs memory for four models in float32: the model itself, and the three versions that it keeps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Logits = npt.NDArray[np.float32]
 
 
 class ReferenceModel:
-    """Its methods block, and one thread at a time may call them. Head and embedding are apart, even if they are tied in
-    the model, so that a mixture can have one of them."""
+    """Its methods block, and only one thread at a time may call them. Head and embedding are separate even if the model
+    ties them, so that a mixture can contain one of them."""
 
     def __init__(self, directory: Path) -> None:
         """directory: the first version."""
@@ -42,13 +42,14 @@ class ReferenceModel:
         self.newest: Weights = self.first
 
     def add(self, directory: Path) -> None:
-        """One version more."""
+        """Add the next version."""
         loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.before, self.newest = self.newest, _values(loaded)
 
     @torch.no_grad()
     def take(self, mix: Mix | None = None, before: Weights | None = None) -> None:
-        """Compute with the newest version from now on; or with a mixture of it and `before` (unset: the one before)."""
+        """From now on compute with the newest version, or with a mixture of it and `before` (default: the previous
+        one)."""
         old = self.before if before is None else before
         for name, parameter in self._model.named_parameters():
             new = self.newest[name]
@@ -61,7 +62,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int], first: int = 1) -> Logits:
-        """[T - first, V] From which the tokens from `first` on are predicted."""
+        """[T - first, V] The logits that predict the tokens from `first` on."""
         ids = torch.tensor([list(token_ids)])
         keep = len(token_ids) - first + 1
         logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
@@ -72,7 +73,7 @@ class ReferenceModel:
         return [chosen(self.logits(ids), ids[1:]) for ids in sequences]
 
     def rounding(self, sequences: Sequence[Sequence[int]]) -> float:
-        """How far bfloat16 moves the logprobs of these tokens, in the mean: the size of a difference by rounding."""
+        """How far bfloat16 moves the logprobs of these tokens, on average: the size of a rounding difference."""
         exact, kept = self.score(sequences), self._model
         self._model = copy.deepcopy(kept).to(torch.bfloat16)
         try:
@@ -83,7 +84,7 @@ class ReferenceModel:
 
 
 def _values(model: nn.Module) -> Weights:
-    """Also of tied weights, under each of their names."""
+    """All weights; tied ones under each of their names."""
     return {name: value.detach().clone() for name, value in model.named_parameters(remove_duplicate=False)}
 
 

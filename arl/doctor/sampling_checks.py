@@ -1,4 +1,4 @@
-"""Checks of sampling: the logprobs that come with samples, and whether samples are drawn from them."""
+"""Checks of sampling: the logprobs that come with samples, and whether samples follow this distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPEATED = 2
 _UNLIKELY = 40.0
 """Chi-squared of one degree of freedom: exceeded by chance once in 4 thousand million times."""
 _AS_GOOD_AS = 0.03
-"""Relative differences of temperatures that do not count."""
+"""Temperatures that differ by less than this share count as equal."""
 
 
 async def samples(visit: Visit, sampling: SamplingParams) -> list[Sampled]:
@@ -35,7 +35,7 @@ async def samples(visit: Visit, sampling: SamplingParams) -> list[Sampled]:
 
 
 def logits_of(visit: Visit, responses: Sequence[Sampled]) -> Logits:
-    """[N, V] Of all sampled tokens, end to end."""
+    """[N, V] The logits of all sampled tokens, end to end."""
     return np.concatenate([visit.reference.logits(one.token_ids, len(one.prompt_ids)) for one in responses])
 
 
@@ -67,23 +67,23 @@ async def _judged_temperature(visit: Visit, name: str, responses: Sequence[Sampl
             f"at {asked:g} the logprobs differ by {apart:.2g} nats, and by {left:.2g} from those at {reported:.3g}"
         )
         if left <= visit.tolerance.coarse and abs(reported / asked - 1) > _AS_GOOD_AS:
-            detail = f"They are of temperature {reported:.3g}, and {asked:g} was asked for"
+            detail = f"They are those of temperature {reported:.3g}, but the request asked for {asked:g}"
             return visit.fault(name, LOGPROB_TEMPERATURE, measured, visit.tolerance.why, detail)
         if (share := kept_mass(np.concatenate(told), chosen(logits, tokens, asked))) is not None:
-            detail = f"The logprobs are those among {share:.0%} of the distribution"
+            detail = f"The logprobs are those within {share:.0%} of the distribution"
             return visit.fault(name, TRUNCATION, measured, visit.tolerance.why, detail)
         return visit.fault(name, UNEXPLAINED, measured, visit.tolerance.why)
     drawn, surprise = await offload(sampled_temperature, logits, tokens, asked)
     missing = await offload(missing_tail, logits, tokens, asked)
     if surprise > _UNLIKELY and abs(drawn / asked - 1) > _AS_GOOD_AS and missing.chance > SURE:
         measured = f"samples are likeliest at {drawn:.3g}, by chi-squared {surprise:.0f}"
-        detail = f"They are as of temperature {drawn:.3g}, and {asked:g} was asked for"
+        detail = f"They look like temperature {drawn:.3g}, but the request asked for {asked:g}"
         return visit.fault(name, SAMPLED_TEMPERATURE, measured, f"chi-squared {_UNLIKELY:g}", detail)
     return visit.ok(name, f"{apart:.2g} nats; samples are likeliest at {drawn:.3g}")
 
 
 async def check_truncation(visit: Visit) -> Checked:
-    """Whether samples of the whole distribution reach all of it, and what truncated ones say of what was kept."""
+    """Whether samples of the whole distribution reach all of it; and the logprobs under the run's own truncation."""
     name = "truncation"
     sampling = visit.subject.samplings[0]
     responses = await samples(visit, sampling)
@@ -94,7 +94,7 @@ async def check_truncation(visit: Visit) -> Checked:
     )
     threshold = f"{SURE:g}"
     if missing.chance < SURE:
-        detail = f"The samples are as of {missing.kind}={missing.value:.3g}"
+        detail = f"The samples look like {missing.kind}={missing.value:.3g}"
         return visit.fault(name, TRUNCATION, measured, threshold, detail)
     asked = visit.subject.sampling
     if asked is None or not asked.is_filtered:
@@ -103,7 +103,7 @@ async def check_truncation(visit: Visit) -> Checked:
 
 
 async def _declared(visit: Visit, asked: SamplingParams, before: str) -> Checked:
-    """With the run's own top_p, top_k and min_p, as a response of the run would be trained."""
+    """Samples with the run's own top_p, top_k and min_p, and computes logprobs as the run would train them."""
     values = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     responses = await samples(visit, SamplingParams(**values, max_new_tokens=32, ignore_eos=True))
     apart = gap([one.logprobs for one in responses], await visit.trainer.of_sampled(responses))

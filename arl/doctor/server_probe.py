@@ -1,4 +1,4 @@
-"""What one server says: of itself, of given tokens, and when it samples. Over HTTP, in SGLang's protocol."""
+"""Asks one server about itself, scores given tokens and samples. Over HTTP, in SGLang's protocol."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class ServerFacts:
     """A server's description of itself; None where it does not say."""
 
     label: str
-    """Of the weights that it holds."""
+    """The version label of its weights."""
     model_path: str
     context_length: int | None
     dtype: str | None
     chunk_size: int | None
-    """Most prompt tokens that it computes in one step."""
+    """The most prompt tokens that it computes in one step."""
     num_ranks: int
     num_late: int
-    """How many tokens of a response it may label too new after an update in place (SGLang's overlap scheduler)."""
+    """How many tokens of a response may have too new a label after an update in place (SGLang's overlap scheduler)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,14 +64,14 @@ class Sampled:
 
 
 class ServerProbe:
-    """Asks one server. Raises ServerError, as its client does."""
+    """The requests of the doctor to one server. Methods raise ServerError, as its client does."""
 
     def __init__(self, address: str, client: JsonClient) -> None:
         self.address = address
         self._client = client
         self._numbers = itertools.count()
         self._most_kept = 0
-        """SGLang's limit on the kept ids of a token; 0 without one, and until it was asked for its facts."""
+        """SGLang's limit on the kept ids of a token; 0 if it has none, and until `facts` was called."""
 
     async def facts(self) -> ServerFacts:
         info = await self._object("GET", "/model_info")
@@ -106,7 +106,7 @@ class ServerProbe:
         return await self._tokens({**body, **({"chat_template_kwargs": dict(options)} if options else {})})
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> Floats:
-        """[T - 1] The logprob of each token but the first, at temperature 1, computed without a cached prefix."""
+        """[T - 1] The logprob of each token except the first, at temperature 1, computed without a cached prefix."""
         payload = self._payload(token_ids, SamplingParams(max_new_tokens=1), key="", adapter=adapter)
         payload["sampling_params"]["max_new_tokens"] = 0
         meta = (await self._object("POST", "/generate", payload | {"logprob_start_len": 0}))["meta_info"]
@@ -126,11 +126,11 @@ class ServerProbe:
         wants_kept_ids: bool = False,
         routing: Routing | None = None,
     ) -> Sampled:
-        """key: requests of the same one share cached prefixes. Unset: it shares none. routing: ask for routes."""
+        """key: requests with the same key share cached prefixes; unset, it shares none. routing: ask for routes."""
         payload = self._payload(prompt_ids, sampling, key=key, adapter=adapter)
         if wants_kept_ids and sampling.is_filtered:
             payload["return_sampling_mask"] = True
-            if self._most_kept and sampling.top_k == -1:  # SGLang lists ids under a finite top_k alone
+            if self._most_kept and sampling.top_k == -1:  # SGLang lists ids only under a finite top_k
                 payload["sampling_params"]["top_k"] = max(2, min(MOST_KEPT, self._most_kept // 2))
         if routing is not None:
             payload |= {"return_routed_experts": True, "routed_experts_start_len": 0}
@@ -158,7 +158,7 @@ class ServerProbe:
         )
 
     def _routes(self, told: str | None, routing: Routing, num_tokens: int) -> Routes | None:
-        """Those of all tokens but the last, which was not computed. Raises ServerError for a wrong number of them."""
+        """The routes of all tokens except the last, which was not computed. Raises ServerError for a wrong number."""
         if told is None:
             return None
         experts = np.frombuffer(b64decode(told), "<i4")

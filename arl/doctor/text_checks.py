@@ -1,4 +1,4 @@
-"""Checks of what stands before and after the model: tokens, the chat template, the context, the end of a response."""
+"""Checks around the model: tokens, the chat template, the context, the end of a response."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from arl.doctor.visit import Visit
 
 _BEYOND = 16
 _STOP_AFTER, _STOP_LENGTH = 12, 4
-"""The stop string is that of these tokens of a greedy response."""
+"""The stop string is the text of these tokens of a greedy response."""
 
 
 async def check_tokenizer(visit: Visit) -> Checked:
-    """Texts, and each special token, in token ids."""
+    """Compares the token ids of texts and of each special token."""
     name, texts = "tokenizer", [*TEXTS, "".join(visit.subject.special_tokens), *visit.subject.special_tokens]
     for text in filter(None, texts):
         told = await visit.server.tokens_of(text)
         if told is None:
-            return visit.skipped(name, "the server has no tokenizer; arl sends token ids, and needs none")
+            return visit.skipped(name, "the server has no tokenizer; arl sends token ids and does not need one")
         ours = visit.subject.encode(text)
         if told != ours:
             place = next((i for i, (a, b) in enumerate(zip(told, ours, strict=False)) if a != b), len(min(told, ours)))
@@ -34,7 +34,7 @@ async def check_tokenizer(visit: Visit) -> Checked:
 
 
 async def check_template(visit: Visit) -> Checked:
-    """Chats as the server renders them, and as the workflow does."""
+    """Compares chats as the server renders them with those of the workflow."""
     name, subject = "chat template", visit.subject
     if subject.render is None:
         return visit.skipped(name, "the tokenizer has no chat template")
@@ -51,12 +51,12 @@ async def check_template(visit: Visit) -> Checked:
 
 
 async def check_context(visit: Visit) -> Checked:
-    """The context that the server has, whether it takes a prompt of that length whole, and refuses a longer one."""
+    """The server's context length, and whether it reads a prompt of this length whole and refuses a longer one."""
     name, subject, told = "context length", visit.subject, visit.facts.context_length
     needed = subject.sampling.max_new_tokens + 1 if subject.sampling is not None else 1
     least = max(needed, subject.context_length or 0)
-    measured = f"the server takes {told} tokens, the model {subject.model_context}"
-    threshold = f"at least {least}, the run's need" if least > 1 else "what the server says"
+    measured = f"the server accepts {told} tokens, the model {subject.model_context}"
+    threshold = f"at least {least}, which the run needs" if least > 1 else "what the server says"
     if told is not None and told < least:
         return visit.fault(name, CONTEXT, measured, threshold)
     if visit.room < LEAST_CONTEXT:
@@ -64,7 +64,7 @@ async def check_context(visit: Visit) -> Checked:
     length = visit.room - _BEYOND
     whole = await visit.sample(long_prompt(subject.encode, length), SamplingParams(max_new_tokens=1))
     if whole.prompt_tokens != length:
-        detail = f"Of a prompt of {length} tokens the server counts {whole.prompt_tokens}"
+        detail = f"The server read {whole.prompt_tokens} tokens of a prompt of {length}"
         return visit.fault(name, CONTEXT, measured, threshold, detail)
     if told is not None:
         beyond = long_prompt(subject.encode, told + _BEYOND)
@@ -73,13 +73,13 @@ async def check_context(visit: Visit) -> Checked:
         except ServerError:
             pass
         else:
-            detail = f"A prompt of {len(beyond)} tokens is answered, and not refused"
+            detail = f"The server answered a prompt of {len(beyond)} tokens instead of refusing it"
             return visit.fault(name, CONTEXT, measured, threshold, detail)
     return visit.ok(name, measured, threshold)
 
 
 async def check_stop_strings(visit: Visit) -> Checked:
-    """A greedy response again, with a piece of it as the stop string."""
+    """Repeats a greedy response with a piece of it as the stop string."""
     name = "stop strings"
     greedy = SamplingParams(temperature=0.0, max_new_tokens=_STOP_AFTER + _STOP_LENGTH + 8, ignore_eos=True)
     for prompt in visit.prompts:
@@ -99,14 +99,14 @@ async def check_stop_strings(visit: Visit) -> Checked:
             or stop in visit.subject.decode(stopped.output_ids[:-1])
             or len(stopped.output_ids) != length
         ):
-            said = "The tokens lack it" if stop not in text else "The response goes on behind it"
+            said = "The tokens do not contain it" if stop not in text else "The response continues after it"
             return visit.fault(name, STOP_STRINGS, measured, threshold, said)
         return visit.ok(name, measured, threshold)
-    return visit.skipped(name, "greedy responses hold no text that could serve as a stop string")
+    return visit.skipped(name, "greedy responses contain no text that could serve as a stop string")
 
 
 def _stop_string(visit: Visit, free: Sampled) -> tuple[str, int] | None:
-    """A text that occurs in the response once, and how many tokens there are up to its end."""
+    """A text that occurs once in the response, and the number of tokens up to its end."""
     decode, ids = visit.subject.decode, free.output_ids
     for first in range(4, len(ids) - _STOP_LENGTH):
         stop = decode(ids[first : first + _STOP_LENGTH])
@@ -127,7 +127,7 @@ async def check_end(visit: Visit) -> Checked:
     for one in free:
         inside = known.intersection(one.output_ids[:-1])
         if inside:
-            detail = f"The server goes on behind token {min(inside)}"
+            detail = f"The server continues after token {min(inside)}"
             return visit.fault(name, END_OF_SEQUENCE, "an end token inside a response", threshold, detail)
         if one.finish.get("type") == "stop":
             seen.add(one.output_ids[-1])
@@ -137,12 +137,12 @@ async def check_end(visit: Visit) -> Checked:
         detail = f"The server ends responses at token {min(wrong)}"
         return visit.fault(name, END_OF_SEQUENCE, "a response ended at another token", threshold, detail)
     if not seen:
-        return visit.skipped(name, "no response ended by itself, and the server takes no grammar to force it")
+        return visit.skipped(name, "no response ended by itself, and the server accepts no grammar to force an end")
     return visit.ok(name, f"responses ended at {sorted(seen)}", threshold)
 
 
 async def _forced_end(visit: Visit) -> int | None:
-    """The token after all that a grammar allows; None if the server cannot say."""
+    """The token that follows when the grammar allows no other; None if the server cannot decode under a grammar."""
     sampling = SamplingParams(max_new_tokens=4, grammar=Grammar(kind="regex", text="a"))
     try:
         forced = await visit.sample(visit.prompts[0], sampling)

@@ -1,4 +1,4 @@
-"""What the train engine says of tokens, and how the doctor moves its weights from one version to the next."""
+"""Asks the train engine for logprobs, and moves its weights from one version to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arl.doctor.server_probe import Floats, Sampled
 from arl.offload import TrainThread
 
 PROBE_OPTIMIZER = OptimizerConfig(lr=0.02, warmup_steps=500)
-"""The first step changes each weight by 4e-5, and each further one by so much more: a model of any size soon moves as
+"""The first step changes each weight by 4e-5, and each further step by 4e-5 more. So a model of any size soon moves as
 far as it should, and hardly farther."""
 _MOST_STEPS = 80
 
@@ -36,14 +36,14 @@ class TrainerProbe:
         self._thread = thread
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Floats]:
-        """[T - 1] each: the logprob of each token but the first, at temperature 1."""
+        """[T - 1] each: the logprob of each token except the first, at temperature 1."""
         made = [_sequence(ids, 1) for ids in sequences]
         return [row[1:] for row in await self._forward(made)]
 
     async def of_sampled(self, responses: Sequence[Sampled], *, with_routes: bool = True) -> list[Floats]:
-        """For each response the trainer's logprobs of its tokens, as it would train them.
+        """For each response, the trainer's logprobs of its tokens, as training would compute them.
 
-        with_routes: compute with the experts that the server reports, if it does.
+        with_routes: compute with the experts that the server reports, if it reports any.
         """
         made = [
             replace(
@@ -57,7 +57,7 @@ class TrainerProbe:
         return [row[len(one.prompt_ids) :] for row, one in zip(rows, responses, strict=True)]
 
     async def move(self, sequences: Sequence[Sequence[int]], least: float) -> float:
-        """Train until the logprobs of these sequences have moved by `least` nats in the mean; returns how far.
+        """Train until the logprobs of these sequences have moved by `least` nats on average; returns how far.
 
         Raises TrainingError if that takes too many steps.
         """
@@ -101,5 +101,5 @@ def _sequence(ids: Sequence[int], first: int, temperature: float = 1.0) -> Train
 
 
 def _behind(num_prompt: int, kept_ids: KeptIds | None) -> KeptIds | None:
-    """With the prompt's tokens before."""
+    """The same kept ids, behind the prompt's tokens."""
     return None if kept_ids is None else KeptIds.joined([num_prompt, kept_ids])

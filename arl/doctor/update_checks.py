@@ -19,7 +19,7 @@ _ANSWER = SamplingParams(max_new_tokens=16, ignore_eos=True)
 _PREFIX, _BEHIND = 160, 40
 """Tokens of a prompt that is asked twice, and of what follows it: an answer, the second turn and its answer."""
 _ONE_TOKEN = 8.0
-"""A single token may differ by so many times the limit of the mean."""
+"""A single token may differ by this many times the limit of the mean."""
 
 
 def cached_prompt(visit: Visit) -> list[int]:
@@ -32,7 +32,7 @@ async def fill_cache(visit: Visit) -> None:
 
 
 def _key(visit: Visit) -> str:
-    """As arl's client names weights to a server: another key for each version."""
+    """Another key for each version, as arl's client does."""
     return f"arl-doctor-{id(visit.trainer):x}-{visit.trained.version}"
 
 
@@ -42,24 +42,24 @@ async def check_cache(visit: Visit) -> Checked:
     more = [*first.token_ids, *visit.prompts[0][:8]]
     second = await visit.sample(more, _ANSWER, seed=1, key=_key(visit))
     apart = gap([second.logprobs], await visit.trainer.of_sampled([second]))
-    measured = f"{apart:.2g} nats behind {second.cached_tokens} cached tokens"
+    measured = f"{apart:.2g} nats after {second.cached_tokens} cached tokens"
     if apart <= visit.tolerance.limit:
         return visit.ok("prefix cache", measured, visit.tolerance.why)
     return visit.fault("prefix cache", PREFIX_CACHE, measured, visit.tolerance.why)
 
 
 async def check_cache_after(visit: Visit, name: str) -> Checked:
-    """The prompt that was in the cache before the load, asked again after it."""
+    """Sends the prompt that was in the cache before the load again."""
     again = await visit.sample(cached_prompt(visit), _ANSWER, seed=2, key=_key(visit))
     apart = gap([again.logprobs], await visit.trainer.of_sampled([again]))
-    measured = f"{apart:.2g} nats after a prompt of the version before, {again.cached_tokens} of its tokens cached"
+    measured = f"{apart:.2g} nats on a prompt cached before the load, {again.cached_tokens} of its tokens cached"
     if apart <= visit.tolerance.limit:
         return visit.ok(name, measured, visit.tolerance.why)
     return visit.fault(name, STALE_CACHE, measured, visit.tolerance.why)
 
 
 async def check_labels(visit: Visit, name: str) -> Checked:
-    """Tokens that are of the newest version, as check_weights has found, must say so."""
+    """Tokens of the newest version (check_weights has found that they are) must be labelled with it."""
     if visit.trained.adapter is not None:
         return visit.skipped(name, "labels are of the base model; the version is that of the request's adapter")
     response = await visit.sample(visit.prompts[0], _ANSWER)
@@ -71,7 +71,7 @@ async def check_labels(visit: Visit, name: str) -> Checked:
 
 
 async def check_labels_inside(visit: Visit, name: str, responses: Sequence[Sampled], old_label: str) -> Checked:
-    """Responses that an update interrupted: where labels change, and where the weights do."""
+    """In responses that an update interrupted, labels must change where the weights do."""
     spanning = [one for one in responses if {old_label, str(visit.trained.version)} <= set(one.labels)]
     if not spanning:
         return visit.skipped(name, "no response was under way when the weights changed")
@@ -83,14 +83,14 @@ async def check_labels_inside(visit: Visit, name: str, responses: Sequence[Sampl
         found = mislabelled(of_old, of_new, one.logprobs, num_old, limit)
         late, early = max(late, found[0]), max(early, found[1] - visit.facts.num_late)
     measured = f"{len(spanning)} responses: {max(late, 0)} tokens labelled too old, {max(early, 0)} too new"
-    threshold = f"none, but for {visit.facts.num_late} that arl's client holds back"
+    threshold = f"none, except {visit.facts.num_late} that arl's client labels with the previous version"
     if late <= 0 and early <= 0:
         return visit.ok(name, measured, threshold)
     return visit.fault(name, LABEL_INSIDE, measured, threshold)
 
 
 def _under_both(visit: Visit, one: Sampled) -> tuple[Floats, Floats]:
-    """The logprobs of its tokens under the version before and the newest."""
+    """The logprobs of its tokens under the previous version and under the newest."""
     reference, first = visit.reference, len(one.prompt_ids)
     try:
         reference.take(lambda _, old, __: old)

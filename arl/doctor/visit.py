@@ -1,4 +1,4 @@
-"""A Visit: one server under examination, and everything that its checks compare it with."""
+"""A Visit: one server under examination, and everything that it is compared with."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Subject:
     """Messages as the workflow renders them; None without a chat template."""
     template_options: Mapping[str, Any] | None
     sampling: SamplingParams | None
-    """Of the workflow, if it shows it."""
+    """The workflow's own; None if the workflow does not show it."""
     end_token_ids: frozenset[int]
     model_context: int | None
     """The most tokens that the model has positions for."""
     context_length: int | None
-    """What the server should take, if the settings say."""
+    """The context length that the settings ask for; None if they do not."""
     is_exact: bool
-    """Trainer, stored weights and server all are to be in float32."""
+    """Whether trainer, stored weights and server should all be float32."""
     replays_truncation: bool
-    """Logprobs under top_p, top_k and min_p are those among the kept ids."""
+    """Whether logprobs under top_p, top_k and min_p are those over the kept ids."""
     routing: Routing | None
-    """How the model routes, if it is a mixture of experts whose routes the run replays."""
+    """The model's routing, if it is a mixture of experts whose routes the run replays."""
     adapters: bool
-    """Each version is an adapter beside the model."""
+    """Whether each version is an adapter beside the model."""
     shards: Sequence[int]
-    """How many ranks the trainer has."""
+    """Possible numbers of parts of a weight, from the trainer's ranks."""
 
     @property
     def samplings(self) -> list[SamplingParams]:
-        """What to sample with, all of the distribution: at the run's temperature, or at two of them."""
+        """Settings to sample the whole distribution: at the run's temperature, or at two if it is unknown."""
         known = [self.sampling.logprob_temperature] if self.sampling is not None else [1.0, 0.7]
         return [SamplingParams(temperature=t, ignore_eos=True, max_new_tokens=64) for t in known]
 
@@ -68,7 +68,7 @@ class Trained:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Visit:
-    """Checks of one server read all of it, and change nothing but what is named so."""
+    """Checks read it. Only the Examination changes it: `trained` and `tolerance`."""
 
     server: ServerProbe
     facts: ServerFacts
@@ -80,11 +80,11 @@ class Visit:
     """Short ones."""
     trained: Trained
     says_address: bool = False
-    """There are several servers."""
+    """Whether results name the server: there are several."""
 
     @property
     def room(self) -> int:
-        """The most tokens that prompt and response may have together, by the server's or else the model's word."""
+        """The most tokens of prompt and response together: the smaller of the server's and the model's context."""
         known = [n for n in (self.facts.context_length, self.subject.model_context) if n is not None]
         return min(known, default=4096)
 
@@ -104,13 +104,13 @@ class Visit:
     async def sample_all(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, key: str = ""
     ) -> list[Sampled]:
-        """At once, each with a seed of its own."""
+        """Concurrent responses, each with its own seed."""
         async with asyncio.TaskGroup() as tasks:
             made = [tasks.create_task(self.sample(ids, sampling, seed, key=key)) for seed, ids in enumerate(prompts)]
         return [task.result() for task in made]
 
     async def sample(self, ids: Sequence[int], sampling: SamplingParams, seed: int = 0, *, key: str = "") -> Sampled:
-        """As many tokens as the context has room for, at most max_new_tokens. Raises ServerError without any."""
+        """At most max_new_tokens tokens, fewer if the context is short. Raises ServerError if it has no room at all."""
         count = min(sampling.max_new_tokens, self.room - len(ids) - 8)
         if count < 1:
             raise ServerError(f"{self.server.address} has no room for an answer to {len(ids)} tokens")

@@ -57,6 +57,6 @@ def test_a_fault_ends_with_code_1_and_json_names_it(
     told = json.loads(capsys.readouterr().out)
     assert told["cause"] == "logprobs of another temperature"
     outcomes = {one["check"]: (one["outcome"], one["measured"]) for one in told["checks"]}
-    assert outcomes["truncation"] == ("skipped", "it rests on: temperature")
+    assert outcomes["truncation"] == ("skipped", "it depends on: temperature")
     assert outcomes["weights after load 1"][0] == "skipped"  # arl did not start this server
     assert "--publish" in outcomes["weights after load 1"][1]
