@@ -1,9 +1,9 @@
-"""Kept ids as few bytes: what top_p, top_k and min_p left at 32k tokens must not outweigh the tokens themselves.
+"""Packs kept ids into few bytes: the sets that top_p, top_k and min_p keep at 32k tokens must not outweigh the tokens.
 
     set 3, 17, 40 --renamed by frequency--> 0, 2, 9 --gaps--> 0, 1, 6 --a byte each--> zstd
 
-A text keeps some ids again and again, so these get small numbers, sets have small gaps, and similar contexts have
-similar runs of gaps, which zstd finds. docs/figures.md has the sizes.
+A text keeps some ids repeatedly. These get small numbers, so sets have small gaps, and similar contexts have similar
+series of gaps, which zstd finds. docs/figures.md has the sizes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MARK = b"set2"
 """The format. Raise it when the bytes change."""
 _LEVEL = 6
 _LONG = 255
-"""A gap of so much or more is this byte, and the rest of it among the long gaps."""
+"""A gap of this size or more is stored as this byte, and the rest of it among the long gaps."""
 MAX_ID = (1 << 24) - 1
-"""Ids are below 2^24: tables of all ids stay small, whatever a server says."""
+"""Ids are below 2^24, so tables of all ids stay small, whatever a server sends."""
 
 Numbers = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ class Sets:
     lists_excluded: npt.NDArray[np.bool_]
     ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int64] = field(init=False)
-    """int64[S + 1]: where each set's ids begin, and their number."""
+    """int64[S + 1]: where each set's ids begin, and at the end the number of all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", np.append(0, self.sizes.cumsum(dtype=np.int64)))
@@ -47,14 +47,14 @@ class Sets:
         return sum(array.nbytes for array in arrays)
 
     def listed_by(self, chosen: Numbers) -> npt.NDArray[np.int32]:
-        """What these sets list, set after set."""
+        """The ids that these sets list, set after set."""
         sizes = self.sizes[chosen].astype(np.int64)
         shifts = self.starts[chosen] - (sizes.cumsum() - sizes)
         return self.ids[np.repeat(shifts, sizes) + np.arange(int(sizes.sum()))]
 
 
 def pack(sets: Sets) -> bytes:
-    """As bytes, which `unpack` reads. Sets that no token has are left out, and the others numbered by first use."""
+    """The bytes that `unpack` reads. Sets that no token has are left out; the others are numbered by first use."""
     import zstandard
 
     sets = _by_first_use(sets)
@@ -76,7 +76,7 @@ def pack(sets: Sets) -> bytes:
 
 
 def firsts_of(sets: Sets) -> npt.NDArray[np.bool_]:
-    """Which of the ids is the first of a set."""
+    """For each id, whether it is the first of a set."""
     is_first = np.zeros(len(sets.ids) + 1, np.bool_)  # the last set may list nothing
     is_first[sets.starts] = True
     return is_first[:-1]
@@ -117,7 +117,7 @@ def unpack(data: bytes) -> Sets:
 
 
 def _by_first_use(sets: Sets) -> Sets:
-    """The same sets for the same tokens, each of them used, in the order in which tokens first have them."""
+    """The same sets for the same tokens, without unused sets, in the order of their first use."""
     is_set = sets.index >= 0
     used, firsts, numbers = np.unique(sets.index[is_set], return_index=True, return_inverse=True)
     order = np.argsort(firsts)
@@ -132,7 +132,7 @@ def _by_first_use(sets: Sets) -> Sets:
 
 
 def _steps(index: Numbers) -> Numbers:
-    """For each token 0 for a set that has no token before, 1 for none, and n + 2 for the n-th of the sets so far,
+    """For each token: 0 for a set that no earlier token has, 1 for no set, and n + 2 for the n-th of the earlier sets,
     counted back from the last."""
     num_before = np.maximum.accumulate(np.append(-1, index[:-1])) + 1 if len(index) else index
     return np.where(index < 0, 1, np.where(index == num_before, 0, num_before - index + 1))
@@ -169,7 +169,7 @@ def _from_gaps(gaps: Numbers, sizes: Numbers, names: Numbers) -> Numbers:
 
 
 def _planes(numbers: Numbers) -> bytes:
-    """Below 2^32, all lowest bytes first: the others are mostly 0."""
+    """Numbers below 2^32 by planes: all lowest bytes first, because the others are mostly 0."""
     return numbers.astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes()
 
 

@@ -3,7 +3,7 @@
     tokens    The   cat   sat   <end>
     routes    1,6   0,3   3,7   (unknown)      of each layer, the experts that its router chose for the token
 
-A token has routes once it was computed, that is, once the model has sampled what follows it. So the last token of a
+A token has routes once it was computed, that is, once the model has sampled the next token. So the last token of a
 response has none until another request continues it.
 """
 
@@ -25,14 +25,14 @@ class Routing:
     """The size of a token's routes in a model."""
 
     num_layers: int
-    """All layers. Those without a router have zeros."""
+    """All layers of the model. Layers without a router have zeros."""
     experts_per_token: int
     num_experts: int
-    """Numbers of experts are below this."""
+    """Experts are numbered from 0 to num_experts - 1."""
 
     @property
     def dtype(self) -> npt.DTypeLike:
-        """The smallest that holds an expert's number."""
+        """The smallest dtype that holds an expert's number."""
         return np.min_scalar_type(self.num_experts - 1)
 
 
@@ -46,7 +46,7 @@ class Routes:
     is_known: npt.NDArray[np.bool_]
     """bool[T]"""
     experts: npt.NDArray[np.unsignedinteger[Any]]
-    """uint8 or uint16 [N, layers, experts per token]: those of the known tokens, in order."""
+    """uint8 or uint16 [N, layers, experts per token]: the experts of the known tokens, in order."""
 
     def __post_init__(self) -> None:
         num_known = int(self.is_known.sum())
@@ -58,7 +58,7 @@ class Routes:
 
     @classmethod
     def of(cls, experts: npt.NDArray[np.unsignedinteger[Any]]) -> Routes:
-        """Of tokens that are all known."""
+        """Routes of tokens that are all known."""
         return cls(is_known=np.ones(len(experts), np.bool_), experts=experts)
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Routes:
         return self.is_known.nbytes + self.experts.nbytes
 
     def take(self, places: npt.NDArray[Any] | slice) -> Routes | None:
-        """Those of the tokens at these places; None if none of them is known."""
+        """The routes of the tokens at these places; None if none of them is known."""
         is_known = self.is_known[places]
         if not is_known.any():
             return None
@@ -88,9 +88,9 @@ class Routes:
 
     @classmethod
     def joined(cls, parts: Sequence[Routes | int]) -> Routes | None:
-        """End to end; a number stands for so many unknown tokens. None if none is known.
+        """Routes end to end; a number stands for that many unknown tokens. None if no token is known.
 
-        Raises ValueError if they are of different models.
+        Raises ValueError if the parts belong to different models.
         """
         known = [part for part in parts if isinstance(part, Routes) and len(part.experts)]
         if not known:
@@ -103,7 +103,7 @@ class Routes:
         return cls(is_known=np.concatenate(marks), experts=np.concatenate([part.experts for part in known]))
 
     def encode(self) -> bytes:
-        """As bytes, which `decode` reads; little-endian."""
+        """The bytes that `decode` reads; little-endian."""
         num_known, num_layers, per_token = self.experts.shape
         width = self.experts.dtype.itemsize
         head = _HEAD.pack(len(self), num_known, num_layers, per_token, width)
@@ -124,7 +124,7 @@ class Routes:
         return cls(is_known=is_known, experts=numbers.reshape(num_known, num_layers, per_token))
 
     def keys(self) -> list[bytes]:
-        """For each token, bytes that are equal for equal routes; empty where they are unknown."""
+        """For each token, bytes that are equal for equal routes; empty for unknown ones."""
         rows = np.ascontiguousarray(self.experts).reshape(len(self.experts), -1)
         known = iter(rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel().tolist())
         return [next(known) if is_known else b"" for is_known in self.is_known.tolist()]

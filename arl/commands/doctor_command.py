@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="engine.kind=sglang: also load the doctor's weights into the given servers, and afterwards their own again",
+        help="engine.kind=sglang: also load the doctor's weights into the given servers, then their own again",
     )
     options, settings = parse(parser, argv)
     found: list[Diagnosis] = []

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps",
         metavar="FIRST:STOP",
-        help="10:20 are the steps that were trained on the versions 10 to 19 (default: all that can be reached)",
+        help="10:20 are the steps trained on the versions 10 to 19 (default: all that can be reached)",
     )
     parser.add_argument(
         "--set",
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "--reward", metavar="FILE.py:NAME", help="a reward (answer, example) that scores each trajectory again"
     )
     parser.add_argument(
-        "--follow", action="store_true", help="the other settings go on from their own weights, step after step"
+        "--follow", action="store_true", help="the other settings continue from their own weights, step after step"
     )
     parser.add_argument("--model", metavar="DIR", help="where the model is that the run began from, if it was moved")
     parser.add_argument(
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the largest difference of a tensor, as a share of its norm, where builds differ (default: %(default)g)",
     )
     parser.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="how many changed tokens to show")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     return parser
 
 
@@ -139,7 +139,7 @@ def _line(step: ReplayedStep, tolerance: float) -> str:
     if step.is_identical:
         return f"{start}, identical"
     if not step.is_known:
-        return f"{start}; the run's were lost with a process"
+        return f"{start}; the run's digest was lost with a process"
     how = "within the tolerance" if step.is_good(tolerance) else "different"
     return (
         f"{start}, the run's {step.recorded_digest}: {how}. {step.tensor} differs most, by {step.difference:.1e} of "
@@ -153,13 +153,13 @@ def _verdict(found: Replayed) -> str:
     lines = [f"{same} of {number} steps are identical to the bit"]
     if build := sorted({text for step in found.steps for text in step.build}):
         lines.append(
-            f"this is not what computed the run ({'; '.join(build)}), so weights are compared within "
-            f"{found.tolerance:g} of their norms: {'all are' if found.is_good else 'some differ more'}"
+            f"this build differs from the run's ({'; '.join(build)}), so weights are compared within "
+            f"{found.tolerance:g} of their norms: {'all agree' if found.is_good else 'some differ more'}"
         )
     elif not found.steps[0].is_on_cpu and same < number:
         lines.append(
-            f"a GPU does not add up in the same order each time, so weights are compared within {found.tolerance:g} of "
-            f"their norms: {'all are' if found.is_good else 'some differ more'}"
+            f"a GPU does not always sum in the same order, so weights are compared within {found.tolerance:g} of their "
+            f"norms: {'all agree' if found.is_good else 'some differ more'}"
         )
     elif not found.is_good:
         lines.append("the same build computed other numbers: the recorded batch or its checkpoint is not the run's")
@@ -194,7 +194,7 @@ def _compared(step: ComparedStep, num_tokens: int) -> list[Any]:
 def _sentence(found: Comparison) -> str:
     return (
         f"{found.moved:.1%} of the say goes to other tokens. Of {found.num_tokens} tokens, {found.silenced} lose all "
-        f"they had, {found.heard} had none, and {found.turned} are pushed the other way"
+        f"they had, {found.heard} had none, and {found.turned} are pushed in the opposite direction"
     )
 
 

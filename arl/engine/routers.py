@@ -1,11 +1,11 @@
-"""The routers of mixtures of experts: what they choose can be recorded, and replaced by what a sampler chose.
+"""The routers of mixtures of experts: their choices can be recorded, and replaced by a sampler's choices.
 
     hidden states --> logits [N, experts] --choice--> experts [N, k] --weights of these--> a token's sum over experts
                                              ^    |
                                     replayed +    +--> recorded
 
-This is the one place that touches transformers' models: hooks on their routers, which change no modelling code. With
-replayed experts the weights come from the present logits, by the model's own rule, so gradients reach the router.
+Only this module touches the routers of transformers' models: it puts hooks on them, and changes no modelling code. The
+weights of replayed experts come from the current logits, by the model's own rule, so gradients reach the router.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _Weights = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """(router, logits [N, experts], chosen experts int64[N, k]) -> their weights [N, k]."""
 
 _SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Where a config has the number of experts. Dense models have none of them, or at most one expert."""
+"""Fields in which a config has the number of experts. Dense models have none of these fields, or one expert."""
 
 
 def _shares(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Of the softmax over all experts, float32."""
+    """The chosen experts' shares of the softmax over all experts, float32."""
     return logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
 
 
@@ -47,7 +47,7 @@ def _of_mixtral(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torc
 
 
 def _of_deepseek_v2(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Limits of groups and a bias matter for the choice alone, here and below."""
+    """Group limits and a bias affect only the choice, here and below."""
     return _shares(logits, chosen) * router.routed_scaling_factor
 
 
@@ -68,7 +68,7 @@ _FAMILIES: dict[str, tuple[str, _Weights]] = {
 
 
 def routing_of(config: Any, name: str) -> Routing | None:
-    """How a model routes; None for a dense one. config: the model's. Raises ModelError for an unknown mixture."""
+    """A model's routing; None for a dense model. config: the model's. Raises ModelError for an unknown mixture."""
     text = config.get_text_config()
     num_experts = next((size for key in _SIZES if isinstance(size := getattr(text, key, None), int)), 0)
     if num_experts <= 1:
@@ -87,7 +87,7 @@ def routing_of(config: Any, name: str) -> Routing | None:
 class ReplayedRoutes:
     """The routes of a packed row, on the model's device.
 
-    It is no dataclass: FSDP would look for tensors in it at each layer.
+    It is not a dataclass, because FSDP would search a dataclass for tensors at each layer.
     """
 
     def __init__(self, routes: Routes, device: torch.device) -> None:
@@ -98,19 +98,19 @@ class ReplayedRoutes:
         """int64[T, layers, k]"""
         is_known = None if routes.is_known.all() else torch.from_numpy(routes.is_known.copy())
         self.is_known = None if is_known is None else is_known.to(device)
-        """bool[T]; None if all are."""
+        """bool[T]; None if all are known."""
 
     def of_layer(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """int64[T, k]. own: what the router chooses, for tokens whose routes are unknown."""
+        """int64[T, k]. own: the router's own choice, for tokens whose routes are unknown."""
         experts = self.experts[:, layer]
         return experts if self.is_known is None else torch.where(self.is_known[:, None], experts, own)
 
 
 class Routers:
-    """The routers of a model, by layer. Layers may lack one."""
+    """The routers of a model, by layer. Some layers may have none."""
 
     def __init__(self, model: Any, routing: Routing) -> None:
-        """Puts a hook on each router. Raises ModelError if they do not weigh experts as their family does."""
+        """Puts a hook on each router. Raises ModelError if the routers do not weigh experts as their family does."""
         self.routing = routing
         kind, self._weights = _FAMILIES[model.config.get_text_config().model_type]
         self._routers = {
@@ -155,7 +155,7 @@ class Routers:
     def replay_in(self, layers: nn.ModuleList) -> None:
         """Let layers take ReplayedRoutes as the keyword argument `replayed_routes`. Call it before layers are wrapped.
 
-        Then a checkpointed layer, which is computed again in the backward pass, gets the same routes again.
+        Then a checkpointed layer gets the same routes when the backward pass computes it again.
         """
         for index, router in self._routers.items():
             layers[index].forward = self._replaying(layers[index].forward, router, index)
@@ -175,7 +175,7 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Collects, in a forward pass, (layer, int64[N, k]: the experts that it chose)."""
+        """Collects (layer, int64[N, k]: the experts that it chose) during a forward pass."""
         self._recorded = recorded = []
         try:
             yield recorded
@@ -183,12 +183,12 @@ class Routers:
             self._recorded = None
 
     def room_for(self, num_tokens: int) -> np.ndarray:
-        """[num_tokens, layers, k], not filled, in the smallest dtype."""
+        """An uninitialised array [num_tokens, layers, k] in the smallest dtype."""
         routing = self.routing
         return np.empty((num_tokens, routing.num_layers, routing.experts_per_token), routing.dtype)
 
     def experts_of(self, recorded: list[tuple[int, torch.Tensor]]) -> np.ndarray:
-        """[N, layers, k] of one pass, in the smallest dtype."""
+        """[N, layers, k]: the experts of one pass, in the smallest dtype."""
         experts = self.room_for(len(recorded[0][1]))
         experts[:, [layer for layer in range(experts.shape[1]) if layer not in self._routers]] = 0
         for layer, chosen in recorded:
@@ -197,6 +197,6 @@ class Routers:
 
 
 def find_routers(model: Any, name: str) -> Routers | None:
-    """The routers of a model, with hooks; None for a dense one. Raises ModelError for an unknown mixture."""
+    """The routers of a model, with hooks; None for a dense model. Raises ModelError for an unknown mixture."""
     routing = routing_of(model.config, name)
     return None if routing is None else Routers(model, routing)

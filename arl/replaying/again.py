@@ -1,4 +1,4 @@
-"""The recorded steps once more, under the run's own settings: are the weights the same?
+"""Trains the recorded steps again, under the run's own settings: are the weights the same?
 
 checkpoint, or model --> learner --step--> weights --compared with the recording--> ReplayedStep
                             ^    batch                                                   |
@@ -29,22 +29,22 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step that was run again."""
+    """One step that was trained again."""
 
     version: int
     """Of the weights that it was trained on."""
     digest: str
     """Of the weights after it."""
     recorded_digest: str
-    """The same of the run; empty if it was lost with a process."""
+    """The same digest in the run; empty if it was lost with a process."""
     difference: float
-    """The largest difference of a tensor, as a share of its norm: estimated by a projection, 0 for identical ones."""
+    """The largest difference of a tensor, as a share of its norm, estimated by a projection; 0 if all are identical."""
     tensor: str
-    """The one that differs most; empty if none does."""
+    """The tensor that differs most; empty if none differs."""
     loss: float
     recorded_loss: float
     build: tuple[str, ...]
-    """How what computes here differs from what computed the run: versions of arl, Python, torch; the processor."""
+    """How this build differs from the run's: versions of arl, Python, torch; the processor."""
     is_on_cpu: bool
 
     @property
@@ -53,7 +53,7 @@ class ReplayedStep:
         return self.is_on_cpu and not self.build
 
     def is_good(self, tolerance: float) -> bool:
-        """Whether these are the run's numbers, as far as they are known."""
+        """Whether these are the run's numbers, as far as those are known."""
         if self.is_identical or not self.is_known:
             return True
         return not self.must_be_identical and self.difference <= tolerance
@@ -69,7 +69,7 @@ class ReplayedStep:
 
 
 def replay_again(run: RecordedRun, which: ReplayRange) -> Iterator[ReplayedStep]:
-    """Run the steps, and those that lead to the first one. Raises RecordingError, ConfigError, a learner's errors."""
+    """Train the steps, and those that lead to the first one. Raises RecordingError, ConfigError, a learner's errors."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-replay-")))
         learner, of_learner, here = None, "", Build()

@@ -1,6 +1,6 @@
-"""Two learners beside each other, in a process of their own: one trains as the run did, the other otherwise.
+"""Two learners in one process: one trains as the run did, the other under other settings.
 
-Functions import torch, because the command's process names them without calling them.
+Only functions import torch, because the command's process imports this module without calling them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from arl.training.learner import Learner
 
 _SHOWN = 200
-"""How many tokens travel back: those that changed most."""
+"""How many tokens are sent back: those that changed most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChange:
-    """What became of one layer's gradient and update under other settings."""
+    """How one layer's gradient and update change under other settings."""
 
     layer: str
     gradient: float
-    """The norm of the run's own, before clipping."""
+    """The norm of the run's own gradient, before clipping."""
     other_gradient: float
     gradient_cosine: float
-    """Between both; nan where one is 0."""
+    """Between both gradients; NaN if one is 0."""
     update: float
     """The norm of the change of the weights."""
     other_update: float
@@ -47,20 +47,21 @@ class LayerChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChange:
-    """One token and its say: the derivative of minus the loss by its logprob, as a share of all tokens' sizes of it."""
+    """One token and its say: the derivative of minus the loss with respect to its logprob, divided by the sum of the
+    absolute values over all tokens."""
 
     trajectory: int
     """Its number among the trajectories of the batch's new groups."""
     place: int
     token_id: int
     version: int
-    """That sampled it."""
+    """The version that sampled it."""
     say: float
     other_say: float
     advantage: float
     other_advantage: float
     weight: float
-    """Of staleness, as corrected."""
+    """The behavior weight, as corrected."""
     other_weight: float
 
 
@@ -72,17 +73,17 @@ class Comparison:
     other_metrics: Mapping[str, float]
     layers: Sequence[LayerChange]
     tokens: Sequence[TokenChange]
-    """Those whose share of the say changed most, the most changed first."""
+    """The tokens whose say changed most, in descending order."""
     num_tokens: int
-    """Trained tokens of the batch's new groups, under either."""
+    """Tokens of the batch's new groups that have a say under either setting."""
     silenced: int
-    """Tokens that had a say, and have none now."""
+    """Tokens that have a say under the run's settings and none under the others."""
     heard: int
-    """The other way round."""
+    """Tokens for which it is the other way round."""
     turned: int
-    """Tokens that are pushed the other way."""
+    """Tokens that are pushed in the opposite direction."""
     moved: float
-    """Half the sum of the changes of all shares: 0 where every token has the same share, 1 where none of it is left."""
+    """Half the sum of the absolute changes: 0 if no token's say changes, 1 if all of the say goes to other tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,12 +92,12 @@ class _Trained:
 
     metrics: Mapping[str, float]
     columns: Mapping[str, np.ndarray]
-    """Of the sampled tokens of the batch's new groups, end to end."""
+    """Values for the trained tokens of the batch's new groups, end to end."""
     engine: WatchedEngine
 
 
 class ComparedLearners:
-    """The object in the process. Both learners begin where the run did."""
+    """The object in that process. Both learners begin where the run did."""
 
     def __init__(self, own: Config, other: Config) -> None:
         self._own, self._other = (_watched_learner(config) for config in (own, other))
@@ -106,7 +107,7 @@ class ComparedLearners:
         self._own.load(directory)
 
     def compare(self, batch: FlatBatch, other_batch: FlatBatch, follow: bool) -> Comparison:
-        """Train one step with each. follow: the other one goes on from its own weights, not from the run's."""
+        """Train one step with each. follow: the other one continues from its own weights, not from the run's."""
         if not (follow and self._has_begun):
             for own, other in zip(_engines(self._own), _engines(self._other), strict=False):
                 other.take_state(own)
@@ -114,7 +115,7 @@ class ComparedLearners:
         return _compared(_train(self._own, batch), _train(self._other, other_batch), batch)
 
     def pass_over(self, batch: FlatBatch) -> None:
-        """Train a step as the run did, to get to the next one."""
+        """Train a step as the run did, only to reach the next one."""
         _train(self._own, batch)
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ def _watched_engine(model: str | Path, settings: TrainConfig, *, seed: int, head
 
 
 def compared_learners(own: Config, other: Config) -> partial[ComparedLearners]:
-    """What builds them, in another process, on one rank each and with every token kept."""
+    """Builds both learners in another process, on one rank each, with the values of every token kept."""
     alone = {"num_ranks": 1, "min_ranks": None, "tensor_parallel": 1, "ray_address": None}
     log = own.log.model_copy(update={"events": EventsConfig(tokens="all")})
     configs = [c.model_copy(update={"train": c.train.model_copy(update=alone), "log": log}) for c in (own, other)]
@@ -194,13 +195,13 @@ def _compared(own: _Trained, other: _Trained, batch: FlatBatch) -> Comparison:
 
 
 def _shares(trained: _Trained, size: int) -> np.ndarray:
-    """float64: each token's say, as a share of the sum of its sizes; 0 where it has none."""
+    """float64: each token's say, divided by the sum of the absolute values; 0 if a token has none."""
     say = np.nan_to_num(trained.columns.get("say", np.zeros(size, np.float32))).astype(np.float64)
     return say / max(np.abs(say).sum(), 1e-300)
 
 
 def _layers(own: WatchedEngine, other: WatchedEngine) -> list[LayerChange]:
-    """In the order of the parameters."""
+    """The changes of all layers, in the order of the parameters."""
     sums: dict[str, np.ndarray] = {}
     for name in own.gradients:
         pairs = ((own.gradients[name], other.gradients[name]), (own.updates[name], other.updates[name]))
@@ -230,6 +231,6 @@ def _cosine(products: np.ndarray) -> float:
 
 
 def _layer(name: str) -> str:
-    """The layer of a parameter: `layers.3`, or what it is called outside of them."""
+    """The layer of a parameter: `layers.3`, or the parameter's own name outside the layers."""
     found = re.search(r"layers\.\d+", name)
     return found[0] if found else name.removesuffix(".weight").rpartition(".")[2]

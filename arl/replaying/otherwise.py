@@ -1,4 +1,4 @@
-"""The recorded steps under other settings: the same batch and weights, another loss, weights, reward, learning rate.
+"""Trains the recorded steps under other settings: the same batch and weights, another loss, reward or learning rate.
 
                   +--> the run's own settings --> weights of the next step
 weights, batch ---+                                  | gradients by layer, say by token
@@ -29,7 +29,7 @@ from arl.rewards.threads import ThreadReward
 from arl.training.flat_groups import FlatBatch
 
 _CONTEXT_TOKENS = 6
-"""Tokens before a changed one that are shown with it."""
+"""How many tokens before a changed one are shown with it."""
 
 Decode = Callable[[list[int]], str]
 
@@ -39,12 +39,12 @@ class ComparedStep:
     """One step under the run's own settings and under others."""
 
     version: int
-    """Of the weights that both were trained on."""
+    """The version on which both were trained."""
     comparison: Comparison
     names: tuple[str, ...]
-    """For each of the comparison's tokens, its episode as the event log calls it."""
+    """For each of the comparison's tokens, its episode's name in the event log."""
     texts: tuple[tuple[str, str], ...]
-    """For each of them, the text before it and its own."""
+    """For each of these tokens, the text before it and its own text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,9 +54,9 @@ class Otherwise:
     changes: Mapping[str, Any]
     """Settings, section by section."""
     reward: RewardLike | None = None
-    """Scores each trajectory's last turn again, with the recorded example."""
+    """Scores each trajectory's last turn again, with the recorded example; None keeps the rewards."""
     follow: bool = False
-    """The other settings go on from their own weights. Else each step begins with the run's."""
+    """Whether the other settings continue from their own weights. Otherwise each step begins with the run's."""
 
 
 def replay_otherwise(
@@ -121,7 +121,7 @@ def _rewarded(trajectory: Trajectory, score: Score) -> Trajectory:
 
 
 def _answer(trajectory: Trajectory, decode: Decode) -> str:
-    """What the last turn said; of a trajectory without turns, all that was trained."""
+    """The text of the last turn; for a trajectory without turns, the text of all trained tokens."""
     if trajectory.turns:
         last = trajectory.turns[-1]
         ids = trajectory.token_ids[last.start : last.stop]

@@ -1,4 +1,4 @@
-"""The recording of a run: its steps, the checkpoints that they can begin from, and their settings."""
+"""The recording of a run: its steps, the checkpoints from which a replay can begin, and the settings."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from arl.training.recording import DIRECTORY, RecordedStep, recorded_versions, s
 from arl.training.run_dir import checkpoint_of, saved_versions
 
 _MATTER = ("seed", "train", "algorithm", "rollout")
-"""The sections that a step's numbers depend on, besides its batch."""
+"""The sections on which a step's numbers depend, besides its batch."""
 _ABOUT_TRAINING = ("algorithm", "train", "seed")
-"""What a replay can change."""
+"""The sections that a replay can change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRange:
-    """The steps to run, and where they begin."""
+    """The steps to train, and where the replay begins."""
 
     checkpoint: Path | None
     """None: the model that the run began from."""
     base: int
-    """The version that it holds."""
+    """The version of these weights."""
     first: int
-    """The first step that was asked for. Those from `base` on come before it, to get there."""
+    """The first step that was asked for. The steps from `base` to it are only trained to reach it."""
     stop: int
     """The last one is stop - 1."""
 
@@ -52,15 +52,16 @@ class RecordedRun:
             )
 
     def which(self, first: int | None = None, stop: int | None = None) -> ReplayRange:
-        """Raises RecordingError, which says what there is, if a step in it, or what it begins from, is missing.
+        """The range of a replay. Raises RecordingError if a step or its beginning is missing; the error says what
+        exists.
 
-        first: without it, the first step that can be reached. stop: without it, the end of the recording.
+        first: default, the first step that can be reached. stop: default, the end of the recording.
         """
         stop = self.versions[-1] + 1 if stop is None else stop
         if first is None:
             first = next((version for version in self.versions if self._base_of(version) is not None), self.versions[0])
         if first >= stop:
-            raise ConfigError(f"there is no step from {first} up to, but not including, {stop}")
+            raise ConfigError(f"the range {first}:{stop} contains no step")
         base = self._base_of(first)
         missing = first if base is None else min({*range(base, stop)} - {*self.versions}, default=None)
         if base is None or missing is not None:
@@ -77,7 +78,7 @@ class RecordedRun:
         return RecordedStep.read(step_file(self.run_dir / DIRECTORY, version))
 
     def settings_of(self, step: RecordedStep, scratch: Path) -> Config:
-        """What trained the step: as the run, but on as many ranks as there were. scratch: a directory for its files."""
+        """The settings that trained the step, on as many ranks as trained it. scratch: a directory for its files."""
         sections = {name: step.settings[name] for name in _MATTER if name in step.settings}
         model = self._model or str(step.settings["model"])
         self._check_model(model, step)
@@ -91,11 +92,11 @@ class RecordedRun:
         here = model_digest(model)
         if here is None:
             raise RecordingError(
-                f"{model}, from which the run began, cannot be read here; say where it is (--model DIR)"
+                f"the run began from {model}, which cannot be read here; say where the model is (--model DIR)"
             )
         if here != step.model_digest:
             raise RecordingError(
-                f"{model} is another model than the run began from: its digest differs; say where that one is "
+                f"{model} is another model than the run began from (its digest differs); say where the right one is "
                 "(--model DIR)"
             )
         self._checked.add(model)
@@ -122,13 +123,13 @@ class RecordedRun:
         recorded = ", ".join(f"{a}:{b}" for a, b in _ranges(self.versions))
         saved = ", ".join(map(str, sorted(saved_versions(self._checkpoints)))) or "none"
         return (
-            f"recorded are the steps {recorded}, checkpoints are of the versions {saved} (and of version 0, the model "
-            "itself); a replay begins at a checkpoint and needs every step from there on"
+            f"the recorded steps are {recorded}, the checkpoints {saved} (and version 0, the model itself); a replay "
+            "begins at a checkpoint and needs every step from there on"
         )
 
 
 def other_settings(config: Config, changes: Mapping[str, Any]) -> Config:
-    """`config` with changes laid over it, section by section. Raises ConfigError for one that no replay can make."""
+    """`config` with changes, merged section by section. Raises ConfigError for a change that no replay can make."""
     if not changes:
         return config
     for name in changes:
@@ -150,13 +151,13 @@ def _validated(given: Mapping[str, Any], what: str) -> Config:
 
 
 def fingerprint_of(config: Config) -> str:
-    """Equal for settings that train alike, so that one learner serves neighbouring steps."""
+    """Equal for settings that train alike, so that neighbouring steps can share a learner."""
     matter = config.model_dump(mode="json", include={*_MATTER, "model"}, fallback=str)
     return json.dumps(matter, sort_keys=True)
 
 
 def _ranges(versions: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, stop) of each run of neighbours."""
+    """(first, stop) of each series of neighbouring versions."""
     start = previous = versions[0]
     for version in versions[1:]:
         if version != previous + 1:

@@ -25,9 +25,9 @@ class Replayed:
     which: ReplayRange
     tolerance: float
     steps: tuple[ReplayedStep, ...] = ()
-    """Of a replay under the run's own settings."""
+    """The results under the run's own settings."""
     compared: tuple[ComparedStep, ...] = ()
-    """Of one under others."""
+    """The results under other settings."""
 
     @property
     def is_good(self) -> bool:
@@ -48,14 +48,14 @@ def replay(
 ) -> Replayed:
     """Train steps of a run with `record=True` again, without sampling or servers, and compare.
 
-    Without changes and reward: are the weights after each step those of the run? With them: what would the same batch
-    have done to the same weights?
+    Without changes and reward, it answers: are the weights after each step those of the run? With them: what would the
+    same batch have done to the same weights under other settings?
 
     steps: "10:20" or range(10, 20) are the ten steps that were trained on the versions 10 to 19; None for all that can
         be reached. The replay begins at the newest checkpoint before them, or at the model itself.
     changes: settings of `algorithm`, `train` and `seed`, such as {"algorithm.preset": "gspo"}.
     reward: scores each trajectory's last turn again, from its text and the recorded example.
-    follow: the other settings go on from their own weights, instead of beginning each step with the run's.
+    follow: the other settings continue from their own weights, instead of beginning each step with the run's.
     model: where the model is that the run began from, if it was moved.
     tolerance: the largest difference of a tensor, as a share of its norm, where builds differ.
     on_step: called with each ReplayedStep or ComparedStep as it comes.
@@ -66,7 +66,7 @@ def replay(
     which = run.which(*_first_and_stop(steps))
     if not changes and reward is None:
         if follow:
-            raise ConfigError("follow is about other settings; give changes or a reward")
+            raise ConfigError("follow needs other settings: give changes or a reward")
         again = _all(replay_again(run, which), on_step, which.first)
         return Replayed(which=which, tolerance=tolerance, steps=again)
     what = Otherwise(changes=nested(changes or {}), reward=reward, follow=follow)
@@ -76,7 +76,7 @@ def replay(
 
 
 def _all(steps: Iterator[Any], on_step: OnStep | None, first: int) -> tuple[Any, ...]:
-    """Those from `first` on; the ones before only lead there."""
+    """The steps from `first` on; earlier ones only lead there."""
     found: list[Any] = []
     for step in steps:
         if step.version >= first:
@@ -91,7 +91,7 @@ def _first_and_stop(steps: str | range | None) -> tuple[int | None, int | None]:
         return None, None
     if isinstance(steps, range):
         if steps.step != 1 or steps.start < 0:
-            raise ConfigError(f"steps is {steps}; give neighbouring ones, such as range(10, 20)")
+            raise ConfigError(f"steps is {steps}; give a range without gaps, such as range(10, 20)")
         return steps.start, steps.stop
     first, colon, stop = steps.partition(":")
     try:
@@ -111,7 +111,7 @@ def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
         for section in sections:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"{name} is within a setting that has a value of its own")
+                raise ConfigError(f"{name} cannot be set beside a value for the setting that contains it")
         inner = nested(value) if isinstance(value, Mapping) else value
         if isinstance(inner, dict) and isinstance(place.get(last), dict):
             place[last] |= inner

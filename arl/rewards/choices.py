@@ -1,4 +1,4 @@
-"""ChoiceMatch: which of several choices an answer names."""
+"""ChoiceMatch: whether an answer names the right one of several choices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class ChoiceMatch:
     r"""1.0 if the answer names the right choice, and no other: `B`, `(b)`, `B) Paris`, `Paris`, `\boxed{B}`.
 
-    The answer is the content of the last box, or else what follows the last `####` or "the answer is", or else the
-    whole text. Prose about several choices names none.
+    The answer is the content of the last box, else the text after the last `####` or "the answer is", else the whole
+    text. Prose about several choices names none.
     """
 
     column: str = "answer"
@@ -29,7 +29,7 @@ class ChoiceMatch:
     """The column with the choices: their texts (A, B, C, ...), or `{"label": [...], "text": [...]}`. If the example has
     no such column, the labels are letters, and only they are compared."""
     extract: Extract | None = None
-    """Finds the answer in the text; unset, the whole text is searched."""
+    """Finds the answer in the text. If it is unset, the whole text is searched."""
 
     def check_example(self, data: Example) -> None:
         self._right(data)
@@ -44,7 +44,7 @@ class ChoiceMatch:
         return float(_named(text if said is None else said, texts) == right)
 
     def _right(self, data: Example) -> tuple[str, Mapping[str, str]]:
-        """The right label, and all labels with their texts. Raises RewardError for an example without one of them."""
+        """The right label, and all labels with their texts. Raises RewardError if the example lacks one of them."""
         texts = self._texts(data)
         given = data.get(self.column)
         if isinstance(given, int) and not isinstance(given, bool):

@@ -1,7 +1,7 @@
 """math_reward: whether an answer equals the reference as mathematics, by math-verify in worker processes.
 
-math-verify reads LaTeX. What it takes for LaTeX and is not, it reads as a product: "forty two" of letters, "16 3" of
-numbers. This module decides what it is given to read, and refuses references that would be read so.
+math-verify reads LaTeX. It reads other text as a product: "forty two" as a product of letters, "16 3" as a product of
+numbers. This module decides which text math-verify gets, and refuses references that it would misread.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def math_reward(
 ) -> RewardPool[[str, Example], Score]:
     r"""1.0 if the answer equals the reference mathematically, else 0.0: `\frac{1}{2}`, `0.5` and `2/4` are the same.
 
-    The answer is the content of the last `\boxed{...}`, or else what follows the last `####` or "the answer is", or
-    else the whole text, or in prose its last expression. Where a number is wanted, a sum or a product is no answer.
+    The answer is the content of the last `\boxed{...}`, else the text after the last `####` or "the answer is", else
+    the whole text, or in prose its last expression. If the reference is a number, a sum or a product is not accepted.
     column: the example's column with the reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several). A
     reference of one word or in `\text{...}` is compared as text.
     extract: finds the part of the text that is searched for the answer, such as InTag("answer").
     timeout_s: the longest a comparison may take, counted from when a worker begins it.
 
-    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: the
-    model would be trained on all but its worst answers. The metric `killed` counts such answers. Raises RewardError if
-    math-verify is not installed, or the example has no reference or one that is prose.
+    An answer that takes longer or kills its worker, such as 9**9**9**9, scores 0 and does not fail its episode.
+    Otherwise the model would be trained on all answers except its worst. The metric `killed` counts such answers.
+    Raises RewardError if math-verify is not installed, or if the example's reference is missing or in prose.
     """
     require("math_verify", "math-verify", "rewards")
     killed = Score(0.0, metrics={"killed": 1.0})
@@ -84,7 +84,7 @@ def is_equal(answer: str, reference: str, extract: Extract | None = None) -> boo
 
 
 def readable(reference: str) -> str:
-    """The reference, out of its box if it has one. Raises RewardError for prose, which no answer would equal."""
+    """The reference, without its box if it has one. Raises RewardError for prose, because no answer would equal it."""
     boxed = last_boxed(reference)
     wanted = reference.rpartition("####")[2].strip() if boxed is None else boxed
     if not _is_text(wanted) and (not bare(wanted) or _is_prose(_latex(wanted))):
@@ -100,7 +100,7 @@ _WORD = re.compile(r"[^\W\d_]{3,}(?:[-'][^\W\d_]+)*|[^\W\d_]{2}")
 
 
 def _is_text(wanted: str) -> bool:
-    """Whether it is one word, or words that LaTeX sets as text. A single letter may be a variable."""
+    """Whether the reference is one word, or words in LaTeX's text mode. A single letter may be a variable."""
     word = bare(wanted)
     return len(word) > 1 and bool(_TEXT.fullmatch(wanted.strip("$")) or _WORD.fullmatch(word))
 
@@ -109,7 +109,7 @@ _PROSE = re.compile(r"[^\W\d_]{4,}|(?<=[\d}]\s)[^\W\d_]{2,}|(?<![^\W_])[^\W\d_]{
 
 
 def _is_prose(latex: str) -> bool:
-    """Whether words remain without LaTeX's commands and the units that math-verify knows."""
+    """Whether words remain after removing LaTeX's commands and the units that math-verify knows."""
     if not _PROSE.search(_without_commands(latex)):
         return False
     from latex2sympy2_extended.latex2sympy2 import normalize_latex
@@ -148,7 +148,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?![\d ]
 
 
 def _latex(text: str) -> str:
-    """The same in LaTeX, if it is mathematics, and without delimiters."""
+    """The same text as LaTeX, if it is mathematics, without delimiters."""
     text = _DELIMITERS.sub("", text.translate(_SIGNS))
     for pattern, latex in _AS_LATEX:
         text = pattern.sub(latex, text)
@@ -161,14 +161,14 @@ _DOUBTFUL = re.compile(
     r"|[\w)](?: *[*+\u2212-] +|[*+\u2212-])$",
     re.IGNORECASE,
 )
-"""What stands before a number that is denied, one of several, or the last term of an expression."""
+"""The text before a number that is negated, is one of several, or is the last term of an expression."""
 
 _SIDE_BY_SIDE = re.compile(r"(?<![\d_^])\d+(?:\s+|\s*\)?\s*\()\s*\d")
 """Two numbers, which math-verify would add."""
 
 
 def _expression(text: str) -> list[Any]:
-    """What the text says: all of it if it is mathematics, else its last expression."""
+    """The expression in the text: all of it if it is mathematics, else its last expression."""
     latex = _latex(text)
     if "$" in latex or r"\(" in latex or _is_prose(latex):
         return _last_expression(text[-_TAIL:])
@@ -202,10 +202,10 @@ def _is_number(expression: Any) -> bool:
 
 
 def _is_worked_out(expression: Any) -> bool:
-    """Whether it is a number, not a calculation that yields one, such as the question's own."""
+    """Whether it is a number, and not a calculation that yields one, such as the question's own."""
     from sympy import Add, Mul, Number
 
-    for _ in range(2):  # of x = 3 and of 1 + 2 = 3, what stands at the right
+    for _ in range(2):  # of x = 3 and of 1 + 2 = 3, take the right-hand side
         expression = getattr(expression, "_unsorted_args", (expression,))[-1]
         expression = getattr(expression, "rhs", expression)
     products = expression.atoms(Mul)

@@ -1,12 +1,13 @@
-"""LengthWatch: whether what is trained differs in length from what was asked for.
+"""LengthWatch: whether trained episodes differ in length from those that were asked for.
 
-Cuts, failures and filters choose among episodes. If they take the long ones, the model is trained on the short. The
-test is of ranks: each episode's score is the share of episodes that are shorter than it, less the share of longer ones,
-and trained episodes should have the mean score of all. Episodes of a group are alike, and share their fate, so the
+Cuts, failures and filters choose among episodes. If they remove the long ones, the model is trained on short ones. The
+test uses ranks: each episode's score is the share of shorter episodes minus the share of longer ones, and without a
+bias trained episodes have the same mean score as all. Episodes of a group are alike, and share their fate, so the
 variance is that of the groups' sums (Liang and Zeger 1986).
 
-An episode that was cut or failed is at least as long as it was by then. The test takes the possible length that speaks
-against its finding: "shorter" must hold if cut episodes wanted no further token, "longer" if they wanted any number.
+An episode that was cut or failed is at least as long as it was by then. The test assumes the length that speaks against
+its finding: "shorter" must hold if cut episodes needed no further token, and "longer" must hold if they needed any
+number of tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MOST_GROUPS = 1000
-"""The last ones, which the test looks at."""
+"""The test looks at this many of the last groups."""
 _FEWEST_GROUPS = 30
-"""The sum of fewer is not near enough to a normal distribution."""
+"""With fewer groups, their sum is not close enough to a normal distribution."""
 SIGNIFICANT = 3.3
-"""Standard errors: by chance in one run of a thousand."""
+"""Standard errors; exceeded by chance in one run of a thousand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,18 @@ class LengthBias:
     """How trained episodes compare with all that ran, trained or not."""
 
     trained: float
-    """Mean length of those that are trained, in tokens."""
+    """Mean length of trained episodes, in tokens."""
     asked: float
-    """Mean length of all; at least, if some were cut."""
+    """Mean length of all episodes; a lower bound if some were cut."""
     low: float
-    """In standard errors, above 0 if trained ones are longer: if cut episodes wanted no further token."""
+    """In standard errors, above 0 if trained episodes are longer, assuming that cut episodes needed no further
+    token."""
     high: float
-    """The same if cut episodes wanted any number."""
+    """The same, assuming that they needed any number of tokens."""
 
     @property
     def direction(self) -> Literal["shorter", "longer"] | None:
-        """What trained episodes are, whatever cut ones would have been; None if that may be chance."""
+        """How trained episodes differ, whatever cut ones would have become; None if it may be chance."""
         if self.low < -SIGNIFICANT:
             return "shorter"
         return "longer" if self.high > SIGNIFICANT else None
@@ -62,7 +64,7 @@ class LengthWatch:
 
     def __init__(self) -> None:
         self._groups: deque[list[tuple[int, bool, bool]]] = deque(maxlen=_MOST_GROUPS)
-        """Of each episode: its length, whether it ended by itself, whether it is trained."""
+        """For each episode: its length, whether it ended by itself, whether it is trained."""
 
     def note(self, lengths: Mapping[int, tuple[int, bool]], kept: Collection[int]) -> None:
         """Add a group whose episodes have all ended. lengths: index -> tokens, and whether it ended by itself."""
@@ -70,7 +72,7 @@ class LengthWatch:
             self._groups.append([(tokens, whole, index in kept) for index, (tokens, whole) in lengths.items()])
 
     def bias(self) -> LengthBias | None:
-        """None with too few groups, or if all or none are trained: there is nothing to compare."""
+        """None if there are too few groups, or if all or no episodes are trained: then there is nothing to compare."""
         import numpy as np
 
         rows = [(number, *row) for number, group in enumerate(self._groups) for row in group]
@@ -94,7 +96,7 @@ class LengthWatch:
 
 
 def _deviation(lengths: np.ndarray, is_trained: np.ndarray, group: np.ndarray) -> float:
-    """Of the trained ones' scores from the mean, in standard errors."""
+    """The deviation of the trained episodes' scores from the mean, in standard errors."""
     import numpy as np
 
     ordered = np.sort(lengths)

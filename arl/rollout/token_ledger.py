@@ -1,12 +1,12 @@
-"""TokenLedger: what became of every token that servers sampled and this process received.
+"""TokenLedger: records the fate of every token that servers sampled and this process received.
 
     a response --answered--> open, by episode --settle--> a Fate
                                 |
                                 +--hold--> waiting, by group --trained--> TRAINED, MASKED
                                                              --returned--> RETURNED
 
-At every moment `received` is the sum of what is open, waiting and settled. `answered` alone adds to it. Checkpoints
-hold the ledger; what was open at a checkpoint, or came after it, is STOPPED in the start that continues from it.
+At every moment `received` is the sum of open, waiting and settled tokens. Only `answered` adds to it. Checkpoints hold
+the ledger. When a start continues from a checkpoint, tokens that were open in it, or came after it, are STOPPED.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arl.api.types import Group
 
 @dataclass(slots=True)
 class Spent:
-    """What an episode's responses cost."""
+    """The cost of an episode's responses."""
 
     tokens: int = 0
     server_s: float = 0.0
@@ -30,7 +30,7 @@ class Spent:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """See TokenTally."""
+    """The mutable form of TokenTally."""
 
     tokens: int = 0
     episodes: int = 0
@@ -38,7 +38,7 @@ class Tally:
     by_length: Counter[int] = field(default_factory=Counter[int])
 
     def add(self, spent: Spent, tokens: int, *, episodes: int = 1) -> None:
-        """Count `tokens` of an episode's, and their share of its seconds."""
+        """Count `tokens` of an episode's tokens, and their share of its seconds."""
         self.tokens += tokens
         self.episodes += episodes
         self.server_s += spent.server_s * tokens / spent.tokens if spent.tokens else spent.server_s * episodes
@@ -47,7 +47,7 @@ class Tally:
 
 
 class TokenLedger:
-    """Accounts for the tokens of one run. All calls belong to one event loop.
+    """Accounts for the tokens of one run. All calls are made on one event loop.
 
     mask_truncated: truncated trajectories are not trained (algorithm.overlong.mask_truncated).
     """
@@ -59,7 +59,7 @@ class TokenLedger:
         self._mask_truncated = mask_truncated
         self._open: dict[str, Spent] = {}
         self._waiting: dict[int, dict[int, Spent]] = {}
-        """Group -> the index of each episode to train -> what it cost."""
+        """Group -> the index of each episode to train -> its cost."""
         self._tallies = {fate: Tally() for fate in Fate}
 
     @property
@@ -78,18 +78,18 @@ class TokenLedger:
         return self._tallies[fate]
 
     def answered(self, episode: str, tokens: int, server_s: float) -> None:
-        """Count a response to an episode, by the name that the event log has for it."""
+        """Count a response. episode: the name in the event log."""
         self.received += tokens
         spent = self._open.setdefault(episode, Spent())
         spent.tokens += tokens
         spent.server_s += server_s
 
     def length(self, episode: str) -> int:
-        """The tokens of an open episode so far."""
+        """The number of tokens of an open episode so far."""
         return self._open[episode].tokens if episode in self._open else 0
 
     def settle(self, episode: str, fate: Fate) -> None:
-        """Give all open tokens of an episode, or of an attempt of it, their fate."""
+        """Settle all open tokens of an episode, or of one attempt of it, with this fate."""
         self._tallies[fate].add(spent := self._open.pop(episode, Spent()), spent.tokens)
 
     def hold(self, group_id: int, episodes: Mapping[int, str]) -> None:
@@ -97,7 +97,7 @@ class TokenLedger:
         self._waiting[group_id] = {index: self._open.pop(name, Spent()) for index, name in episodes.items()}
 
     def trained(self, group: Group) -> None:
-        """Settle a group that was trained. One that a checkpoint without a ledger had is passed over."""
+        """Settle a group that was trained. A group from a checkpoint without a ledger is ignored."""
         waiting = self._waiting.pop(group.group_id, None)
         if waiting is None:
             return
@@ -113,7 +113,7 @@ class TokenLedger:
         self.trained_again += sum(self._trained_tokens(group).total() for group in groups)
 
     def _trained_tokens(self, group: Group) -> Counter[int]:
-        """By the index of the episode."""
+        """Episode index -> the number of its trained tokens."""
         trained = Counter[int]()
         for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
             trained[index] += 0 if self._mask_truncated and trajectory.is_truncated else trajectory.num_trained_tokens
@@ -139,7 +139,7 @@ class TokenLedger:
         )
 
     def summary(self) -> dict[str, float]:
-        """Flat, for summary.json and metrics: tokens by fate, with their seconds and mean length of episode."""
+        """Flat, for summary.json and metrics: tokens by fate, with their seconds and number of episodes."""
         found: dict[str, float] = {"tokens/received": self.received}
         found |= {"tokens/open": self.num_open, "tokens/waiting": self.num_waiting}
         for fate, tally in self._tallies.items():
@@ -173,7 +173,7 @@ class TokenLedger:
     def load_state_dict(self, state: Mapping[str, Any], waiting: Collection[int]) -> None:
         """Continue from `state_dict`. waiting: the ids of the checkpoint's groups that may still be trained.
 
-        The episodes that were open run again, and so do those of other groups.
+        Open episodes, and those of other groups, run again.
         """
         self.received, self.trained_again, self.unknown = state["received"], state["trained_again"], state["unknown"]
         self._open = {}
@@ -192,7 +192,8 @@ class TokenLedger:
                     self._tallies[Fate.RETURNED].add(one, one.tokens)
 
     def note_undone(self, received: int) -> None:
-        """Count what earlier starts had received after the checkpoint. received: by all of them, as far as is known."""
+        """Count tokens that earlier starts received after the checkpoint. received: by all starts, as far as is
+        known."""
         if (tokens := received - self.received) > 0:
             self.received += tokens
             self._tallies[Fate.STOPPED].tokens += tokens

@@ -1,4 +1,4 @@
-"""What the numbers of a step depend on, kept so that anybody can run the step again: run_dir/recording.
+"""Records everything on which a step's numbers depend, so that the step can be trained again: run_dir/recording.
 
 run_dir/recording/step-00000017.npz    the batch that was trained on the weights of version 17 (flat_groups.py), and
                                        `about`: settings, versions of packages, weights before and after, metrics
@@ -31,7 +31,7 @@ from arl.training.run_dir import usable
 
 DIRECTORY = "recording"
 FORMAT = 1
-"""+1 for each change that this reader cannot read."""
+"""Raise it for each change that older readers cannot read."""
 
 _PACKAGES = ("torch", "transformers", "numpy")
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What computes: numbers are the same to the bit where all of this is."""
+    """The software and processor that compute: if all of this is equal, numbers are the same to the bit."""
 
     arl: str = __version__
     python: str = field(default_factory=platform.python_version)
@@ -48,7 +48,7 @@ class Build:
     processor: str = field(default_factory=lambda: _processor())
 
     def differences(self, other: Build) -> list[str]:
-        """Sentences such as "torch 2.13.0 there, 2.11.0 here"; self is here."""
+        """Phrases such as "torch 2.13.0 there, 2.11.0 here"; `self` is here."""
         here, there = ({**asdict(one), **one.packages} for one in (self, other))
         names = [name for name in sorted({*here, *there} - {"packages"}) if here.get(name) != there.get(name)]
         return [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names]
@@ -56,26 +56,26 @@ class Build:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One step: the batch, and all else that its numbers depend on."""
+    """One step: the batch, and everything else on which its numbers depend."""
 
     version: int
     """Of the weights that it was trained on."""
     batch: FlatBatch
     settings: Mapping[str, Any]
-    """Of the run, without keys and passwords."""
+    """The run's settings, without keys and passwords."""
     num_ranks: int
     """How many ranks trained it."""
     model_digest: str | None
     """Of the model that the run began from (arl.engine.model_files.model_digest); None if it could not be read."""
     build: Build
     before: str
-    """The digest of the weights before the step (arl.api.weight_prints); empty if they were lost with a process."""
+    """The digest of the weights before the step (arl.api.weight_prints); empty if it was lost with a process."""
     after: Mapping[str, TensorPrint]
-    """The fingerprints of the weights after it; empty, too, in that case."""
+    """The fingerprints of the weights after the step; also empty in that case."""
     metrics: Mapping[str, float]
 
     def write(self, path: Path) -> None:
-        """Whole or not at all. Raises OSError."""
+        """Write the file, whole or not at all. Raises OSError."""
         about = {
             "format": FORMAT,
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("batch", "after", "build")},
@@ -91,7 +91,7 @@ class RecordedStep:
 
     @classmethod
     def read(cls, path: Path) -> RecordedStep:
-        """Raises RecordingError, which names the file and what is wrong with it."""
+        """Raises RecordingError, which names the file and says what is wrong with it."""
         try:
             with path.open("rb") as file:
                 text, header, arrays = FlatBatch.read(file)
@@ -115,7 +115,7 @@ class RecordedStep:
 
 
 class Recorder:
-    """Writes the steps of a run as they are trained. One that cannot be written is missing, which the log says."""
+    """Writes the steps of a run as they are trained. If a step cannot be written, the log says so."""
 
     def __init__(self, config: Config, model_digest: str | None) -> None:
         self._directory = config.run_dir / DIRECTORY
@@ -151,7 +151,7 @@ class Recorder:
 
 
 def forget_steps(run_dir: Path, version: int) -> None:
-    """Remove the steps that a run which continues from `version` trains again, with other batches.
+    """Remove the steps from `version` on: a run that continues from there trains them again, with other batches.
 
     Raises RunFileError.
     """
@@ -184,7 +184,7 @@ def _checksum(header: bytes, arrays: Mapping[str, np.ndarray]) -> int:
 
 
 def _processor() -> str:
-    """Its name: libraries choose their kernels by it."""
+    """The processor's name: libraries choose their kernels by it."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -310,9 +310,7 @@ def test_a_run_without_recorded_steps_is_refused(tmp_path: Path) -> None:
 
 def test_steps_that_no_recorded_steps_lead_to_are_refused_with_what_there_is(own_copy: Path) -> None:
     step_file(own_copy / "recording", 1).unlink()
-    with pytest.raises(
-        RecordingError, match=r"step 1: recorded are the steps 0:1, 2:4, checkpoints are of the versions 2"
-    ):
+    with pytest.raises(RecordingError, match=r"step 1: the recorded steps are 0:1, 2:4, the checkpoints 2"):
         replay(own_copy, "0:3")
     shutil.rmtree(own_copy / "checkpoints")
     with pytest.raises(RecordingError, match=r"step 2: .* checkpoints are of the versions none"):
