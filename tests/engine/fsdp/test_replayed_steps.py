@@ -313,7 +313,7 @@ def test_steps_that_no_recorded_steps_lead_to_are_refused_with_what_there_is(own
     with pytest.raises(RecordingError, match=r"step 1: the recorded steps are 0:1, 2:4, the checkpoints 2"):
         replay(own_copy, "0:3")
     shutil.rmtree(own_copy / "checkpoints")
-    with pytest.raises(RecordingError, match=r"step 2: .* checkpoints are of the versions none"):
+    with pytest.raises(RecordingError, match=r"step 2: .* the checkpoints none"):
         replay(own_copy, "2:3")
 
 
