@@ -35,7 +35,7 @@ class SavedWeights:
 
         saved = sorted(saved_versions(run_dir / "checkpoints"))
         if not saved:
-            missing = "is no directory" if not run_dir.is_dir() else "has no checkpoint"
+            missing = "is not a directory" if not run_dir.is_dir() else "has no checkpoint"
             raise ConfigError(
                 f"{run_dir} {missing}; name the run_dir of a run that has saved: it does so at its end, and every "
                 "checkpoint.every_s seconds"

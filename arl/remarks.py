@@ -15,12 +15,12 @@ from typing import Literal
 from arl.digest import Digest, Row, mean, mean_of, number, values
 
 _FEW = 20
-"""Steps that are too few for what needs time."""
+"""Some rules need at least this many steps."""
 _WINDOW = 10
-"""Late steps that a mean entropy is of."""
+"""The number of late steps over which entropies are averaged."""
 _TRIPLED, _NATS = 3.0, 0.5
-"""An entropy that has grown by this factor, and to so many nats. Of the runs in docs/healthy.md only the collapsed
-one's did, when it had lost its reward; the starved one's grew by 1.7. Below half a nat a policy is still sure."""
+"""An entropy has risen if it has grown by this factor, and to this many nats. Of the runs in docs/healthy.md only the
+collapsed one's did, when it had lost its reward; the starved one's grew by 1.7. Below half a nat a policy is sure."""
 _EQUAL = 0.7
 """Share of groups with equal rewards. The healthy run and the quickstart go beyond it as they solve their tasks; the
 starved run was above 0.85 from the first steps on, at a reward near the lowest."""
@@ -41,7 +41,7 @@ _NO_AIM = re.compile(
     "(context_full|tool_calls|turns|teacher_kl)$",
     re.IGNORECASE,
 )
-"""In the names of metrics that may well fall: mishaps, penalties and counts. The weights of rewards are not logged."""
+"""Words in names of metrics that may fall: mishaps, penalties and counts. The weights of rewards are not logged."""
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -278,16 +278,16 @@ def _entropy_rose(run: Digest) -> Symptom | None:
 
 
 def _fresh(run: Digest) -> Symptom | None:
-    """Fresh tokens are of the weights that are trained, so what differs there is the fault of sampler or trainer."""
+    """Fresh tokens come from the weights that are trained, so a difference there is a fault of sampler or trainer."""
     began, now = (mean(found) if (found := _of_fresh(rows)) else None for rows in (run.first[:1], run.last))
     limit = _FRESH if now is None or began is None or not _is_exact(run) or began <= _EXACT else _EXACT
     if now is None or now <= limit:
         return None
     if began is not None and began > min(limit, now / 2):
-        when = "So it was in the first step, before any weights were loaded"
-        causes = "another temperature, sampling that is truncated without saying so, or another precision"
+        when = "They already disagreed in the first step, before any weights were loaded"
+        causes = "another temperature, undeclared truncation of the samples, or another precision"
     else:
-        when = "It was not so in the first step, before weights were loaded"
+        when = "They agreed in the first step, before weights were loaded"
         causes = "a load that leaves out some layers, a stale prefix cache, or wrong version labels"
     return Symptom(
         kind="distance",

@@ -86,8 +86,8 @@ def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[s
             return ServedWorkflow(proxy=proxy, reward=workflow.reward, on_open=on_open)
         case DistillationWorkflow():
             raise ConfigError(
-                "arl serve puts programs elsewhere in the place of the workflow, and a DistillationWorkflow rewards "
-                "the tokens of its own; train it as a script"
+                "arl serve replaces the workflow by programs that run elsewhere, but a DistillationWorkflow rewards "
+                "the tokens of its own episodes; train it as a script"
             )
         case _:
             return ServedWorkflow(load_tokenizer(model), on_open=on_open)
@@ -142,7 +142,7 @@ def _say_who_is_left_out(engine: SGLangEngineConfig, path: Path, named: Mapping[
     left_out = [address for address in engine.addresses if address.rstrip("/") not in named]
     if named and left_out:
         log.warning(
-            "%s says which servers this run has, and engine.addresses is not looked at: %s stays out. Add it with "
+            "%s names the servers of this run, so engine.addresses is ignored: %s is left out. Add it with "
             "`arl servers add`, or delete the file",
             path,
             ", ".join(left_out),

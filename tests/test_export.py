@@ -79,12 +79,12 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(
         assert export(*argv) == code
         return capsys.readouterr().err
 
-    assert "no-run is no directory; name the run_dir" in refused(2, tmp_path / "no-run")
+    assert "no-run is not a directory; name the run_dir" in refused(2, tmp_path / "no-run")
     assert "has no checkpoint; name the run_dir" in refused(2, tmp_path)
     assert "has no checkpoint of version 9, only of 1, 2: " in refused(2, run_dir, "--version", "9")
     (tmp_path / "there").mkdir()
     assert "there is there already; remove it" in refused(2, run_dir, "--out", tmp_path / "there")
-    assert "--public is about --push" in refused(2, run_dir, "--public")
+    assert "--public needs --push" in refused(2, run_dir, "--public")
     other = write_tiny_model(tmp_path / "other", shape=SMALL, seed=1)
     assert "is not the model that" in refused(2, run_dir, "--model", other, "--out", tmp_path / "x")
     assert "cannot write /dev/full/x on " in refused(1, run_dir, "--out", "/dev/full/x")

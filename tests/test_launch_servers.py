@@ -79,7 +79,7 @@ async def test_the_file_of_a_run_decides_when_it_starts_again(tmp_path: Path, ca
     assert ([*of_file.addresses], of_file.files and of_file.files.needs_all) == ([B], False)
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 1
-    assert f"engine.addresses is not looked at: {A}/ stays out" in said[0]
+    assert f"engine.addresses is ignored: {A}/ is left out" in said[0]
 
 
 async def test_a_file_that_names_no_server_leaves_the_choice_to_the_addresses(tmp_path: Path):

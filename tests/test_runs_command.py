@@ -91,7 +91,7 @@ def test_one_run_an_empty_folder_and_none(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit) as end:
         main(["runs", str(tmp_path / "missing")])
     assert end.value.code == 2
-    assert "missing is no directory" in capsys.readouterr().err
+    assert "missing is not a directory" in capsys.readouterr().err
 
 
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ async def test_a_server_that_cannot_join_is_an_error_with_its_reason(server: Ser
         other.tells["model_info"] = {"no": "model"}
         said = await command("add", other.address)
         assert said.code == 1
-        assert f"{other.address} does not serve: {other.address} is no SGLang server" in said.err
+        assert f"{other.address} does not serve: {other.address} is not an SGLang server" in said.err
         assert "the run tries again" in said.err
         assert named(command) == {server.address, other.address}
         other.tells.clear()

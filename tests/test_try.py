@@ -97,7 +97,7 @@ def test_the_examples_are_the_first_ones_of_the_split_and_no_more_than_there_are
     assert code == 0
     assert "2 failed" in out
     assert "episode 3 of 3" in out
-    assert "these are all held-out examples that there are" in out
+    assert "there are no more held-out examples" in out
 
 
 def test_requests_have_seeds_and_are_greedy_where_the_flags_say_so(script: Commands) -> None:
@@ -176,7 +176,7 @@ def test_the_weights_of_a_checkpoint_are_served_and_gone_afterwards(
             1,
             "engine.kind=sglang names servers that run already",
         ),
-        (["--checkpoint", "nowhere"], 1, "nowhere is no directory; name the run_dir of a run that has saved"),
+        (["--checkpoint", "nowhere"], 1, "nowhere is not a directory; name the run_dir of a run that has saved"),
         (["--checkpoint", "a:1", "--trained"], 2, "argument --trained: not allowed with argument --checkpoint"),
         (
             ["--checkpoint", ".", "--engine.kind", "sglang", "--engine.addresses", "http://a:9"],

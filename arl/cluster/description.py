@@ -150,7 +150,7 @@ class Description(Section):
     def _is_a_name(cls, name: str) -> str:
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?", name):
             raise ValueError(
-                f"{name!r} is no name for a run; use at most 30 lower-case letters, digits and dashes, first a letter"
+                f"{name!r} is not a name for a run; use up to 30 lower-case letters, digits and dashes, first a letter"
             )
         return name
 
@@ -166,7 +166,7 @@ class Description(Section):
     def _has_names(cls, variables: dict[str, str]) -> dict[str, str]:
         for name in variables:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is no name of an environment variable")
+                raise ValueError(f"{name!r} is not the name of an environment variable")
         return variables
 
     @model_validator(mode="after")
@@ -178,7 +178,7 @@ class Description(Section):
         if not words:
             raise ValueError("command is empty; name the training script, such as python train.py")
         if "=" in words[0]:
-            raise ValueError(f"command begins with {words[0]!r}, which is no program; environment sets variables")
+            raise ValueError(f"command begins with {words[0]!r}, which is not a program; set variables in environment")
         for word in words:
             if (name := word.partition("=")[0]) in SET_BY_LAUNCH:
                 raise ValueError(f"command has {name}, which follows from this description; leave it out")
@@ -226,7 +226,7 @@ class SlurmDescription(OnHosts):
     def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
             if not option.startswith("-") or "\n" in option:
-                raise ValueError(f"{option!r} is no option; write it as --NAME=VALUE")
+                raise ValueError(f"{option!r} is not an option; write it as --NAME=VALUE")
         return options
 
 
@@ -250,7 +250,7 @@ class SshDescription(OnHosts):
         if twice := {host for host in self.hosts if self.hosts.count(host) > 1}:
             raise ValueError(f"hosts names {min(twice)} twice")
         if odd := [host for host in self.hosts if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*", host)]:
-            raise ValueError(f"hosts has {odd[0]!r}, which is no host; the user belongs into ssh_options, as -l USER")
+            raise ValueError(f"hosts has {odd[0]!r}, which is not a host; put the user into ssh_options, as -l USER")
         return self
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     options = _parser().parse_args(argv)
     try:
         if options.public and options.push is None:
-            raise ConfigError("--public is about --push, which is missing")
+            raise ConfigError("--public needs --push, which is missing")
         weights = SavedWeights.of(options.run_dir, options.version, options.model)
         hide_progress_bars()
         if options.push is None or options.out is not None:

@@ -198,7 +198,7 @@ def _size(text: str) -> float:
     try:
         return billions(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of a model; give billions, such as 8B") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not the size of a model; give billions, such as 8B") from None
 
 
 def _amount(text: str) -> float:

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print a list of objects, with why each run ended")
     options = parser.parse_args(argv)
     if not options.folder.is_dir():
-        exit_with(2, f"error: {options.folder} is no directory; name the folder that has the runs' directories")
+        exit_with(2, f"error: {options.folder} is not a directory; name the folder that has the runs' directories")
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         found = list(threads.map(ListedRun.of, _run_dirs(options.folder)))
     runs = sorted(found, key=lambda run: (run.began or "", run.run_dir))

@@ -19,9 +19,9 @@ from arl.json_console import is_json, tell
 from arl.serving import played_elsewhere
 
 ABOUT = (
-    "Train the experiment in FILE, as its script does, with programs elsewhere in the place of its workflow: they open "
-    "episodes over HTTP, call the model, and post their rewards. The workflow's sampling and reward stay, if it is one "
-    "of arl's that has them."
+    "Train the experiment in FILE, as its script does, with programs that run elsewhere in place of its workflow. They "
+    "open episodes over HTTP, call the model, and post their rewards. The workflow's sampling and reward stay, if it "
+    "is one of arl's that has them."
 )
 EPILOG = (
     f"{OTHER_FLAGS}--endpoint.host, --endpoint.port and the certificate say where programs find it; ${ENDPOINT_KEY} "

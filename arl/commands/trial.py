@@ -92,7 +92,7 @@ class Report:
             f"mean reward {fmean(e.reward for e in episodes):.3f}, {failed} failed, {rejected} rejected"
         )
         if self._number == len(self._stage.examples):
-            self._line(f"these are all {self._stage.name} examples that there are")
+            self._line(f"there are no more {self._stage.name} examples")
 
     def _outcome(self, run: Run) -> None:
         trajectories = run.episode.trajectories

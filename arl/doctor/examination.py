@@ -238,4 +238,4 @@ async def _until_running(server: ServerProbe) -> None:
             while not await server.num_running():  # noqa: ASYNC110 - another process begins
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise TransportError(f"{server.address} has not begun with a request after {_START_S:g} s") from None
+        raise TransportError(f"{server.address} has not begun to process a request after {_START_S:g} s") from None

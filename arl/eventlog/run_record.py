@@ -311,7 +311,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     run_dir = Path(run_dir)
     known = ("events", "metrics.jsonl", "evaluations.jsonl", "run.lock")
     if not any((run_dir / name).exists() for name in known):
-        raise RunFileError(f"{run_dir} holds no run: there is none of {', '.join(known)} in it")
+        raise RunFileError(f"{run_dir} holds no run: it has none of {', '.join(known)}")
     run = RunRecord(run_dir)
     run.update()
     return run

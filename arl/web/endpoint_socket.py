@@ -51,7 +51,7 @@ def warn_if_open(endpoint: EndpointConfig) -> None:
     is_encrypted = endpoint.certificate or (endpoint.public_url or "").startswith("https:")
     if not endpoint.is_loopback and not is_encrypted:
         log.warning(
-            "the endpoint at %s is open to other machines without TLS: who can read the network between can read "
-            "prompts, answers and keys. Set endpoint.certificate, or use a private network",
+            "the endpoint at %s is open to other machines without TLS: anybody who can read the network "
+            "can read prompts, answers and keys. Set endpoint.certificate, or use a private network",
             endpoint.host,
         )

@@ -149,7 +149,7 @@ def test_records_that_a_newer_arl_added_cost_themselves_and_its_schema_the_file(
 
 
 def test_a_directory_without_a_run_is_an_error_and_one_without_a_log_has_its_steps(tmp_path: Path):
-    with pytest.raises(RunFileError, match=r"holds no run: there is none of events, metrics\.jsonl"):
+    with pytest.raises(RunFileError, match=r"holds no run: it has none of events, metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"version": 1}\n')
     run = read_run(tmp_path)

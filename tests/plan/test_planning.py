@@ -55,7 +55,7 @@ def test_it_guesses_for_a_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) ->
         (["--costs", "nowhere.json"], "nowhere.json cannot be read"),
         (["nowhere"], "nowhere"),
         (["--gpu", "h100", "--model-size", "8B", "--servers", "4:2"], "goes from 4 down to 2"),
-        (["--gpu", "h100", "--model-size", "big"], "'big' is no size of a model"),
+        (["--gpu", "h100", "--model-size", "big"], "'big' is not the size of a model"),
         (["--gpu", "h100", "--model-size", "8B", "--budget", "1"], "raise --budget"),
         (["--gpu", "h100", "--model-size", "8B", "--max-staleness", "-1"], "max_staleness is -1"),
     ],

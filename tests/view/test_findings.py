@@ -86,11 +86,11 @@ def test_a_run_that_learns_has_no_findings(tmp_path: Path) -> None:
         ),
         (
             {"staleness_0/behavior_kl_proximal": [0.03] * STEPS},
-            "So it was in the first step, before any weights were loaded: the likely causes are another temperature",
+            "They already disagreed in the first step, before any weights were loaded: the likely causes are another",
         ),
         (
             {"staleness_0/behavior_kl_proximal": [0.001] + [0.03] * (STEPS - 1)},
-            "It was not so in the first step, before weights were loaded: the likely causes are a load that leaves out",
+            "They agreed in the first step, before weights were loaded: the likely causes are a load that leaves out",
         ),
         ({"event_loop_lag_s": [0.5] * STEPS}, "note: The event loop was blocked for up to 0.50 s"),
         ({"event_loop_lag_s": [9.0] * STEPS}, "note: The event loop was blocked for up to 9.00 s"),

@@ -299,7 +299,7 @@ class ServerClient(JsonClient):
         """The description of its model, also while it is paused. Raises ServerError if it is not an SGLang server."""
         info = (await self.call("GET", "/model_info")).json_object()
         if "model_path" not in info:
-            raise ServerError(f"{self.address} is no SGLang server: GET /model_info gave no model_path")
+            raise ServerError(f"{self.address} is not an SGLang server: GET /model_info gave no model_path")
         return info
 
     async def weight_label(self) -> str:
