@@ -1,4 +1,4 @@
-"""What the rules of `arl.remarks` look at in a run: its first and its last steps, and what all steps say."""
+"""The part of a run that the rules of `arl.remarks` read: its first and last steps, and numbers over all steps."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def number(value: object) -> float | None:
 
 
 def values(rows: Iterable[Row], metric: str) -> list[float]:
-    """Those that are finite numbers."""
+    """The values that are finite numbers."""
     return [value for row in rows if (value := number(row.get(metric))) is not None]
 
 
@@ -152,7 +152,7 @@ def mean_of(rows: Iterable[Row], metric: str) -> float | None:
 
 
 def mean(found: Iterable[float]) -> float:
-    """Of one value or more. Infinite where statistics.fmean raises OverflowError."""
+    """The mean of at least one value. Infinite where statistics.fmean raises OverflowError."""
     listed = list(found)
     return sum(listed) / len(listed)
 

@@ -1,4 +1,4 @@
-"""`arl.train`: a model, a dataset and a reward go in, a trained model comes out. It runs an `Experiment`."""
+"""`arl.train`: trains a model on a dataset with a reward or an agent. It runs an `Experiment`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class RolloutConfig(Section):
     max_staleness: NonNegativeInt = 2
     """How many versions older than the trainer's a trained token may be (eta). 0 is synchronous RL."""
     max_concurrent_episodes: PositiveInt = 1024
-    """Most episodes that run at once, whatever the buffer would admit."""
+    """The most episodes that run at once, even if the buffer would admit more."""
     num_workers: NonNegativeInt = 0
     """Worker processes that run the workflow. 0: it runs in the script's own process."""
     episode_timeout_s: PositiveFloat = 600.0
@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     min_group_size: PositiveInt = 2
     """The fewest finished episodes of a trained group; a smaller group is dropped. At most group_size."""
     max_failure_rate: float = Field(default=0.5, gt=0, le=1)
-    """The share of the last 64 episodes that may fail. Beyond it the run stops with the first traceback."""
+    """The share of the last 64 episodes that may fail. Above it the run stops with the first traceback."""
     drop_stragglers_after_s: PositiveFloat | None = None
     """A group that keeps the trainer waiting for longer is aborted and dropped. Unset: the trainer waits."""
     extra_episodes: NonNegativeInt = 0
@@ -81,7 +81,7 @@ class RolloutConfig(Section):
     """Give each request without a seed one that depends on `seed`, the group, the episode and the request's number: an
     episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
     shuffle: bool = True
-    """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses an order of its own."""
+    """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses its own order."""
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:
@@ -119,7 +119,7 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a rerun continues."""
 
     every: PositiveInt | None = None
-    """Also save a checkpoint each time this many versions were trained. Unset: by time alone (every_s)."""
+    """Also save a checkpoint each time this many versions were trained. Unset: only by time (every_s)."""
     every_s: PositiveFloat | None = 300.0
     """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
     notice_s: PositiveFloat | None = None
@@ -164,7 +164,7 @@ class ConsoleConfig(Section):
     console: bool = True
     """Print a live table."""
     format: Literal["text", "json"] = "text"
-    """What stdout and stderr get: text for people, or one JSON object for each line, for machines."""
+    """The form of stdout and stderr: text for people, or one JSON object for each line, for machines."""
 
 
 class LogConfig(ConsoleConfig):
@@ -224,7 +224,7 @@ class LogConfig(ConsoleConfig):
 
 
 class StallConfig(Section):
-    """What happens when nothing moves: no batch trained, no request answered, no episode ended, nothing delivered."""
+    """Reactions when nothing moves: no batch is trained, no request answered, no episode ended, nothing delivered."""
 
     warn_after_s: PositiveFloat = 600.0
     """Log what waits for what after this long, and again after twice as long each time."""
@@ -245,7 +245,8 @@ class Config(Section):
     seed: int = 0
     """Seeds the dataset's order and the trainer's draws; with rollout.seed_requests sampling too."""
     record: bool = False
-    """Keep of each step what its numbers depend on, in run_dir/recording: `arl replay` runs the steps again."""
+    """Record, in run_dir/recording, everything that each step's numbers depend on: `arl replay` trains the steps
+    again."""
     engine: EngineConfig = LocalEngineConfig()
     """The inference servers, and how to speak to them."""
     rollout: RolloutConfig = RolloutConfig()

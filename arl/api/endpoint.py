@@ -38,8 +38,8 @@ class EndpointConfig(Section):
     certificate_key_file: Path | None = None
     """A PEM file with the certificate's private key, without a password. Unset: it is in the file of `certificate`."""
     public_url: str | None = None
-    """What programs get for the address, where they reach it by another one: behind a proxy, or from a container. The
-    paths of `host` and `port` follow it. Unset: the address itself; `arl serve` gives the one that it was asked at."""
+    """The address that programs are given if they reach the endpoint by another one: behind a proxy, or from a
+    container. Paths are added to it. Unset: the address itself; `arl serve` gives the address at which it was asked."""
     api_key: SecretStr | None = None
     """The key that opens episodes of `arl serve`, of at least 16 characters. Unset: $ARL_ENDPOINT_KEY. Not for the
     command line. The endpoint itself needs none, as each episode has a key of its own."""

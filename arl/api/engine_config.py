@@ -37,11 +37,11 @@ class ClientConfig(Section):
     update_order: Literal["all", "rolling"] = "all"
     """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
     replay_truncation: bool = True
-    """Under top_p, top_k or min_p, servers return the ids that each token was sampled among, and training computes its
-    logprobs among these. False: logprobs are of the whole distribution, which the samples do not follow."""
+    """Under top_p, top_k or min_p, servers return the ids from which each token was sampled, and training computes
+    logprobs over these. False: logprobs are of the whole distribution, which the samples do not follow."""
     replay_routing: bool = True
-    """Of a mixture of experts, train each token with the experts that sampled it: servers return them (SGLang with
-    --enable-return-routed-experts). false: with those that the trainer's routers choose. Dense models have none."""
+    """For a mixture of experts: train each token with the experts that sampled it. Servers return them (SGLang with
+    --enable-return-routed-experts). False: train with those that the trainer's routers choose."""
     min_servers: PositiveInt = 1
     """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (plus
     startup_timeout_s, if arl starts the servers)."""
@@ -65,7 +65,7 @@ class StartedServersConfig(ClientConfig):
     """Servers that arl starts and stops."""
 
     num_servers: PositiveInt = 1
-    """How many servers to start, each a process of its own on a free port."""
+    """How many servers to start, each as its own process on a free port."""
     max_restarts: NonNegativeInt = 3
     """How often in a row a server that died or hangs is started again. Ten minutes of service reset the count."""
     startup_timeout_s: PositiveFloat = 600.0
@@ -112,7 +112,7 @@ class SGLangEngineConfig(ClientConfig):
     """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
     servers_file: Path | None = None
     """A file that another program keeps, with a server's base URL on each line: servers join and leave the run as it
-    changes. Where it names servers, addresses does not count. Unset: run_dir/servers.txt, which `arl servers` edits."""
+    changes. If it names servers, `addresses` is ignored. Unset: run_dir/servers.txt, which `arl servers` edits."""
     api_key: SecretStr | None = None
     """Sent as a bearer token, if the servers ask for one. Unset: $ARL_SERVER_API_KEY. Not for the command line."""
 
@@ -278,8 +278,8 @@ class LoRAConfig(Section):
     alpha: PositiveInt = 32
     """The update is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Which modules get adapters, by the end of their names, such as [q_proj, v_proj]. all-linear: every linear layer
-    but the head, and no experts that are fused into one tensor."""
+    """The modules that get adapters, by the end of their names, such as [q_proj, v_proj]. all-linear: every linear
+    layer except the head and experts that are fused into one tensor."""
 
     @model_validator(mode="after")
     def _names_modules(self) -> Self:

@@ -77,7 +77,8 @@ class RunBegan(Event, frozen=True, kw_only=True):
     """A process began, or continued, the run. Each is a `life` of the run."""
 
     version: int
-    """Of the checkpoint that it continues from; 0 at the beginning. Later steps of earlier lives are undone."""
+    """The version of the checkpoint from which it continues; 0 at the beginning. Later steps of earlier lives are
+    undone."""
     waiting: list[int] = []
     """Groups of that checkpoint, finished by earlier lives, that this one may train."""
     arl: str
@@ -93,7 +94,7 @@ class RunBegan(Event, frozen=True, kw_only=True):
 
 
 class RunPlaced(Event, frozen=True, kw_only=True):
-    """What of the run runs where, once all of it has started."""
+    """What runs where, recorded when everything has started."""
 
     parts: list[PlacedPart]
     shared: list[SharedPath] = []
@@ -141,7 +142,7 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
 class EpisodeBegan(Event, frozen=True, kw_only=True):
     episode: str
     example: dict[str, Any] = {}
-    """Of a held-out episode, as in GroupAdmitted, which has that of the others."""
+    """The example of a held-out episode, as in GroupAdmitted, which has the example of other episodes."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):
@@ -202,11 +203,11 @@ class BatchTaken(Event, frozen=True, kw_only=True):
 
 
 class TrainedSummary(msgspec.Struct, frozen=True, array_like=True):
-    """What training computed for one trajectory, over its trained tokens."""
+    """The values that training computed for one trajectory, over its trained tokens."""
 
     episode: str
     number: int
-    """Of the trajectory in the episode."""
+    """The number of the trajectory in the episode."""
     advantage: float
     """Mean."""
     weight: float
@@ -254,7 +255,7 @@ class TurnEnded(Event, frozen=True, kw_only=True):
     output: int
     """Tokens."""
     cached: int = 0
-    """Tokens of the prompt that the server did not have to compute."""
+    """Prompt tokens that the server found in its cache."""
     oldest: int | None = None
     newest: int | None = None
     sends: int = 1
@@ -311,7 +312,7 @@ class IterationSums(msgspec.Struct, frozen=True, array_like=True):
     reads: bool
     """Whether they also read prompts."""
     number: float
-    """Of iterations; the others are sums over them."""
+    """The number of iterations; the other fields are sums over them."""
     decoded: float
     """Requests that were running, each of which got a token."""
     context: float
@@ -324,7 +325,7 @@ class IterationSums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServerWorked(Event, frozen=True, kw_only=True):
-    """What an embedded server has done since its process began; told whenever it is paused."""
+    """What an embedded server has done since its process began, recorded whenever it is paused."""
 
     server: str
     is_cpu_time: bool = False
@@ -368,10 +369,10 @@ class CpuUsed(Event, frozen=True, kw_only=True):
     controller: float
     """The process of the run itself."""
     loop: float = 0.0
-    """Of these, those of the thread that runs the event loop."""
+    """The part of these that the thread of the event loop used."""
     processes: dict[str, float] = {}
-    """Of the processes that it started, each with all that those started: by a server's address, else by its log's
-    name, such as trainer; else `others`."""
+    """The CPU seconds of the processes that it started, each with its own children. The key is a server's address, else
+    the name of the process's log, such as trainer, else `others`."""
 
 
 class ProcessRestarted(Event, frozen=True, kw_only=True):
@@ -386,7 +387,7 @@ class TrainerRecovered(Event, frozen=True, kw_only=True):
 
     version: int
     from_version: int
-    """Of the checkpoint that it began with; 0: the model."""
+    """The version of the checkpoint from which it began; 0: the model."""
     num_batches: int
     """Trained again."""
     num_ranks: int = 1
@@ -427,9 +428,9 @@ class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories that were chosen among others of their batch, as the log's files hold them.
+    """Trajectories chosen from their batch, as the log's files hold them.
 
-    The trainer's process packs them, so that the process of the episodes does not have to.
+    The trainer's process packs them, so the episodes' process does not need to.
     """
 
     rows: list[tuple[str, int]]
@@ -486,4 +487,4 @@ class EpisodeContext:
 
 
 EPISODE: ContextVar[EpisodeContext | None] = ContextVar("EPISODE", default=None)
-"""Tools and rewards report to it; nobody has to pass it on."""
+"""Tools and rewards report to it, so no function has to pass it on."""

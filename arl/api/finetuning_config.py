@@ -79,7 +79,7 @@ class FinetuneConfig(Section):
     max_tokens: PositiveInt | None = None
     """Most tokens of an example. Unset: the model's context."""
     too_long: Literal["error", "drop"] = "error"
-    """What happens to a row of more than max_tokens: end with an error that names it, or leave it out and count it. No
+    """What to do with a row of more than max_tokens: end with an error that names it, or leave it out and count it. No
     row is cut."""
     seed: int = 0
     """Seeds the order of the examples, and a new head."""

@@ -1,10 +1,10 @@
-"""KeptIds: which token ids each token was sampled among, where that was not the whole vocabulary.
+"""KeptIds: the ids from which each token was sampled, if that was not the whole vocabulary.
 
     tokens    ..  {  "  a   b   "  }          index   -1 -1 0 1 2 2 2 3          -1: the whole vocabulary
     sets      0: only 123     1: only 34, 125     2: all but 0, 1, .., 31, 128     3: ..
 
-States of a grammar repeat, and within a string nearly every token is allowed. So sets are stored once, as the ids that
-they hold or as those that they lack, whichever are fewer. A trajectory that waits holds them as bytes.
+States of a grammar repeat, and within a string nearly every token is allowed. So each set is stored once, as the ids in
+it or as the ids missing from it, whichever are fewer. A trajectory that waits holds the sets as bytes.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class KeptIds:
 
     @property
     def num_bytes(self) -> int:
-        """As it is held."""
+        """The bytes of the present form, packed or not."""
         return len(self._bytes) if self._sets is None else self._sets.num_bytes
 
     def packed(self) -> KeptIds:
-        """The same, held as few bytes, which each use unpacks."""
+        """The same kept ids, held as few bytes, which each use unpacks."""
         return self if self._sets is None else self.of_bytes(self.encode())
 
     def listed(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

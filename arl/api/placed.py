@@ -1,4 +1,4 @@
-"""What runs where, as the table at a run's start and the event log have it."""
+"""What runs where: the content of the table at a run's start, and of its record in the event log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SharedPath(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is wrong with a placement, and what to do about it, in a sentence."""
+    """A sentence that says what is wrong with a placement, and what to do about it."""
 
     text: str
     is_mistake: bool = True
@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer's process knows of the placement."""
+    """The part of the placement that the trainer's process knows."""
 
     parts: list[PlacedPart] = []
     """Its ranks, in order."""

@@ -1,4 +1,4 @@
-"""What the event log gets of the token ledger (arl/rollout/token_ledger.py)."""
+"""Records of the token ledger (arl/rollout/token_ledger.py) for the event log."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Fate(StrEnum):
     FAILED = "failed"
     """Its episode raised or timed out."""
     RETRIED = "retried"
-    """Of an attempt that failed and was followed by another."""
+    """Its attempt failed, and another attempt followed."""
     SURPLUS = "surplus"
-    """Its episode finished, but enough others of its group had."""
+    """Its episode finished after enough others of its group had finished."""
     OVERTAKEN = "overtaken"
     """Its episode was cut because enough others of its group had finished."""
     STRAGGLER = "straggler"
     """Its group was cut because it kept the trainer waiting."""
     BASELINE = "baseline"
-    """Of a greedy episode, whose reward alone is used."""
+    """It belongs to a greedy episode, of which only the reward is used."""
     EVALUATION = "evaluation"
     STOPPED = "stopped"
     """In flight, or not yet in a checkpoint, when a start of the run ended: its example runs again."""
     RETURNED = "returned"
-    """Of a checkpoint's group that no batch could hold in time under changed settings: its example runs again."""
+    """Its group was in a checkpoint, but changed settings made it too old for any batch: its example runs again."""
 
 
 class TokenTally(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,11 +44,12 @@ class TokenTally(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tokens: int = 0
     episodes: int = 0
-    """Or attempts, or groups' episodes. One of which some tokens are trained and some masked counts as trained."""
+    """Episodes, or attempts for RETRIED. An episode with both trained and masked tokens counts as trained."""
     server_s: float = 0.0
-    """How long servers had their requests, by their own clocks; shared by tokens where fates differ."""
+    """How long servers had their requests, by the servers' clocks; divided by tokens if an episode has several
+    fates."""
     by_length: dict[str, int] = {}
-    """Tokens by the length of their episode in received tokens: n stands for 2^(n-1) to 2^n - 1, 0 for none."""
+    """Tokens by the length of their episode, in received tokens: n stands for 2^(n-1) to 2^n - 1, and 0 for none."""
 
 
 class TokensCounted(Event, frozen=True, kw_only=True):
@@ -56,9 +57,9 @@ class TokensCounted(Event, frozen=True, kw_only=True):
 
     received: int
     open: int = 0
-    """Of episodes that run, or whose group runs."""
+    """Tokens of episodes that run, or whose group runs."""
     waiting: int = 0
-    """Of groups that wait to be trained."""
+    """Tokens of groups that wait to be trained."""
     fates: dict[str, TokenTally] = msgspec.field(default_factory=dict[str, TokenTally])
     trained_again: int = 0
     """Trained in a later batch, too (rollout.replay_groups). Not part of the sum."""

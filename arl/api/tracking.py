@@ -22,7 +22,8 @@ class TrackedRun:
     version: int = 0
     """The version that the run continues from; 0 for a new run. The next step leads to version + 1."""
     run_id: str | None = None
-    """What `open` returned when it was last called in this run_dir. None: it was not, or returned None."""
+    """The value that `open` returned when it was last called in this run_dir. None if it was not called, or returned
+    None."""
 
     @property
     def name(self) -> str:
@@ -58,7 +59,7 @@ class TrackedTrajectory:
     why: str
     """Why it was chosen: highest reward, lowest reward, longest, least like its group, any, failed."""
     name: str
-    """What the event log and `arl view` call the episode."""
+    """The episode's name in the event log and `arl view`."""
     example_id: tuple[int, int]
     """(epoch, index in the dataset); of a held-out one (0, index in eval_dataset)."""
     group_id: int | None
@@ -82,7 +83,7 @@ class TrackedTrajectory:
     newest_version: int | None
     is_truncated: bool
     error: str
-    """Of a failed episode, `CLASS: message`; else empty."""
+    """For a failed episode `CLASS: message`, else empty."""
     example: Mapping[str, Any]
     """The example's columns as JSON values: 2,000 characters of each, and some 20,000 of all."""
     expected: str
@@ -92,7 +93,7 @@ class TrackedTrajectory:
 
 
 class Tracker(ABC):
-    """Shows a run in another tool. Each tracker has a thread of its own, which makes all its calls, one after another.
+    """Shows a run in another tool. All calls of a tracker are made on its own thread, one after another.
 
     It cannot stop a run or slow it down: an exception is logged, and after three failed calls in a row the tracker is
     left out. The run does not wait for a call that hangs; records that come meanwhile are dropped once too many wait.

@@ -129,11 +129,12 @@ class ModelResponse:
     temperature: float = 1.0
     """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among, under a grammar, top_p, top_k or min_p: the log-softmax is over these ids
+    """The ids from which each token was sampled, under a grammar, top_p, top_k or min_p: logprobs are over these ids
     alone. Trajectories that are built by hand need them, too."""
     routes: Routes | None = None
-    """Of a mixture of experts: which experts computed each token of input_ids and output_ids; unknown of the last one
-    and of those before the request's routes_from. Trajectories that are built by hand need them, too."""
+    """For a mixture of experts: the experts that computed each token of input_ids and output_ids. They are unknown for
+    the last token, and for tokens before the request's routes_from. Trajectories that are built by hand need them,
+    too."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""
@@ -142,7 +143,7 @@ class ModelResponse:
     sends: int = field(default=1, compare=False)
     """How often it was sent: pauses that abort, and servers that fail, make it more than one."""
     cached_tokens: int = field(default=0, compare=False)
-    """Of the prompt: the server had computed their keys and values before."""
+    """Prompt tokens whose keys and values the server had computed before."""
     server_s: float = field(default=0.0, compare=False)
     """How long servers had the request, in seconds, by their own clocks; 0 if they do not say."""
 
@@ -266,10 +267,10 @@ class Trajectory:
     temperature: float = 1.0
     """Logits are divided by this before logprobs, for every sampled token."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among; None: every one among the whole vocabulary. Logprobs are over these alone, so
-    without them a response under a grammar would be trained by wrong logprobs. An episode that does so fails."""
+    """The ids from which each token was sampled; None: each from the whole vocabulary. Logprobs are over these ids
+    alone, so without them a response under a grammar would be trained with wrong logprobs. Such an episode fails."""
     routes: Routes | None = None
-    """Of a mixture of experts: which experts computed each token, for the trainer to use the same."""
+    """For a mixture of experts: the experts that computed each token. The trainer uses the same."""
     num_trained_tokens: int = field(init=False, repr=False)
     oldest_version: int | None = field(init=False, repr=False)
     """The smallest version among trained tokens; None when no token is trained."""
@@ -475,8 +476,8 @@ class Evaluation:
     by_name: Mapping[str, Evaluation] | None = None
     """The results on each held-out dataset, if they have names."""
     standard_error: float | None = None
-    """Of `reward`: the standard deviation of the examples' rewards over the root of their number. None with one
-    example, and in rows that do not have it."""
+    """The standard error of `reward`: the standard deviation of the examples' rewards over the root of their number.
+    None with one example, and in rows that do not have it."""
 
 
 Example = Mapping[str, Any]

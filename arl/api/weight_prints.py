@@ -1,4 +1,4 @@
-"""What is written down of weights, so that others can be compared with them: a few numbers for each tensor."""
+"""Fingerprints of weights, with which others can be compared: a few numbers for each tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPrint:
-    """Of a tensor x with bits b_i, and fixed pseudo-random odd numbers k_i and signs s_i of its element i.
+    """The fingerprint of a tensor x. b_i are the bits of element i, k_i fixed pseudo-random odd numbers, s_i signs.
 
     All three are sums over elements, so they do not depend on how ranks share the tensor; the norm and the projection
     but for float rounding.

@@ -9,7 +9,7 @@ from typing import Any
 from arl.api.types import Trajectory
 
 _MOST = 16
-"""Classes of errors that are told apart."""
+"""The most classes of errors that are distinguished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,22 +17,22 @@ class Candidate:
     """A trajectory, or a failed episode, that trackers may get."""
 
     name: str
-    """What the event log calls the episode."""
+    """The episode's name in the event log."""
     example_id: tuple[int, int]
     """(epoch, index in the dataset); of a held-out one (0, index in eval_dataset)."""
     example: Mapping[str, Any]
-    """As `report.shown` makes it."""
+    """The example, in the form of `report.shown`."""
     group_id: int | None = None
     """None for a held-out one."""
     index: int = 0
     """The episode's index in its group."""
     trajectory: Trajectory | None
-    """Of a failed episode: what it last saw and said; None if the model said nothing."""
+    """For a failed episode: what the model last saw and said; None if it said nothing."""
     advantage: float | None = None
     distance: float = 0.0
     """Between its reward and the mean of its group and role."""
     error: str = ""
-    """Of a failed episode: `CLASS: message`."""
+    """For a failed episode: `CLASS: message`."""
 
 
 class FirstFailures:

@@ -122,7 +122,7 @@ class RolloutController:
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:
-        """What happened to episodes so far, for logs."""
+        """Counts of the episodes so far, for logs."""
         return {**self._totals.counters(), "event_loop_lag_s": self._lag.worst_s}
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class RolloutController:
         return episode
 
     def _fate(self, run: GroupRun, index: int, episode: Episode) -> Fate | None:
-        """Of the tokens of an episode that ended; None if its group is yet to be judged."""
+        """The fate of the tokens of an episode that ended; None if its group is not judged yet."""
         if episode.error is not None:
             return Fate.FAILED
         if index == GREEDY:
@@ -287,7 +287,7 @@ class RolloutController:
 
 
 def _fate_in(judged: Group | Fruitless, *, is_cut: bool, is_kept: bool) -> Fate:
-    """Of a finished episode that is not trained."""
+    """The fate of the tokens of a finished episode that is not trained."""
     if is_cut:
         return Fate.STRAGGLER
     if not is_kept or isinstance(judged, Group):

@@ -38,7 +38,7 @@ class Episode:
     example: Example = field(default_factory=dict[str, Any])
     trajectories: tuple[Trajectory, ...] = ()
     seen: Trajectory | None = None
-    """What the model last saw and said, of an episode that failed. None: it said nothing."""
+    """For a failed episode: what the model last saw and said; None if it said nothing."""
     error: Exception | None = None
     attempts: int = 1
     elapsed_s: float

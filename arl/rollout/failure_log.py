@@ -16,7 +16,7 @@ from arl.api.errors import ArlError, RunFileError
 log = logging.getLogger(__name__)
 
 _EVERY = 10
-"""A failure is told when it comes first, and then each time its number has grown by this factor: in a run of any
+"""A failure is logged when it first occurs, and again each time its count has grown by this factor. So in a run of any
 length it takes a handful of lines."""
 _LONGEST = 500
 """Characters of an error's message that a line holds."""
@@ -39,7 +39,7 @@ class FailureLog:
         self._path = path
         self._counts: Counter[Kind] = Counter()
         self._told: dict[Kind, int] = {}
-        """How many there were when the kind was told last."""
+        """The count of each kind when it was last logged."""
 
     def note(self, error: Exception, which: str, what_next: str) -> None:
         """Record a failure. which: of what, such as `episode 1 (attempt 1 of 2)`. Raises RunFileError."""
@@ -99,7 +99,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _append(path: Path, text: str) -> None:
-    """As logging does, this blocks the event loop for a small write."""
+    """Like logging, this blocks the event loop for a small write."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:

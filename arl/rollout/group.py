@@ -20,13 +20,13 @@ GREEDY = -1
 
 
 def episode_name(group_id: int, index: int) -> str:
-    """What the event log calls an episode."""
+    """An episode's name in the event log."""
     return f"{group_id}.greedy" if index == GREEDY else f"{group_id}.{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """Which groups can be trained on, beside what the rollout section says."""
+    """The rules for groups that can be trained on, besides those of the rollout section."""
 
     keep: Callable[[Group], bool] | None = None
     """The user's filter: a group for which it is false is rejected."""
@@ -116,7 +116,7 @@ class GroupRun:
         self.is_trainable = False
         """It was judged to be a group to train on."""
         self.lengths: dict[int, tuple[int, bool]] = {}
-        """Of each episode that ended: the tokens it received, and whether it ended by itself."""
+        """For each episode that ended: the tokens that it received, and whether it ended by itself."""
         self._config = config
         self._rules = rules
         self._places = places
@@ -242,7 +242,7 @@ class GroupRun:
 
 
 def why_not_comparable(group: Group, rules: GroupRules) -> str | None:
-    """What the advantages lack in the group; None if they lack nothing."""
+    """Describes what advantages need and the group lacks; None if it lacks nothing."""
     for trajectory in group.trajectories:
         if rules.has_baseline and trajectory.role not in group.greedy_rewards:
             return f"the greedy episode, its baseline, returned no trajectory of role {trajectory.role!r}"

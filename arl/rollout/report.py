@@ -59,7 +59,7 @@ def told(error: Exception) -> str:
 
 
 def _cut(text: str) -> str:
-    """What trackers can encode: half a character becomes a question mark."""
+    """Text that trackers can encode: half a surrogate pair becomes a question mark."""
     return short(text, _LONGEST).encode(errors="replace").decode()
 
 
@@ -114,7 +114,7 @@ class EpisodeReport:
         self._began = 0.0
         self._last: tuple[ModelRequest, ModelResponse] | None = None
         self.seen: Trajectory | None = None
-        """What an episode that ended without a trajectory last saw and said, if it is known."""
+        """For an episode without a trajectory: what the model last saw and said, if it is known."""
 
     def begin(self) -> None:
         """Tools and rewards that run in the calling task, or in tasks that it makes, report as this episode's."""

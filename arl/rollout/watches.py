@@ -25,9 +25,10 @@ _TOLERATED_S = 3.0
 
 
 class LagMonitor:
-    """Wakes up every `period_s`, notes how late it was, and warns if the loop is blocked again and again.
+    """Wakes up every `period_s`, notes how late it was, and warns if the loop is blocked repeatedly.
 
-    The first window does not count, because of imports and compilation; nor does the window after a warning.
+    The first window does not count, because of imports and compilation. The window after a warning does not count
+    either.
     culprit: what the warning names. recent_s: the last `keep` lags, in seconds.
     """
 

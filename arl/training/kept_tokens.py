@@ -1,4 +1,5 @@
-"""What training computed for the tokens of a batch, for the event log: some trajectories whole, all in numbers."""
+"""The values that training computed for a batch's tokens, for the event log: some trajectories whole, all in
+numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptBatch:
-    """Of a batch's new groups, whose N trajectories are numbered in order."""
+    """Values for a batch's new groups, whose N trajectories are numbered in order."""
 
     rows: list[int]
     """The numbers of the trajectories whose tokens are kept."""
@@ -39,7 +40,7 @@ class KeptBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedBatch:
-    """What training a batch gave."""
+    """The results of training a batch."""
 
     metrics: dict[str, float]
     kept: KeptBatch | None = None
@@ -63,9 +64,9 @@ class ReportedBatch:
     numbers: list[tuple[float, float, float, float]] = field(default_factory=list[tuple[float, float, float, float]])
     """KeptBatch's."""
     tokens: list[TokenFrame] = field(default_factory=list[TokenFrame])
-    """Of the rows that KeptBatch names."""
+    """The tokens of the rows that KeptBatch names."""
     weights: StepWeights | None = None
-    """Of a step that is recorded."""
+    """Set if the step is recorded."""
     cpu_s: float = 0.0
     """CPU seconds that the trainer's process used for the batch; 0 if they are unknown."""
 

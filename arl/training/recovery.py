@@ -77,9 +77,9 @@ class RecoveringLearner:
         self.pulse = 0
         """Counts what recoveries have done; any thread may read it."""
         self._place = ""
-        """What a recovery is doing."""
+        """What a recovery does at the moment."""
         self._kept: dict[int, FlatBatch] = {}
-        """By the version that trained it."""
+        """The batches, by the version on which each was trained."""
         self._batch: FlatBatch | None = None
         """Prepared and not yet trained, so that the next process prepares it, too."""
         self._prepared = RemoteBatch(advantages=[])
@@ -141,7 +141,7 @@ class RecoveringLearner:
         self._learner.close()
 
     def call(self, act: Callable[[RemoteLearner], ResultT]) -> ResultT:
-        """What `act` returns of the learner; if that is lost meanwhile, of the next one."""
+        """The result of `act` on the learner; if the learner is lost meanwhile, on the next one."""
         while not self._is_over:
             try:
                 return act(self._learner)

@@ -1,4 +1,4 @@
-"""What differs between the settings of a run that continues and those that its checkpoint was trained with."""
+"""Compares the settings of a run that continues with those that trained its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HARMLESS = frozenset(
         "train.max_tokens_per_microbatch", "train.logprob_chunk_size", "train.share_prefixes",
     )
 )  # fmt: skip
-"""Settings and sections that change where, how fast and how far a run trains, but for rounding not what."""
+"""Settings and sections that change where, how fast and how far a run trains, but not what (except for rounding)."""
 _OF_SAMPLING = frozenset(("engine.dtype", "engine.context_length", "engine.arguments", "engine.pause_mode"))
 """Within a harmless section, what changes the tokens that are sampled."""
 _LONGEST = 60
@@ -48,7 +48,7 @@ def say_changes(before: object, after: Mapping[str, Any], version: int, say: Cal
 
 
 def _with_lists(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same settings, with the weights and rejections that an older checkpoint has as a section `correction`."""
+    """The same settings, with weights and rejections in place of an older checkpoint's section `correction`."""
     algorithm = settings.get("algorithm")
     if not isinstance(algorithm, Mapping) or "correction" not in algorithm:
         return settings

@@ -78,12 +78,12 @@ class RunEnd:
     error: str | None = None
     """The class of the error that ended it."""
     traceback: str = ""
-    """Of an error in code that is not arl's, or of its cause."""
+    """The traceback of an error in code that is not arl's, or of its cause."""
     began: str = ""
     """The time of this start, ISO 8601 in UTC."""
     ended: str = ""
     process: str = ""
-    """Which process it was, on which host, and since when."""
+    """The run's process: its id, its host, and its start."""
     version: int | None = None
     """Batches trained, resumes included; None if the run ended before it knew."""
     steps: int | None = None
@@ -98,7 +98,7 @@ class RunEnd:
     """`best` and `last`, each with version, reward and (of several examples) its standard error; empty if there were
     none."""
     remarks: tuple[str, ...] = ()
-    """What is odd about the run as a whole."""
+    """Remarks about the run as a whole."""
     disk: Mapping[str, int] = field(default_factory=dict[str, int])
     """Bytes of each directory in run_dir, and of the `files` beside them."""
 
@@ -149,7 +149,7 @@ def how_it_ended(run_dir: str | Path) -> RunEnd | None:
 
 
 def _written(path: Path) -> RunEnd | None:
-    """What END.json says, if it is there and whole. Fields of other versions of arl are left out."""
+    """Reads END.json; None if it is missing or incomplete. Fields of other versions of arl are left out."""
     try:
         said = json.loads(path.read_text())
         known = {one.name: said[one.name] for one in fields(RunEnd) if one.name in said}
@@ -219,7 +219,7 @@ class OpenRun:
         self._write_soon(CancelledError(reason))
 
     def _write_soon(self, error: BaseException) -> None:
-        """On a thread of its own, because a disk that hangs must not keep the process from ending."""
+        """Runs on its own thread, because a disk that hangs must not keep the process from ending."""
         writing = threading.Thread(target=lambda: self._write(self._end(error)), name="arl-end", daemon=True)
         with suppress(RuntimeError):  # no more threads can be started
             writing.start()
@@ -372,7 +372,7 @@ def _reward(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _traceback(error: BaseException | None) -> str:
-    """Of what a developer has to look at: an error that is not arl's, or that lies behind arl's."""
+    """The traceback that a developer needs: of an error that is not arl's, or of one that caused arl's."""
     shown = error.__cause__ if isinstance(error, errors.FailureBudgetError | errors.HookError) else error
     if not isinstance(shown, Exception) or isinstance(shown, errors.ArlError):
         return ""

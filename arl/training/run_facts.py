@@ -1,4 +1,4 @@
-"""What a run was started with: config.yaml has its settings, environment.json a record of each start."""
+"""How a run was started: config.yaml has its settings, environment.json a record of each start."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Start:
     script: str | None
     """The main script; None in a notebook or a session."""
     commit: str | None
-    """Of the git repository that the script, or else the working directory, is in; None without one."""
+    """The commit of the git repository that contains the script, or else the working directory; None without one."""
     has_changes: bool | None
     """Whether tracked files of the repository differ from the commit."""
     model: str

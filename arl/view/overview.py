@@ -24,7 +24,7 @@ _WATCHDOG = "arl.training.watchdog"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What runs now."""
+    """Everything that runs now."""
 
     episodes: int = 0
     evaluated: int = 0
@@ -61,15 +61,15 @@ class Overview:
     staleness: Mapping[str, float]
     """mean and max of the last step, and the bound, as far as they are known."""
     stale_shares: Sequence[float]
-    """Of the trained tokens of the last steps, by staleness."""
+    """The trained tokens of the last steps, by staleness."""
     time_shares: Mapping[str, float]
     """How the trainer's time of the last steps was spent."""
     speeds: Mapping[str, float]
     """Per second, over the last steps; and seconds of a step."""
     doing: str
-    """What the trainer does now."""
+    """The trainer's present activity."""
     stalled: str
-    """What the watchdog said, if nothing has moved since."""
+    """The watchdog's message, if nothing has moved since."""
     running: Running = field(default_factory=Running)
     health: Row = field(default_factory=dict[str, Any])
     """As `arl.view.health.health` has it."""
@@ -119,7 +119,7 @@ def _numbers(rows: Sequence[Row], metric: str) -> list[float]:
 
 
 def _elapsed_s(run: RunRecord, until: float | None) -> float | None:
-    """What led to the newest life's checkpoint, and that life until then."""
+    """The records that led to the newest life's checkpoint, and that life until then."""
     if not run.lives or until is None:
         return None
     newest = run.lives[max(run.lives)]
@@ -128,7 +128,7 @@ def _elapsed_s(run: RunRecord, until: float | None) -> float | None:
 
 
 def _passed(rows: Sequence[Row], metric: str) -> float:
-    """By how much a number that only grows has grown."""
+    """The growth of a number that only grows."""
     return sum(max(b - a, 0.0) for a, b in pairwise(_numbers(rows, metric)))
 
 
@@ -196,7 +196,7 @@ def _age(now: float, t: float) -> str:
 
 
 def _stalled(run: RunRecord) -> str:
-    """What the watchdog said last, unless a batch or an episode has come since."""
+    """The watchdog's last message, unless a batch or an episode has come since."""
     for _, record in reversed(run.system):
         match record:
             case events.Warned(logger=logger) if logger == _WATCHDOG:
