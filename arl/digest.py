@@ -26,7 +26,7 @@ class Fall:
 
     best: float
     steps: str
-    """Those of `best`."""
+    """The steps of `best`."""
     now: float
     error: float
     """The standard error of best - now, from how much rewards differ from step to step."""

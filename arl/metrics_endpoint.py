@@ -40,7 +40,7 @@ _LABELLED = (
 )
 """arl's names with a variable part -> a name, and the label that has the variable part."""
 _MOST_SAMPLES = 1000
-"""Of one family. Workflows name their metrics, and a scrape is put together on the event loop."""
+"""The most samples of one family. Workflows name their metrics, and the event loop builds the answer to a scrape."""
 _OUTCOMES = ("trained", "rejected", "dropped", "surplus")
 _UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"))
 
@@ -160,7 +160,7 @@ class Scrapes:
         )
 
     def _sizes(self) -> Mapping[str, int]:
-        """As of the last scan. A thread scans beside this, so the first scrapes may have none."""
+        """The sizes at the last scan. A thread scans in the background, so the first scrapes may have none."""
         now = time.monotonic()
         if self._scan is not None and self._scan.done():
             self._disk, self._scan = self._scan.result(), None

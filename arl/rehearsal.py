@@ -76,7 +76,7 @@ async def print_dry_run(config: Config) -> None:
 
 
 async def rehearse(config: Config) -> PlacementTable:
-    """As dry_run does."""
+    """Does the same as dry_run."""
     try:
         config = await offload(with_named_servers, config)
     except ArlError as error:

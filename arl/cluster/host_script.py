@@ -53,7 +53,7 @@ def flags_in_bash(description: Description) -> str:
 
 
 def quoted_path(path: str) -> str:
-    """The path for bash, which puts the home directory in the place of a ~ at its start."""
+    """The path for bash, which replaces a ~ at its start by the home directory."""
     return "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
 
 

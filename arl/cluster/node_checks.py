@@ -31,7 +31,7 @@ from arl.web.addresses import addresses_of, is_here
 
 CLOCK_WARNING_S, CLOCK_MISTAKE_S = 5.0, 3600.0
 _MESH = 64
-"""Of more nodes with ranks, each is tried with rank 0's alone."""
+"""If more nodes have ranks, each is tried only with rank 0's node."""
 _TOLD = 16
 """How many nodes one finding names."""
 _NEEDED = ("torch", "transformers", "ray", "arl")

@@ -143,7 +143,7 @@ def _devices(parts: Sequence[PlacedPart]) -> str:
 
 
 def _in_brief(parts: Sequence[PlacedPart]) -> list[list[PlacedPart]]:
-    """As _alike, but three servers and more in one line."""
+    """Like _alike, but with three or more servers in one line."""
     servers = [part for part in parts if part.part == "server"]
     if len(servers) <= _SHOWN_SERVERS:
         return _alike(parts)

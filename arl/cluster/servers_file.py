@@ -50,7 +50,7 @@ class NamedServer:
 
 
 Named = Mapping[str, NamedServer]
-"""What a servers file says, by address."""
+"""The lines of a servers file, by address."""
 
 
 def base_url(address: str, where: str = "engine.addresses") -> str:
@@ -68,7 +68,7 @@ def base_url(address: str, where: str = "engine.addresses") -> str:
 
 
 def parse(text: str) -> dict[str, NamedServer]:
-    """Of two lines for an address the last counts. Raises ConfigError for a line that makes no sense."""
+    """If an address has several lines, the last one counts. Raises ConfigError for a malformed line."""
     lines = enumerate(text.splitlines(), start=1)
     named = [_named(words, f"line {number}") for number, line in lines if (words := line.partition("#")[0].split())]
     return {one.address: one for one in named}
@@ -132,12 +132,12 @@ class WatchedServers:
         self._path = path
         self._is_needed = is_needed
         self._text: str | None = None
-        """Of the last look."""
+        """The text at the last reading."""
         self._num_looks = 0
         """How many looks in a row have found this text."""
         self._settled_text: str | None = None
         self._parsed: tuple[str, Named] = "", {}
-        """The last text that made sense, and what it says."""
+        """The last well-formed text, and its content."""
 
     def look(self) -> bool:
         """Whether another text counts from now on."""
@@ -178,7 +178,7 @@ class ServerRow:
     state: str
     """A ServerState; or `absent`, for one that could not join yet."""
     version: int | None = None
-    """Of its weights; None while it is absent."""
+    """The version of its weights; None while it is absent."""
     requests: int = 0
     """In flight."""
     since: float = 0.0
@@ -239,7 +239,7 @@ class EditedServers:
     named: dict[str, NamedServer] = field(default_factory=dict[str, NamedServer])
 
     def put(self, one: NamedServer) -> None:
-        """Name a server, in the place of its earlier lines if it has some."""
+        """Name a server, and replace its earlier lines if it has any."""
         before = [i for i, line in enumerate(self.lines) if one.address == _address_in(line)] or [len(self.lines)]
         self.lines[before[0] : before[0] + 1] = [one.line]
         for again in reversed(before[1:]):
@@ -252,7 +252,7 @@ class EditedServers:
 
 
 def _address_in(line: str) -> str:
-    """Of the server that a line names, which makes sense; empty if it names none."""
+    """The address of the server that a well-formed line names; empty if it names none."""
     words = line.partition("#")[0].split()
     return next((word.rstrip("/") for word in words if not word.startswith("drain=")), "")
 

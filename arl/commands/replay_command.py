@@ -36,7 +36,7 @@ _TOKENS = 12
 _TEXT = 24
 """Characters of a token's text, and of the text before it."""
 _WIDE = 140
-"""Of tables, where no terminal says how wide it is."""
+"""The width of tables if there is no terminal."""
 _ROUNDING = 1e-4
 
 
@@ -207,7 +207,7 @@ def _metrics(own: Mapping[str, float], other: Mapping[str, float]) -> Table:
 
 
 def _has_changed(token: TokenChange) -> bool:
-    """By more than rounding."""
+    """Whether its say changed by more than rounding."""
     return abs(token.other_say - token.say) > _ROUNDING * max(abs(token.other_say), abs(token.say))
 
 

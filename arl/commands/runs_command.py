@@ -46,14 +46,14 @@ class ListedRun:
 
     run_dir: str
     state: str
-    """As RunEnd.how; `unknown` for a directory of files that tell of no end."""
+    """RunEnd.how, or `unknown` if the files do not say how the run ended."""
     why: str
     version: int | None
     """Batches trained."""
     steps: int | None
     """Batches to train."""
     reward: float | None
-    """Of the last evaluation."""
+    """The reward of the last evaluation."""
     loss: float | None
     """The same of fine-tuning, which has no rewards."""
     evaluated_version: int | None

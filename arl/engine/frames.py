@@ -22,7 +22,7 @@ FORMAT = 5
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_NAME_BYTES = 1024
-"""Of a rid, and of a session's name; a session of a longer one is not kept."""
+"""The longest rid, and the longest name of a session that is kept."""
 GONE = 410
 """The status of a call that builds on a sequence which the server keeps no more: it is to be sent whole."""
 
@@ -49,7 +49,7 @@ class Call:
     settings: bytes
     """JSON: the fields of SettingsBody."""
     session: bytes = b""
-    """The sequence of this call is kept under this name in the place of the last; empty: it is not kept."""
+    """The sequence of this call is kept under this name, and replaces the last one; empty: it is not kept."""
     base: int = 0
     """The number of the call whose prompt and output this prompt begins with; 0: of none."""
     num_kept: int = 0
@@ -89,9 +89,9 @@ class Result:
     ids: np.ndarray = field(default_factory=_nothing)
     logprobs: np.ndarray = field(default_factory=_nothing)
     kept_ids: bytes = b""
-    """What each token was sampled among, as KeptIds.encode writes it; empty if the call did not ask."""
+    """The ids from which each token was sampled, as KeptIds.encode writes them; empty if the call did not ask."""
     routes: bytes = b""
-    """Of a mixture of experts, if the call asked: which computed each token, as Routes.encode writes it."""
+    """For a mixture of experts, if the call asked: the experts of each token, as Routes.encode writes them."""
     microseconds: int = 0
     """From the call's coming to its result."""
 

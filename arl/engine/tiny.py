@@ -74,7 +74,7 @@ class TinyShape:
     rope_theta: float = 10_000.0
     initializer_range: float = 0.02
     num_experts: int = 8
-    """Of a mixture of experts, in each layer; each expert is a fourth as wide as the intermediate size."""
+    """For a mixture of experts: the experts of each layer; each is a fourth as wide as the intermediate size."""
     experts_per_token: int = 2
 
 

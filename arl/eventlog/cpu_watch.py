@@ -25,7 +25,7 @@ class CpuWatch:
         with suppress(AttributeError, OSError):  # not every system has it
             self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
         self._names: dict[int, str] = {}
-        """Of the processes that this one started, by their ids."""
+        """The names of the processes that this one started, by process id."""
 
     def read(self) -> CpuUsed | None:
         """None where /proc says nothing."""
@@ -47,7 +47,7 @@ def num_cores() -> int:
 
 
 def _children(pid: int | str) -> list[int]:
-    """Those of each of its threads. Empty for a process that has ended, and where /proc does not tell."""
+    """The children of each of its threads. Empty for a process that has ended, and if /proc does not list them."""
     found: list[int] = []
     for listed in (_PROC / str(pid) / "task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
@@ -56,7 +56,7 @@ def _children(pid: int | str) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of a process and all that it started."""
+    """The CPU seconds of a process and of all processes that it started."""
     seconds = 0.0
     with suppress(OSError):  # it has ended
         seconds = time.clock_gettime(((~pid) << 3) | 2)  # as clock_getcpuclockid(3) makes a process's clock
@@ -64,7 +64,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _name(pid: int) -> str:
-    """By its command line: a server has a port, and arl's other processes are told their log."""
+    """The process's name, from its command line: a server has a port, and arl's other processes have a log."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -49,18 +49,18 @@ class LogFiles:
         self.problems: dict[str, None] = {}
         """Sentences, in order."""
         self.num_bytes_read = 0
-        """Of the stream `events`."""
+        """Bytes of the stream `events` that were read."""
         self._waiting: deque[tuple[SegmentName, FrameHead]] = deque()
         """Frames of that stream that were not read yet."""
         self._heads: dict[SegmentName, list[FrameHead]] = {}
         self._bad_sizes: dict[SegmentName, int] = {}
-        """Of files whose ends cannot be read, unless more is written."""
+        """The sizes of files whose ends cannot be read, unless more is written."""
         self._unpacked: tuple[tuple[int, int, int], UnpackedTokens] | None = None
         """The last frame of tokens, and where it lies: the episodes of a group are in one."""
 
     @property
     def num_bytes_waiting(self) -> int:
-        """Of the stream `events`: found by the last `new_records`, and left to the next one."""
+        """Bytes of the stream `events` that the last `new_records` found and left to the next one."""
         return sum(head.size for _, head in self._waiting)
 
     def new_records(self, most: int | None = None) -> Iterator[tuple[int, Event]]:
@@ -81,7 +81,7 @@ class LogFiles:
                 yield name.life, record
 
     def lives(self) -> list[int]:
-        """Those that left a file, in order."""
+        """The lives that left a file, in order."""
         return sorted({name.life for name in segments(self.directory)})
 
     def calls(self, first: float, last: float, life: int | None = None, most: int | None = None) -> Iterator[Event]:

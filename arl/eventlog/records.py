@@ -1,4 +1,4 @@
-"""What is known of a run's groups, episodes and tokens."""
+"""Records of a run's groups, episodes and tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arl.api.events import TrainedSummary, TrajectorySummary
 from arl.eventlog.segments import TokenRow, UnpackedTokens
 
 Place = tuple[int, int, int, int]
-"""Of a trajectory's tokens: life, segment, offset of the frame, row in it."""
+"""The place of a trajectory's tokens: life, segment, offset of the frame, row in it."""
 
 
 @dataclass(slots=True, eq=False)

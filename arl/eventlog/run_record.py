@@ -29,7 +29,7 @@ class RunRecord:
         self.lives: dict[int, events.RunBegan] = {}
         """Each life's first record, if it has come that far."""
         self.episodes: list[EpisodeRecord] = []
-        """In the order in which they began."""
+        """Episodes in the order of their beginning."""
         self.groups: list[GroupRecord] = []
         self.system: list[tuple[int, Event]] = []
         """(life, record): everything but groups and episodes."""
@@ -38,7 +38,7 @@ class RunRecord:
         """The time of the newest record."""
         self._episodes: dict[tuple[int, str], EpisodeRecord] = {}
         self._groups: dict[tuple[int, int], GroupRecord] = {}
-        """By life and name: a life takes names again that an earlier one used after its last checkpoint."""
+        """(life, name) -> group: a life uses names again that an earlier life used after its last checkpoint."""
         self._changed: set[int] = set()
         self._saved: dict[int, tuple[int, float]] = {}
         """The life that made each version, and when it copied the state of the version's checkpoint."""
@@ -60,12 +60,12 @@ class RunRecord:
 
     @property
     def began(self) -> list[events.RunBegan]:
-        """Those of `lives`."""
+        """The RunBegan records of `lives`."""
         return list(self.lives.values())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the last life."""
+        """The settings of the last life."""
         return self.lives[max(self.lives)].settings if self.lives else {}
 
     @property

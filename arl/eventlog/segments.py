@@ -62,12 +62,12 @@ def segments(directory: Path) -> list[SegmentName]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHead:
-    """What a file says about a frame, without unpacking it."""
+    """The head of a frame, which can be read without unpacking the frame."""
 
     offset: int
     """Where the pair begins."""
     size: int
-    """Of the packed bytes."""
+    """The size of the packed bytes."""
     raw_size: int
     num_records: int
     first: float

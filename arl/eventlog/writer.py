@@ -71,7 +71,7 @@ class EventLog:
         self._calls: deque[_Line] = deque()
         self._tokens: deque[KeptTokens | TokenFrame] = deque()
         self._num_tokens = 0
-        """Of those that wait. `_counting` is held while it changes."""
+        """The number of waiting tokens. `_counting` is held while it changes."""
         self._counting = threading.Lock()
         self._lost = _Losses()
         self._choice = _Choice(config)

@@ -275,7 +275,7 @@ class SimulatedServer:
             self._more_s = self._per_context_token_s * n
 
     def _seconds(self, num_iterations: int) -> float:
-        """Of the first iterations of the stretch."""
+        """The seconds of the first iterations of the stretch."""
         return num_iterations * (self._first_s + self._more_s * (num_iterations - 1) / 2)
 
     def _cut(self, now: float) -> None:

@@ -95,7 +95,7 @@ def _tokens(workload: Workload) -> tuple[float, float]:
 
 @lru_cache(maxsize=8)
 def _turn_means(workload: Workload) -> tuple[float, float, float, float]:
-    """Of an episode: turns, new tokens, the context that a new token sees, uncached prompt tokens."""
+    """Means of an episode: turns, new tokens, the context that a new token sees, uncached prompt tokens."""
     number = len(workload.episodes)
     turns = [turn for episode in workload.episodes for turn in episode.turns]
     new = sum(turn.new_tokens for turn in turns)

@@ -234,7 +234,7 @@ class Measured(Record, frozen=True, kw_only=True):
     num_servers: Range | None = None
     num_ranks: Range | None = None
     running_requests: Range | None = None
-    """Of one server."""
+    """The running requests of one server."""
     context_tokens: Range | None = None
     """Tokens of all running requests of one server."""
     step_tokens: Range | None = None

@@ -29,11 +29,11 @@ from arl.plan.workload import MeasuredEpisode, MeasuredTurn, Workload
 _BANDWIDTH_REACHED = 0.7
 _DECODE_FLOPS_REACHED, _PREFILL_FLOPS_REACHED, _TRAIN_FLOPS_REACHED = 0.5, 0.45, 0.35
 _TENSOR_PARALLEL_REACHED = 0.85
-"""Of the bandwidth and FLOPs of several GPUs of a server."""
+"""The share of the bandwidth and FLOPs of a server's GPUs that tensor parallelism reaches."""
 _STATE_BYTES = 18
 """The trainer's bytes for a parameter: float32 weights, gradients, two moments; weights in bfloat16."""
 _NETWORK_BYTES_PER_S = 50e9
-"""Of each rank, to others: 400 Gbit/s."""
+"""The bandwidth of each rank to others: 400 Gbit/s."""
 _PUBLISH_BYTES_PER_S, _LOAD_BYTES_PER_S = 5e9, 20e9
 
 
@@ -69,9 +69,9 @@ class Guess:
     """Episodes that nobody has measured. Tokens and tools' seconds are means of lognormal distributions."""
 
     prompt_tokens: int = 500
-    """Of the first turn."""
+    """Prompt tokens of the first turn."""
     new_tokens: int = 500
-    """Of a turn; a later turn's prompt also has what tools say, a tenth of it."""
+    """New tokens of a turn. A later turn's prompt also has a tenth of this number from tools."""
     turns: int = 1
     tool_s: float = 0.0
     """After each turn."""

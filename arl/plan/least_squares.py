@@ -9,9 +9,9 @@ import numpy as np
 
 _ROUNDS = 4
 _TOLERANCE = 0.005
-"""A column more has to make the residual smaller by this share of what it was."""
+"""Another column must reduce the residual by at least this share."""
 _WORST = 0.5
-"""Relative residuals above this count as this much in the mean that is reported."""
+"""In the reported mean, larger relative residuals count as this much."""
 _MAD = 1.4826
 """Times the median absolute deviation: the standard deviation of a normal distribution."""
 _HUBER = 1.5

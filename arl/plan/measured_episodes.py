@@ -20,7 +20,7 @@ OWN_S = 0.005
 _CLOCKS_S = 1e-3
 """Two clocks may differ by so much."""
 _ENOUGH = 0.5
-"""Of the groups that have ended, at least this share is taken."""
+"""At least this share of the groups that have ended is taken."""
 _HOW: dict[str, Any] = {"finished": "finished", "rejected": "rejected", "failed": "failed", "timed_out": "failed"}
 
 
@@ -132,6 +132,6 @@ def _with_shared_tokens(episodes: Sequence[MeasuredEpisode], forwarded_share: fl
 
 
 def forwarded_share(steps: Sequence[Mapping[str, float]]) -> float:
-    """Of the tokens of the trained batches; 1.0 if unknown."""
+    """The share of the trained batches' tokens that was forwarded; 1.0 if unknown."""
     whole = sum(step.get("tokens", 0.0) for step in steps)
     return sum(step.get("forwarded_tokens", 0.0) for step in steps) / whole if whole else 1.0

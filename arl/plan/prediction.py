@@ -1,4 +1,4 @@
-"""What a simulated run says about a deployment: throughput, who waits for whom, staleness, memory and money."""
+"""The prediction of a simulated run for a deployment: throughput, who waits for whom, staleness, memory and money."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     request_s: float
     """Mean seconds of a request, waits included."""
     running_requests: float
-    """Of one server, the mean over its iterations."""
+    """The mean over one server's iterations."""
     most_running: int
     in_flight: float
     """Mean number of requests that were asked and not answered."""
@@ -184,7 +184,7 @@ def _server_bytes(costs: Costs, run: SimulatedRun) -> int:
 
 
 def rank_bytes(costs: Costs, deployment: Deployment) -> int:
-    """Of one rank; 0: unknown."""
+    """The bytes of one rank; 0 if unknown."""
     memory = costs.memory
     return memory.trainer_state // deployment.num_ranks + memory.per_rank if memory.trainer_state else 0
 

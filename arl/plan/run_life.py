@@ -68,7 +68,7 @@ class RunLife:
 
     @property
     def servers(self) -> list[str]:
-        """Those that answered."""
+        """The servers that answered."""
         return sorted({call.server for call in self.calls if isinstance(call, TurnEnded) and call.server})
 
     def num_threads(self, section: str) -> int:

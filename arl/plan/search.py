@@ -23,7 +23,7 @@ Split = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitChoice:
-    """What may be rented."""
+    """The ranges of servers and ranks that may be rented."""
 
     servers: tuple[int, int]
     """The fewest and the most."""

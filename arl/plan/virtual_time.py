@@ -15,7 +15,7 @@ T = TypeVar("T")
 _FEW_TIMERS = 1000
 """Cancelled timers that are left where they are."""
 _SLICES = 8
-"""Of a second."""
+"""The number of slices of a second."""
 _LAST_SLICE = 1 << 60
 
 

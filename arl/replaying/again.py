@@ -32,9 +32,9 @@ class ReplayedStep:
     """One step that was trained again."""
 
     version: int
-    """Of the weights that it was trained on."""
+    """The version on which it was trained."""
     digest: str
-    """Of the weights after it."""
+    """The digest of the weights after it."""
     recorded_digest: str
     """The same digest in the run; empty if it was lost with a process."""
     difference: float

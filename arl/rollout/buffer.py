@@ -34,7 +34,7 @@ class Slot:
     """A group's place in the buffer."""
 
     number: int
-    """In the order of admission, from 0."""
+    """Its place in the order of admission, from 0."""
     stamp: int
     """The version that was published at admission."""
 
@@ -87,7 +87,7 @@ class ReplayBuffer:
         self._finished: list[tuple[int, int]] = []
         """A heap: (deadline, number of the slot)."""
         self._num_finished: Counter[int] = Counter()
-        """By deadline."""
+        """Deadline -> the number of finished groups."""
         self._taken: dict[int, list[int]] = {}
         """The version that a batch was taken for -> the numbers of its slots."""
         self._is_taking = False

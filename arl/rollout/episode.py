@@ -42,7 +42,7 @@ class Episode:
     error: Exception | None = None
     attempts: int = 1
     elapsed_s: float
-    """Of all attempts."""
+    """The seconds of all attempts."""
 
     @property
     def reward(self) -> float:

@@ -81,7 +81,7 @@ class Fruitless:
     """A group that is not trained."""
 
     outcome: GroupOutcome
-    """Of its example."""
+    """The outcome of its example."""
     reason: Reason
     detail: str = ""
     """More about the reason, if more is known."""

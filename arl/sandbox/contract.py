@@ -119,7 +119,7 @@ class LocalSandbox(Shared):
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
-        """As Sandbox.run."""
+        """See Sandbox.run."""
         if not self.is_open:
             raise not_open()
         limits = limits or self._limits

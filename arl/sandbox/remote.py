@@ -120,7 +120,7 @@ class RemoteSandbox(Shared):
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
-        """As Sandbox.run."""
+        """See Sandbox.run."""
         if not self.is_open:
             raise not_open()
         asked: dict[str, Any] = {"program": program, "stdin": stdin}

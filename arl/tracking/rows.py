@@ -23,7 +23,7 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 COLUMNS = ("version", *(field.name for field in fields(TrackedTrajectory)))
-"""Of a table of trajectories."""
+"""The columns of a table of trajectories."""
 
 
 def rows(version: int, trajectories: Sequence[TrackedTrajectory]) -> list[list[Any]]:

@@ -33,7 +33,7 @@ _MOST_WAITING = 10_000
 _LEAVING_S = 5.0
 """Longest wait for the disk at the end."""
 _OPEN: list[ConsoleLog] = []
-"""Of the runs in this process."""
+"""The console logs of the runs in this process."""
 
 
 class ConsoleLog:

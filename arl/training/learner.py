@@ -115,7 +115,7 @@ class Learner:
         return TrainedBatch(metrics=metrics, kept=self._kept(batch))
 
     def fingerprint(self) -> dict[str, TensorPrint]:
-        """Of all trained tensors, those of the critic under `critic.NAME`."""
+        """The fingerprints of all trained tensors; those of the critic are named `critic.NAME`."""
         prints = dict(self.engine.fingerprint())
         if self.critic:
             prints |= {f"critic.{name}": one for name, one in self.critic.fingerprint().items()}

@@ -161,7 +161,7 @@ def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Eva
 
 
 def _error_of_mean(errors: Sequence[float | None]) -> float | None:
-    """Of the mean of independent means; None if one of their errors is not known."""
+    """The standard error of the mean of independent means; None if one of their errors is unknown."""
     known = [error for error in errors if error is not None]
     return math.hypot(*known) / len(errors) if len(known) == len(errors) else None
 
@@ -287,7 +287,7 @@ def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
 
 
 def publish_metrics(published: PublishStats | None) -> dict[str, float]:
-    """Of the newest complete publish, which may be of an earlier version."""
+    """The metrics of the newest complete publish, which may be of an earlier version."""
     if published is None:
         return {}
     return {

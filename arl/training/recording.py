@@ -59,14 +59,14 @@ class RecordedStep:
     """One step: the batch, and everything else on which its numbers depend."""
 
     version: int
-    """Of the weights that it was trained on."""
+    """The version on which it was trained."""
     batch: FlatBatch
     settings: Mapping[str, Any]
     """The run's settings, without keys and passwords."""
     num_ranks: int
     """How many ranks trained it."""
     model_digest: str | None
-    """Of the model that the run began from (arl.engine.model_files.model_digest); None if it could not be read."""
+    """The digest of the run's first model (arl.engine.model_files.model_digest); None if it could not be read."""
     build: Build
     before: str
     """The digest of the weights before the step (arl.api.weight_prints); empty if it was lost with a process."""

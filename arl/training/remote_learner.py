@@ -57,7 +57,7 @@ class LearnerHost:
         self._cpu_began = 0.0
         self._is_recorded = is_recorded
         self._digest = ""
-        """Of the weights, where it is known."""
+        """The digest of the weights, if it is known."""
         self.ask, self.forget = self._kept.ask, self._kept.forget
 
     def version(self) -> int:

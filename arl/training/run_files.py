@@ -97,7 +97,7 @@ class RunLog:
             self.health.resume(steps, map(asdict, self.evaluations().values()))
 
     def evaluations(self) -> dict[int, Evaluation]:
-        """By version."""
+        """Version -> evaluation."""
         needed = [field.name for field in fields(Evaluation) if field.default is MISSING]
         path = self._paths["evaluations"]
         rows = (row for _, row in _rows(path, needed)) if path.exists() else ()

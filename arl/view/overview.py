@@ -175,7 +175,7 @@ def _speeds(rows: Sequence[Row], step_s: float | None) -> dict[str, float]:
 
 
 def _doing(run: RunRecord, now: float, steps: int | None) -> str:
-    """By the newest record of the trainer's loop."""
+    """The trainer's activity, from the newest record of its loop."""
     for _, record in reversed(run.system):
         match record:
             case events.BatchTaken():
@@ -226,5 +226,5 @@ def _running(viewed: ViewedRun, now: float) -> Running:
 
 
 def _is_lost(episodes: Sequence[Any]) -> bool:
-    """Of a group that a continued run does not train."""
+    """Whether they belong to a group that a continued run does not train."""
     return any(episode.is_undone for episode in episodes)

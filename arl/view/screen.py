@@ -18,7 +18,7 @@ _LABEL = 11
 _WIDE = 140
 """From this width on, what is listed stands beside the numbers."""
 _MOST_LINES = 20
-"""Of one section, where the height is not limited."""
+"""The most lines of one section if the height is not limited."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = "_.-=+*#@"
 _SHADES = {"waiting": "░", "training": "█", "publishing": "▓", "other": "▒"}

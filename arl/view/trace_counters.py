@@ -87,7 +87,7 @@ class Requests:
     def __init__(self, width_s: float = 1.0) -> None:
         self._width_s = width_s
         self._changes: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-        """By server and bin: how much larger the average is than in the bin before."""
+        """Server -> bin -> the increase of the average over the bin before."""
 
     def counted(self, calls: Iterable[Event]) -> Iterator[Event]:
         """The same calls; turns are counted on the way."""

@@ -129,7 +129,7 @@ class JsonClient:
         """The URL for messages, without a password."""
         self._api_key = api_key
         self._heads: dict[tuple[str, str], tuple[ServerAddress, bytes]] = {}
-        """Of JSON requests, by method and URL."""
+        """The heads of JSON requests, by method and URL."""
         self._max_concurrent = max_concurrent
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self._timeout_s = timeout_s
@@ -247,7 +247,7 @@ class JsonClient:
 
 
 def encoded(payload: Mapping[str, Any]) -> bytes:
-    """As JSON."""
+    """The payload as JSON."""
     try:
         return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # it takes no integers of more than 64 bits, and no keys but strings

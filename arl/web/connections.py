@@ -293,7 +293,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def request_head(method: str, url: URL, headers: Mapping[str, str], api_key: str | None = None) -> bytes:
-    """The request line and headers but for those that tell the body's length. A user in the URL takes the key's place.
+    """The request line and all headers except those of the body's length. A user in the URL replaces the key.
 
     Raises ValueError for headers that are not one line of text.
     """

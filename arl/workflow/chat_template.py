@@ -86,7 +86,7 @@ class ChatTemplate:
         return ChatTemplate, (self.tokenizer, self._options)
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """The same template with these options, beside or in the place of its own."""
+        """The same template with these options, which are added to its own or replace them."""
         return template_of(self.tokenizer, {**self._options, **options})
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:

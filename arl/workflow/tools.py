@@ -140,7 +140,7 @@ class ToolResult:
 
     call: ToolCall | MalformedCall
     content: str
-    """What the model reads."""
+    """The text that the model reads."""
     failure: Literal["malformed", "refused", "failed"] | None = None
     """None: the tool answered. malformed: the call was unreadable. refused: an error for the model. failed: a bug."""
 

@@ -77,7 +77,7 @@ def joined(
 
 
 def kept_ids(turns: Sequence[Part]) -> KeptIds | None:
-    """What each token of the turns was sampled among; None if all of them among the whole vocabulary."""
+    """The ids from which each token of the turns was sampled; None if all were sampled from the whole vocabulary."""
     parts: list[KeptIds | int] = []
     for given_ids, response, _ in turns:
         parts += [len(given_ids), len(response.output_ids) if response.kept_ids is None else response.kept_ids]

@@ -53,7 +53,7 @@ class PolicyLoss:
     step recomputing gives the same. approximated: from c, b and versions. bypassed: p = b, so r = exp(c - b) and w = 1.
     """
     version: int
-    """Of the weights with which the batch was taken."""
+    """The version of the weights with which the batch was taken."""
     max_staleness: int
     """The run's bound, which sets the buckets of the metrics by staleness."""
     keeps_tokens: bool = False

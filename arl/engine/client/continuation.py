@@ -29,7 +29,7 @@ class Attempt:
 
     rid: str
     version: int
-    """Of the server's weights."""
+    """The version of the server's weights."""
     adapter: str | None
     """The adapter that a request must name for this version; None if the server's own weights are this version."""
     is_ours: bool
@@ -147,7 +147,7 @@ class PartialResponse:
         self.queued_s = 0.0
         self.sends = 0
         self.cached_tokens: int | None = None
-        """By the first answer."""
+        """The number of cached tokens in the first answer."""
         self.server_s = 0.0
 
     @property

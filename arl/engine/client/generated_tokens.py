@@ -11,7 +11,7 @@ class GeneratedTokens:
     def __init__(self) -> None:
         self._total = 0
         self._told: dict[str, int] = {}
-        """By address, since that server's process began."""
+        """Address -> the tokens generated since that server's process began."""
 
     @property
     def total(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a server says of itself when it joins, and whether it serves the same model as the others."""
+"""A server's description of itself when it joins, and whether it serves the same model as the others."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Greeting:
 
     address: str
     label: str
-    """Of the weights that it holds."""
+    """The version label of its weights."""
     num_late: int
     """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
     unreached: str | None = None
     """The setting that keeps updates from reaching all of the server, and what to do instead."""
     device: str = ""
-    """What it computes on: cpu, GPU 0, GPUs 0-3; empty if it does not say."""
+    """The device on which it computes: cpu, GPU 0, GPUs 0-3; empty if it does not say."""
     returns_routes: bool = False
     """It can say which experts computed a token."""
     traits: Mapping[str, Any]

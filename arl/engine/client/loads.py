@@ -22,7 +22,7 @@ class Loads(Generic[T]):
         self.total = 0
         """The sum of all loads."""
         self._members: dict[int, tuple[int, T]] = {}
-        """By number: load and member."""
+        """Number -> (load, member)."""
         self._heap: list[int] = []
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Versions:
 
     def __init__(self) -> None:
         self._counted: dict[int, int] = {}
-        """By a server's number."""
+        """A server's number -> the version that it is counted under."""
         self._counts: Counter[int] = Counter()
 
     def __len__(self) -> int:

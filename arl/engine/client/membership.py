@@ -147,7 +147,7 @@ async def _all_greeted(clients: Sequence[ServerClient]) -> dict[ServerClient, Gr
 
 
 async def _greeted(clients: Sequence[ServerClient], least: int) -> dict[ServerClient, Greeting | ServerError]:
-    """As many answers as come soon after `least` servers have greeted; the others, if few, do not hold up the start."""
+    """The answers that arrive soon after `least` servers have greeted. The others, if few, do not hold up the start."""
     answers: dict[ServerClient, Greeting | ServerError] = {
         client: ServerFailedError(f"{client.address} has not answered yet") for client in clients
     }

@@ -125,7 +125,7 @@ class ServerProcesses:
 
     @property
     def process_ids(self) -> Mapping[str, int]:
-        """Of those that run, by base URL."""
+        """The process ids of running servers, by base URL."""
         return {url: one.process.pid for url, one in self._servers.items() if one.process is not None}
 
     @property

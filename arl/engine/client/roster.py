@@ -60,7 +60,7 @@ class _Failure:
 
     why: str
     since: float
-    """Of the event loop's clock, as are all times here."""
+    """A time of the event loop's clock, like all times here."""
     backoff_s: float
     next_try: float
 

@@ -63,7 +63,7 @@ _SETTINGS = (
     "return_routed_experts",
     "routed_experts_start_len",
 )
-"""What frames carry of a request beside its tokens and its name."""
+"""The part of a request that frames carry besides its tokens and its name."""
 
 _MAX_CACHED_BYTES = 1024
 
@@ -93,15 +93,15 @@ class Answer:
     finish: Literal["stop", "length", "abort"]
     text: str
     label: str
-    """Of the newest weights that it was sampled under."""
+    """The label of the newest weights that sampled it."""
     spans: Sequence[tuple[str, int, int]]
     """Labels, and the output tokens start..end (end excluded) of each. Empty for servers too old to send them."""
     cached_tokens: int = 0
-    """Of the prompt, that the server did not compute; 0 if it does not say."""
+    """Prompt tokens that the server found in its cache; 0 if it does not say."""
     server_s: float = 0.0
     """How long the server had it; 0 if it does not say."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among, if the request asked: its logprobs are among these."""
+    """The ids from which each token was sampled, if the request asked for them: logprobs are over these."""
     experts: np.ndarray | None = None
     """Which experts computed each token but the last, from the first asked for on: [tokens, layers, experts per token],
     or these numbers flat."""

@@ -103,7 +103,7 @@ class HeldWeights:
     is_whole: bool = True
     """The last load, if any, was complete. Otherwise the weights have no version."""
     load_number: int = 0
-    """Of the load that gave the server these weights, among all loads of the pool."""
+    """The number, among all loads of the pool, of the load that gave the server these weights."""
 
 
 @dataclass(slots=True, eq=False)
@@ -211,14 +211,14 @@ class ServerPool:
         """The newest version that any server was told to load. A token of a newer version is not from this engine."""
         self.servers: list[Server] = []
         self.ready: Loads[Server] = Loads()
-        """Those that serve."""
+        """The servers that serve."""
         self.expectation = Expectation()
         self.expected: Loads[Server] = Loads()
-        """Those that are out, and will serve soon."""
+        """The servers that are out, but will serve soon."""
         self._versions = Versions()
-        """Of those in service."""
+        """The versions of the servers in service."""
         self.num_changes = 0
-        """Of states and versions: as long as it is the same, they are."""
+        """Counts changes of states and versions: while it is the same, so are they."""
         self._numbers = itertools.count()
         self._listeners: list[Callable[[], None]] = []
         self._num_loads = 0
@@ -243,7 +243,7 @@ class ServerPool:
         return next((server for server in self.servers if server.address == address), None)
 
     def report(self) -> str:
-        """Which servers are out of service, and why: for errors. Of very many, the first."""
+        """For errors: the servers that are out of service, and why; only the first ones if there are many."""
         out = [f"{s.address} is {s.state} ({s.why})" for s in self.servers if not s.is_in_service]
         more = [f"{len(out) - _MAX_REPORTED} more are not named here"] if len(out) > _MAX_REPORTED else []
         return "; ".join([*out[:_MAX_REPORTED], *more]) or "every server serves"

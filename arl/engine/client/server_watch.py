@@ -133,7 +133,7 @@ class ServerWatch:
                     group.create_task(ask(server))
 
     def _due(self, now: float) -> list[Server]:
-        """Those in service from which nothing was heard for a while. The first turns of servers are spread."""
+        """The servers in service that gave no sign of life for a while. Their first turns are spread over time."""
         due = list[Server]()
         for server in self._pool.servers:
             if server.is_in_service and server not in self._asking:

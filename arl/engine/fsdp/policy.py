@@ -245,7 +245,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """By name. Beside adapters the others are frozen, and stay as the model's directory has them."""
+    """The trained parameters, by name. With adapters all others are frozen, and stay as in the model's directory."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -262,7 +262,7 @@ class Reference:
 
     @property
     def values(self) -> Mapping[str, torch.Tensor]:
-        """By the parameters' names. Checkpoints are read into them."""
+        """Parameter name -> value. Checkpoints are read into these tensors."""
         return self._values
 
     @torch.no_grad()

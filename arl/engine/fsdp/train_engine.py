@@ -166,7 +166,7 @@ class FSDPTrainEngine:
         return metrics
 
     def fingerprint(self) -> dict[str, TensorPrint]:
-        """Of the trained parameters, by the names that checkpoints have; a collective."""
+        """The fingerprints of the trained parameters, by their names in checkpoints; a collective."""
         self._enter()
         trained = {name.removeprefix("model."): p for name, p in self._trained.items()}
         return fingerprints(trained, self._device)

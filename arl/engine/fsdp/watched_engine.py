@@ -21,7 +21,7 @@ class WatchedEngine(FSDPTrainEngine):
     """An FSDPTrainEngine of one rank. Its `kept` has `say` beside what the loss keeps."""
 
     gradients: Mapping[str, torch.Tensor]
-    """By the parameters' names: the sum of the gradients of the last train_batch's minibatches, before clipping."""
+    """Parameter name -> the sum of the gradients of the last train_batch's minibatches, before clipping."""
     updates: Mapping[str, torch.Tensor]
     """How the last train_batch changed the parameters."""
 

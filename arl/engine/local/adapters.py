@@ -53,7 +53,7 @@ class Adapter:
     name: str
     path: str
     layers: Mapping[str, Factors]
-    """By the names of the model's modules."""
+    """Name of the model's module -> its factors."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique, unlike the name: a later adapter of the same name must not find this one's keys and values."""
 

@@ -138,7 +138,7 @@ class _FrameConnection:
         self._socket = web_socket
         self._kept = KeptSequences()
         self._jobs: dict[int, Job] = {}
-        """Those that run, by the number of their call."""
+        """The running jobs, by the number of their call."""
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
         self._is_idle = asyncio.Event()

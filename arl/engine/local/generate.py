@@ -113,7 +113,7 @@ class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
 
 
 class TokenizeBody(RequestBody):
-    """Of prompt and messages, one."""
+    """The body has either a prompt or messages."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -131,7 +131,7 @@ class Inflight:
         self._loop = loop
         self._waiting: dict[str, tuple[Job, Callable[[Job], object]]] = {}
         self._compiling: dict[str, Job] = {}
-        """Those whose grammar is not compiled yet. The model thread does not know them."""
+        """Jobs whose grammar is not compiled yet. The model thread does not know them."""
 
     def deliver(self, jobs: Sequence[Job]) -> None:
         """Called on the model thread with jobs that have ended."""
@@ -312,7 +312,7 @@ class Generation:
         return info
 
     def _sampling_mask(self, job: Job) -> dict[str, Any]:
-        """As SGLang writes it: the kept ids of each token, and its logprob among them."""
+        """The kept ids of each token, and its logprob over them, in SGLang's form."""
         size = self._model.vocab_size
         masks = [] if job.sets is None else job.sets.kept_ids().lists(size)
         return {

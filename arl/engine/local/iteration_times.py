@@ -20,7 +20,7 @@ class IterationTimes:
         self.clock: Callable[[], float] = time.thread_time if is_alone else time.perf_counter
         self._is_alone = is_alone
         self._sums: dict[tuple[int, bool], list[float]] = {}
-        """By the bits of the number of decoded requests, and whether prompts were read: as in _FIELDS."""
+        """(bit length of the number of decoded requests, whether prompts were read) -> the sums of _FIELDS."""
 
     def add(self, decoded: int, context: int, prompt: int, begun: int, seconds: float) -> None:
         """Count an iteration. context: tokens that the decoded requests held. begun: requests that got their first
@@ -33,6 +33,6 @@ class IterationTimes:
             sums[i] += value
 
     def report(self) -> dict[str, Any]:
-        """As an arl.api.events.ServerWorked reads it."""
+        """The sums, in the form that arl.api.events.ServerWorked reads."""
         rows = [[reads, *self._sums[bits, reads]] for bits, reads in sorted(self._sums)]
         return {"is_cpu_time": self._is_alone, "iterations": rows}

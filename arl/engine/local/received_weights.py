@@ -36,7 +36,7 @@ _SINGLE = "model.safetensors"
 _MAX_NAMED = 5
 _MAX_GROUPS = 16
 _MAX_ITEM_BYTES = 16
-"""Of torch's widest dtype."""
+"""The size of an item of torch's widest dtype."""
 
 
 class WeightsError(ArlError):

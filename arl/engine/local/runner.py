@@ -83,7 +83,7 @@ class ModelRunner:
         self.stored_form = StoredForm(self.model)
         self.adapters = LoadedAdapters(self.model, self._head)
         self.routers = None if self.is_scorer else _routers(self.model, model_dir)
-        """Of a mixture of experts whose routes it can record."""
+        """Set for a mixture of experts whose routes it can record."""
         self.experts: np.ndarray | None = None
         """[N, layers, experts per token] The routes of the last step's tokens, if it has routers."""
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)

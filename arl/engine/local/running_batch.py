@@ -30,7 +30,7 @@ class Computed:
 
     samples: Samples = field(default_factory=lambda: Samples(tokens=[], logprobs=[], kept_logprobs=[], kept={}))
     allowed: Allowed | None = None
-    """What constrained rows were sampled among, before filters."""
+    """The ids that grammars allowed constrained rows, before filters."""
     scores: Sequence[list[float]] = ()
     """For each sampled row, one number for each label."""
     given: Sequence[float] = ()
@@ -435,7 +435,7 @@ class RunningBatch:
 
 
 def _copy_routes(source: Prefix, target: Row, length: int) -> None:
-    """Of tokens whose keys and values were copied."""
+    """Copy the routes of tokens whose keys and values were copied."""
     if source.experts is not None and target.experts is not None:
         target.experts[:length] = source.experts[:length]
 

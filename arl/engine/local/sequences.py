@@ -71,7 +71,7 @@ class Job:
     """[the first tokens of prompt and output, layers, experts per token]: the routes that the job will not compute
     anew, as the first pass over a token counts."""
     sets: SetTable | None = None
-    """What each token was sampled among, if it is to be returned."""
+    """The ids from which each token was sampled, if they are to be returned."""
     cached_tokens: int = 0
     began: float = field(default_factory=time.monotonic)
     """When it came, by the monotonic clock."""
@@ -117,7 +117,8 @@ class Job:
         self.experts = self.experts if experts is None else experts
 
     def returned_routes(self) -> Routes | None:
-        """Of the tokens from routes_from on, without the last; None if they are not asked for, or unknown."""
+        """The routes of the tokens from routes_from on, without the last; None if they were not asked for, or are
+        unknown."""
         if self.routes_from is None or self.experts is None:
             return None
         return Routes.of(self.experts[self.routes_from : len(self.input_ids) + len(self.output_ids) - 1])

@@ -152,9 +152,9 @@ class Segment:
     """Decoding rows that attend to equally many positions together, the context."""
 
     keys: Sequence[torch.Tensor]
-    """Of each layer, [rows * kv heads, head dim, context]."""
+    """For each layer [rows * kv heads, head dim, context]."""
     values: Sequence[torch.Tensor]
-    """Of each layer, [rows * kv heads, context, head dim]."""
+    """For each layer [rows * kv heads, context, head dim]."""
     tokens: slice
     """Theirs among the tokens of the batch."""
     bias: torch.Tensor
@@ -167,7 +167,7 @@ class Window:
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
-    """Of each layer, [rows, kv heads, context, head dim]."""
+    """For each layer [rows, kv heads, context, head dim]."""
     tokens: slice | torch.Tensor
     """The batch's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
     filled: torch.Tensor | None

@@ -216,10 +216,10 @@ class DistributedWeights:
         self.lost = asyncio.Event()
         """Set when a server could not get them, because the process that holds them is lost."""
         self._together: dict[str, Together] = {}
-        """Of the servers that load this update in step with others, until they have or their team broke."""
+        """The servers that load this update in lockstep with others, until they have loaded it or their team broke."""
 
     def expect(self, turns: Sequence[Sequence[WeightServer]]) -> None:
-        """Those of a turn share groups, as far as their teams are whole."""
+        """Servers of the same turn share groups, if their teams are whole."""
         teams = self._transport.teams
         for team in teams.arrange([[server.address for server in turn] for turn in turns]):
             self._transport.break_up(team, "one of its servers is away", self.snapshot)

@@ -46,7 +46,7 @@ class SlowMirrorError(ServerFailedError):
 Outcome = Held | ArlError | WrongBaseError | None
 """What a mirror holds after an update, or why it did not take it; None if nobody sent it to it."""
 Report = Mapping[str, Outcome]
-"""Of each mirror of a branch, by address."""
+"""Address -> outcome, for each mirror of a branch."""
 
 
 class MirrorClient(JsonClient):
@@ -115,7 +115,7 @@ def _held(told: Mapping[str, Any]) -> Held:
 
 
 def told_of(outcome: Outcome) -> dict[str, Any] | None:
-    """As JSON."""
+    """The outcome as a JSON value."""
     match outcome:
         case None:
             return None

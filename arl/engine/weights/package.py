@@ -96,7 +96,7 @@ class PackageHeader:
 
     version: int
     checksum: str
-    """Of the directory that it makes."""
+    """The checksum of the directory that it makes."""
     base: str | None
     """Checksum of the directory that it starts from; None if it starts from nothing."""
     files: tuple[FilePart, ...]

@@ -29,7 +29,7 @@ NOTHING_HELD = {"version": None, "checksum": None, "directory": None}
 _SENDER_STALL_S = 60.0
 """The longest silence of a sender; then its update is given up, so that another can begin."""
 _GIVING_WAY_S = 5.0
-"""The same once another sender has come: whoever sent it has given up the way of the first."""
+"""The same limit after another sender has come, because its parent has given up the first sender's route."""
 _PIPE_BYTES = 4 << 20
 _SLOW_SHARE = 0.75
 """A mirror below is given up if it alone held up the others for this share of the time."""
@@ -44,11 +44,11 @@ class PackageBody:
 
     stream: StreamReader
     num_bytes: int
-    """Of what has not been read yet."""
+    """Bytes that have not been read yet."""
     _begin: bytes = b""
     _stall_s: float = field(default_factory=lambda: _SENDER_STALL_S)
     _silence: asyncio.Timeout | None = None
-    """Of a read that waits for the sender."""
+    """The time limit of a read that waits for the sender."""
     _silent_since: float = 0.0
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class PackageBody:
             self._silence.reschedule(self._silent_since + self._stall_s)
 
     async def route(self) -> tuple[Branch, ...]:
-        """Those below this mirror."""
+        """The branches below this mirror."""
         preamble = await self.read_exactly(PREAMBLE.size)
         magic, length = PREAMBLE.unpack(preamble)
         if magic != ROUTE_MAGIC:
@@ -87,7 +87,7 @@ class PackageBody:
         return begin + rest
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """All that has not been read yet."""
+        """Everything that has not been read yet."""
         while self.num_bytes > 0:
             piece, self._begin = self._begin, b""
             if not piece:

@@ -134,7 +134,7 @@ class Together:
         await self.step(all_here.wait(), PATIENCE_S, f"waiting for the others of {', '.join(here)}")
 
     def servers(self, where: str) -> list[WeightServer]:
-        """Those that came there, in the order of their ranks."""
+        """The servers that reached this place, in the order of their ranks."""
         return [self._come[where][address] for address in self.team.members]
 
     def once(self, what: Hashable, begin: Callable[[], asyncio.Future[ResultT]]) -> asyncio.Future[ResultT]:

@@ -30,7 +30,7 @@ from arl.offload import offload
 from arl.web.process import is_loopback
 
 _GATHER_S = 0.01
-"""Those that ask within this time of the first share its wave."""
+"""Mirrors that ask within this time after the first share its wave."""
 _ASK_S = 2.0
 """A wave begins without mirrors that do not answer for so long."""
 _HEAD_START_S = 10.0
@@ -79,7 +79,7 @@ class MirrorTrees:
         self.apart[mirror] = _UPDATES_APART
 
     def arrange(self, mirrors: Sequence[MirrorClient]) -> Iterator[Branch]:
-        """Those to whom the trainer itself sends."""
+        """The mirrors to which the trainer itself sends."""
         together = [mirror for mirror in mirrors if self.has_key and not self.apart[mirror] and not _is_local(mirror)]
         yield from branches([mirror.address for mirror in together], self.fanout)
         yield from (Branch(mirror.address) for mirror in mirrors if mirror not in together)
@@ -106,7 +106,7 @@ class Waves:
         self._coming: dict[MirrorClient, asyncio.Future[Path]] = {}
         self._locked: set[MirrorClient] = set()
         self._next: list[MirrorClient] = []
-        """Those of the wave that is about to begin."""
+        """The mirrors of the wave that is about to begin."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_waiting = 0
         self._is_over = False
@@ -165,7 +165,7 @@ class Waves:
                     self._settle(mirror, ServerFailedError(f"{mirror.url} was not brought to version {self._version}"))
 
     def _taken(self) -> dict[MirrorClient, asyncio.Future[Path]]:
-        """Those of the wave that begins, or ends before it has begun."""
+        """The mirrors of the wave that begins, or that ends before it has begun."""
         mirrors, self._next = self._next, []
         return {mirror: self._coming[mirror] for mirror in mirrors}
 

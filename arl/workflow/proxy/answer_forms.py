@@ -39,7 +39,7 @@ class Asked:
     """What a program asks of an answer's form."""
 
     output: Form | None = None
-    """Of the text, if the answer is one."""
+    """The form of the text, if the answer is one."""
     where: str = "response_format"
     """The field with the output's form."""
     choice: ToolChoice = ToolChoice()

@@ -53,15 +53,15 @@ class ChatCall:
     """How many answers to sample at once."""
     asked: Asked
     form: Form | None = None
-    """Of the answer, after its thinking; None: it is free."""
+    """The form of the answer, after its thinking; None: it is free."""
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of the chat template, beside the endpoint's."""
+    """Options of the chat template, in addition to the endpoint's."""
     prefill: str = ""
     """The beginning of the answer, which the model continues."""
     thinking_budget: int | None = None
     """At most this many tokens of thinking; None: any number."""
     text: GivenText | None = None
-    """A text to continue as it is, in the place of messages."""
+    """A text to continue unchanged, in place of messages."""
 
     def without_grammar(self, reason: str) -> BodyError:
         """The error for an engine that cannot decode under the grammar of this call; it names the field at fault."""

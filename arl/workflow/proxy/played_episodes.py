@@ -54,14 +54,14 @@ class PlayedEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of an episode, as its program is told."""
+    """An episode's outcome, as its program is told."""
 
     state: State
     reward: float | Mapping[str, float] | None = None
     num_turns: int = 0
     error: str = ""
     status: int = HTTPStatus.OK
-    """Of the answer to the request that ended it, unless the episode is gone."""
+    """The status of the answer to the request that ended it, unless the episode is gone."""
 
 
 class PlayedEpisode:
@@ -76,10 +76,10 @@ class PlayedEpisode:
         self.state: State = "offered"
         self.began = clock.began if clock else loop.time()
         self.returned: Sequence[Trajectory] | None = None
-        """What arun_episode returns, when it does."""
+        """The result of arun_episode, once it returns."""
         self.reward: float | Mapping[str, float] | None = None
         self.digest = b""
-        """Of the request that ended it."""
+        """The digest of the request that ended it."""
         self.taken: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[PlayedEnd] = loop.create_future()
         self.told: asyncio.Future[Outcome] = loop.create_future()
