@@ -97,6 +97,11 @@ PRECISION = Cause(
     mend="Set the server's --dtype (engine.dtype) and train.dtype to float32; or declare bfloat16 for both, and "
     "correct for what is left (algorithm.preset icepop or mis).",
 )
+KEYS_AND_VALUES = Cause(
+    name="keys and values",
+    means="The server rounds keys and values to another dtype than that of its model.",
+    mend="Start the server without --kv-cache-dtype.",
+)
 CHUNKED_PREFILL = Cause(
     name="chunked prefill",
     means="Tokens after the first chunk of a long prompt are computed with wrong positions, or without the tokens "

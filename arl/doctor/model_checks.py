@@ -14,6 +14,7 @@ from arl.api.types import SamplingParams
 from arl.doctor.causes import (
     BATCH_VARIANCE,
     CHUNKED_PREFILL,
+    KEYS_AND_VALUES,
     OTHER_WEIGHTS,
     PRECISION,
     ROUTING,
@@ -21,7 +22,7 @@ from arl.doctor.causes import (
     UNEXPLAINED,
 )
 from arl.doctor.checked import Checked
-from arl.doctor.evidence import first_far, gap, worst
+from arl.doctor.evidence import Tolerance, first_far, gap, worst
 from arl.doctor.mixtures import Suspicion, old_parts, suspicions
 from arl.doctor.probes import long_prompt
 from arl.doctor.server_probe import Floats
@@ -65,6 +66,8 @@ async def check_weights(visit: Visit, name: str) -> Checked:
         return visit.ok(name, measured, threshold)
     found = await offload(_explained, visit, told, apart)
     if found is None:
+        if is_first and visit.facts.kv_dtype is not None:
+            return visit.fault(name, KEYS_AND_VALUES, measured, threshold, _kept_in(visit))
         return visit.fault(name, OTHER_WEIGHTS if is_first else UNEXPLAINED, measured, threshold)
     suspicion, left = found
     measured = f"{measured}; only {left:.2g} from the weights that this cause would leave"
@@ -113,13 +116,22 @@ def _left(visit: Visit, suspicion: Suspicion, told: Sequence[Floats]) -> float:
     return gap(told, reference.score(visit.prompts))
 
 
+def _kept_in(visit: Visit) -> str:
+    return f"It keeps them in {visit.facts.kv_dtype}"
+
+
 async def check_precision(visit: Visit) -> Checked:
-    """Compares the numbers of check_weights with the limit of the run's settings."""
-    apart = gap(await scores_alone(visit), visit.trained.short)
-    tolerance = visit.tolerance
+    """Compares the numbers of check_weights with the limit of the run's settings.
+
+    A fault widens visit.tolerance, so that later checks do not name it again.
+    """
+    apart, tolerance = gap(await scores_alone(visit), visit.trained.short), visit.tolerance
     measured = f"{apart:.2g} nats; bfloat16 would change {tolerance.rounding:.2g}"
     if apart <= tolerance.limit:
         return visit.ok("precision", measured, tolerance.why)
+    visit.tolerance = Tolerance(rounding=max(tolerance.rounding, apart), is_exact=False)
+    if visit.facts.kv_dtype is not None:
+        return visit.fault("precision", KEYS_AND_VALUES, measured, tolerance.why, _kept_in(visit))
     said = f"The server says that its dtype is {visit.facts.dtype}" if visit.facts.dtype else ""
     return visit.fault("precision", PRECISION, measured, tolerance.why, said)
 

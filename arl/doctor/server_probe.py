@@ -33,6 +33,8 @@ class ServerFacts:
     model_path: str
     context_length: int | None
     dtype: str | None
+    kv_dtype: str | None
+    """Of keys and values, if it is not that of the model."""
     chunk_size: int | None
     """The most prompt tokens that it computes in one step."""
     num_ranks: int
@@ -79,12 +81,15 @@ class ServerProbe:
         cards = (await self._look_up("GET", "/v1/models")).get("data") or [{}]
         runs_ahead = settings.get("disable_overlap_schedule") is False
         chunk = settings.get("chunked_prefill_size")
+        dtype, kv_dtype = settings.get("dtype"), settings.get("kv_cache_dtype")
+        kv_dtype = "bfloat16" if kv_dtype == "bf16" else kv_dtype
         self._most_kept = int(settings.get("sampling_mask_max_tokens") or 0)
         return ServerFacts(
             label=str(info.get("weight_version", "default")),
             model_path=str(info.get("model_path", "")),
             context_length=cards[0].get("max_model_len"),
-            dtype=settings.get("dtype"),
+            dtype=dtype,
+            kv_dtype=None if kv_dtype in ("auto", dtype) else kv_dtype,
             chunk_size=chunk if isinstance(chunk, int) and chunk > 0 else None,
             num_ranks=int(settings.get("tp_size") or 1),
             num_late=int(settings.get("speculative_num_draft_tokens") or 1) if runs_ahead else 0,

@@ -59,25 +59,65 @@ NAMED = {
     "first_adapter_for_every_name": "another adapter",
     "unknown_adapters_answered_by_the_base_model": "unknown adapter accepted",
 }
+IN_SGLANG = {
+    "dense": [
+        "load_without_effect",
+        "one_layer_not_updated",
+        "packed_linear_layers",
+        "tied_head_not_updated",
+        "load_rounds_to_bfloat16",
+        "load_fails",
+        "label_of_the_version_before",
+        "labels_change_two_tokens_early",
+        "stale_prefix_cache",
+        "damaged_prefix_cache",
+        "sampled_at_temperature_1",
+        "top_k_40_that_nobody_asked_for",
+        "top_p_with_renormalised_logprobs",
+        "logits_that_depend_on_the_batch",
+        "positions_shifted_behind_the_first_chunk",
+        "stop_strings_ignored",
+    ],
+    "adapters": [
+        "base_model_instead_of_adapter",
+        "first_adapter_for_every_name",
+        "unknown_adapters_answered_by_the_base_model",
+    ],
+    "mixture": ["routes_of_the_token_before"],
+}
+"""Faults that are planted in the processes of stock SGLang, by the kind of server."""
+SETTINGS_OF_SGLANG = {
+    "--chat-template of another template": "chat template",
+    "--context-length 60": "context length",
+    "--allow-auto-truncate": "context length",
+    "--dtype bfloat16": "precision",
+    "--kv-cache-dtype fp8_e4m3": "keys and values",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB=1": "logprobs of another temperature",
+    "a tokenizer with one token more": "tokenizer",
+    "a model directory with another layer": "other weights",
+    "another `eos_token_id` in the model directory": "end of sequence",
+}
+"""Faults that settings and files of stock SGLang make."""
 OF_ADAPTERS = [name for name in NAMED if "adapter" in name]
 OF_MIXTURES = ["routes_of_the_token_before"]
 OPTIONS = {"bfloat16_in_the_place_of_float32": ("--dtype", "bfloat16")}
 """Faults that are servers of their own, by their options."""
 
 
-def post(server: FaultyServer, path: str, body: dict[str, str]) -> None:
-    with urllib.request.urlopen(server.address + path, json.dumps(body).encode(), timeout=30) as answer:
+def post(address: str, path: str, body: dict[str, str]) -> None:
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.status == 200
 
 
 @contextmanager
 def planted(server: FaultyServer, name: str, model: Path) -> Iterator[None]:
-    post(server, "/plant", {"name": name})
+    post(server.address, "/plant", {"name": name})
     try:
         yield
     finally:
-        post(server, "/plant", {"name": ""})
-        post(server, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "default"})
+        post(server.address, "/plant", {"name": ""})
+        post(server.address, "/update_weights_from_disk", {"model_path": str(model), "weight_version": "default"})
 
 
 def config_of(model: Path, server: FaultyServer, run_dir: Path, **more: Any) -> Config:

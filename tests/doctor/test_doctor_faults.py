@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from doctor.faulty_server import FAULTS, FaultyServer
 from doctor.planted import (
+    IN_SGLANG,
     NAMED,
     OF_ADAPTERS,
     OF_MIXTURES,
     OF_TRUNCATION,
     OPTIONS,
+    SETTINGS_OF_SGLANG,
     TRUNCATED,
     USUAL,
     config_of,
@@ -45,6 +47,14 @@ def rows(heading: str) -> list[tuple[str, ...]]:
 def test_the_page_lists_the_planted_faults_and_their_causes() -> None:
     assert {*NAMED} == {*FAULTS, *OPTIONS}
     assert rows("Planted faults") == [(name.replace("_", " "), cause) for name, cause in NAMED.items()]
+
+
+def test_the_page_lists_what_was_planted_in_sglang() -> None:
+    in_processes = [name for names in IN_SGLANG.values() for name in names]
+    assert rows("Planted in SGLang") == [
+        *SETTINGS_OF_SGLANG.items(),
+        *((name.replace("_", " "), NAMED[name]) for name in in_processes),
+    ]
 
 
 def test_the_page_lists_all_causes() -> None:
