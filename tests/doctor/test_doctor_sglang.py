@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.servers import sglang, sglang_python
-from doctor.planted import IN_SGLANG, NAMED, OF_ADAPTERS, USUAL, diagnosis_of, first_fault, post
+from doctor.planted import IN_SGLANG, NAMED, USUAL, diagnosis_of, first_fault, post
 from mixtures import write_mixture
 from safetensors.torch import load_file, save_file
 
@@ -36,15 +36,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def config_of(model: Path, url: str, run_dir: Path, **more: Any) -> Config:
-    return Config(model=str(model), run_dir=run_dir, engine=SGLangEngineConfig(addresses=(url,)), **more)
-
-
 def diagnosed(model: Path, tmp_path: Path, *options: str, served: Path | None = None) -> Diagnosis:
     """served: another directory than the trained model's."""
     sglang_python()
     with sglang(served or model, tmp_path / "log", *options) as server:
-        return asyncio.run(diagnosis_of(config_of(model, server.url, tmp_path / "run"), USUAL))
+        config = Config(model=str(model), run_dir=tmp_path / "run", engine=SGLangEngineConfig(addresses=(server.url,)))
+        return asyncio.run(diagnosis_of(config, USUAL))
 
 
 def changed(file: Path, **values: Any) -> None:
@@ -104,10 +101,18 @@ def test_another_tokenizer_cut_prompts_another_layer_and_another_end_are_named(m
 
 @dataclass(frozen=True)
 class FaultySGLang:
+    kind: str
     url: str
     model: Path
     planted: Path
     """The file that names the planted fault."""
+
+    def config(self, run_dir: Path) -> Config:
+        more: dict[str, Any] = {}
+        if self.kind == "adapters":
+            more = {"train": TrainConfig(lora=LoRAConfig(rank=4, alpha=8)), "weights": AdapterWeightsConfig()}
+        engine = SGLangEngineConfig(addresses=(self.url,))
+        return Config(model=str(self.model), run_dir=run_dir, engine=engine, **more)
 
 
 def given_back(faulty: FaultySGLang) -> None:
@@ -130,22 +135,25 @@ def faulty(
             patch.setenv("PYTHONPATH", str(FAULTS))
             patch.setenv("ARL_FAULT", str(planted))
             server = stack.enter_context(sglang(model, directory / "log", *OPTIONS[request.param]))
-        yield FaultySGLang(server.url, model, planted)
+        yield FaultySGLang(request.param, server.url, model, planted)
+
+
+@pytest.mark.parametrize("faulty", ["adapters", "mixture"], indirect=True)
+def test_healthy_adapters_and_mixtures_in_sglang_are_not_accused(faulty: FaultySGLang, tmp_path: Path) -> None:
+    diagnosis = asyncio.run(diagnosis_of(faulty.config(tmp_path)))
+    assert diagnosis.is_healthy, diagnosis.verdict
 
 
 @pytest.mark.parametrize(
     ("faulty", "name"), [(kind, name) for kind, names in IN_SGLANG.items() for name in names], indirect=["faulty"]
 )
 def test_the_first_cause_named_of_sglang_is_the_planted_one(faulty: FaultySGLang, name: str, tmp_path: Path) -> None:
-    more: dict[str, Any] = {}
-    if name in OF_ADAPTERS:
-        more = {"train": TrainConfig(lora=LoRAConfig(rank=4, alpha=8)), "weights": AdapterWeightsConfig()}
     faulty.planted.write_text(name)
     try:
-        found = asyncio.run(first_fault(config_of(faulty.model, faulty.url, tmp_path, **more)))
+        found = asyncio.run(first_fault(faulty.config(tmp_path)))
     finally:
         faulty.planted.write_text("")
-        if name not in OF_ADAPTERS:
+        if faulty.kind != "adapters":
             given_back(faulty)
     assert found is not None
     assert found.cause is not None
