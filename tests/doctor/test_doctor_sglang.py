@@ -145,7 +145,10 @@ def test_healthy_adapters_and_mixtures_in_sglang_are_not_accused(faulty: FaultyS
 
 
 @pytest.mark.parametrize(
-    ("faulty", "name"), [(kind, name) for kind, names in IN_SGLANG.items() for name in names], indirect=["faulty"]
+    ("faulty", "name"),
+    [(kind, name) for kind, names in IN_SGLANG.items() for name in names],
+    indirect=["faulty"],
+    scope="module",  # one server for all faults of a kind
 )
 def test_the_first_cause_named_of_sglang_is_the_planted_one(faulty: FaultySGLang, name: str, tmp_path: Path) -> None:
     faulty.planted.write_text(name)
