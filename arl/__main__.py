@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """What `arl --help` shows. Each command has a parser of its own."""
+    """The parser of `arl --help`. Each command has its own parser."""
     parser = argparse.ArgumentParser(
         prog="arl", description="Try, score and watch agents, plan runs, and list the algorithms."
     )

@@ -146,7 +146,7 @@ def decoder(model: str) -> Callable[[Sequence[int]], str]:
 
 
 def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
-    """What runs the episodes: the workflow, or its worker processes."""
+    """The workflow that runs the episodes: the given one, or its worker processes."""
     if not config.rollout.num_workers:
         return workflow
     return EpisodeWorkers(workflow, config.rollout.num_workers, config.run_dir / "logs", config.endpoint)

@@ -1,4 +1,4 @@
-"""What the processes that arl starts have in common: where their output goes, and words about how they ended."""
+"""The common part of the processes that arl starts: where their output goes, and words about how they ended."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ ConfigT = TypeVar("ConfigT", bound=Config | FinetuneConfig)
 T = TypeVar("T")
 
 CONTINUES = "the same command continues from its newest checkpoint, if there is one"
-"""What an interrupted script says by default."""
+"""The default message of an interrupted script."""
 
 
 def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
@@ -171,7 +171,8 @@ def _run_in_cell(
 
 
 async def _end_of(main: Awaitable[object]) -> object:
-    """What `main` passes to sys.exit(), which would leave the event loop and wait for threads that hang; else None."""
+    """The value that `main` passes to sys.exit(), which would leave the event loop and wait for hung threads; else
+    None."""
     try:
         await main
     except SystemExit as end:

@@ -100,7 +100,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(Generic[ConfigT]):
-    """What a script trains. The script names it `experiment`."""
+    """Describes what a script trains. The script names it `experiment`."""
 
     config: type[ConfigT]
     """The class of its settings."""

@@ -23,7 +23,8 @@ class SavedWeights:
     checkpoint: Path
     """The train engine's part."""
     model: str
-    """What the run began from, a directory or a name on the hub. Config, tokenizer and frozen weights are there."""
+    """The model that the run began from, a directory or a name on the hub. It has config, tokenizer and frozen
+    weights."""
 
     @classmethod
     def of(cls, run_dir: Path, version: int | None = None, model: str | None = None) -> SavedWeights:

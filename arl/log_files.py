@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OLD = ".old"
-"""What the name of the older text ends in."""
+"""The ending of the older text's file name."""
 _EVERY_S = 60.0
 _LEAVING_S = 5.0
 """Longest wait for a disk at the end."""

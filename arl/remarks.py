@@ -52,7 +52,7 @@ class Symptom:
     """What looks wrong in a run, and what to do about it."""
 
     kind: str
-    """The same for what is found again, with other numbers."""
+    """Equal if the same symptom is found again with other numbers."""
     severity: Severity
     text: str
     advice: str
@@ -112,7 +112,7 @@ _RULES = (
 
 
 def remarks(run: Digest) -> list[Symptom]:
-    """What the numbers say, the most important first."""
+    """The symptoms in the numbers, the most important first."""
     found = [one for check in _CHECKS if (one := check(run)) is not None]
     known = ((rule, mean_of(run.last, rule.metric)) for rule in _RULES)
     found += [_told(rule, value) for rule, value in known if value is not None and rule.is_bad(value)]

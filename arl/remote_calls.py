@@ -42,7 +42,7 @@ class CallOutcome:
     error: Exception | None = None
     traceback: str = ""
     messages: tuple[Message, ...] = ()
-    """What the process logged since its last answer."""
+    """The messages that the process logged since its last answer."""
     is_dead: bool = False
 
 

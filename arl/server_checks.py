@@ -55,7 +55,7 @@ def server_parts(devices: Mapping[str, str], report: NodeReport, config: Config)
 
 
 async def ask_servers(config: Config) -> tuple[list[Greeting], list[Finding]]:
-    """What the given servers say of themselves, and what is wrong with them. Changes nothing on them."""
+    """The given servers' descriptions of themselves, and what is wrong with them. Changes nothing on them."""
     engine = config.engine
     if not isinstance(engine, SGLangEngineConfig):
         return [], []

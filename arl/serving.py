@@ -150,7 +150,7 @@ def _say_who_is_left_out(engine: SGLangEngineConfig, path: Path, named: Mapping[
 
 
 def wanted_model(config: Config) -> ServedModel:
-    """What servers should serve in this run. Raises ModelError."""
+    """The model that servers should serve in this run. Raises ModelError."""
     return served_model(config.model, replay_routing=config.engine.replay_routing)
 
 

@@ -15,7 +15,7 @@ class ScriptEnd:
     """What a run knows of the script around it. `run_until_stopped` makes one, and its tasks find it in SCRIPT_END."""
 
     again: str
-    """What continues the run, as the subject of a sentence."""
+    """The subject of a sentence that says how the run continues, such as `the same command`."""
     is_told: bool = False
     """Whether the console said how the run ended, and what continues it."""
     signal: int | None = None

@@ -109,7 +109,7 @@ class FlatSequences(Sequence[TrainSequence]):
 
 
 def of_each(columns: Mapping[str, _Given], change: Callable[[_Given], _Made]) -> dict[str, _Made]:
-    """What `change` makes of each column. Fields that share a column go on sharing it."""
+    """Applies `change` to each column. Fields that share a column still share the result."""
     distinct = {id(column): column for column in columns.values()}
     made = {key: change(column) for key, column in distinct.items()}
     return {name: made[id(column)] for name, column in columns.items()}

@@ -1,7 +1,7 @@
 """Columns: the token-level fields of records as flat, read-only numpy arrays, checked once, when they are built.
 
-Whoever builds a record may give any sequence of numbers. Records import this module when the first of them is built,
-because numpy takes longer to import than all of arl.api.
+The fields may be given as any sequence of numbers. Records import this module when the first of them is built, because
+numpy takes longer to import than all of arl.api.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _read(values: Sequence[float] | Array, dtype: np.dtype[Any]) -> Array | None
 
 
 def _converted(values: Sequence[float] | Array) -> Array:
-    """What numpy makes of a list with its own numbers, or of what is none: an array of objects, or of text."""
+    """The array that numpy makes of the values: of objects or text, if they are not all numbers."""
     try:
         return np.array(values)
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -80,7 +80,7 @@ class EndpointConfig(Section):
         return self._changed("host", "port", "certificate", "certificate_key_file", "public_url")
 
     def url(self, port: int) -> str:
-        """What programs get, if it listens on this port."""
+        """The URL that programs are given if it listens on this port."""
         if self.public_url is not None:
             return self.public_url
         host = _CALLED_AT.get(self.host, self.host)

@@ -249,7 +249,7 @@ class ServedModel:
     shape: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     """The values of MODEL_SIZES in its config.json."""
     routing: Routing | None = None
-    """Of a mixture of experts whose routes are wanted."""
+    """Set for a mixture of experts whose routes are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -388,8 +388,8 @@ class TrainEngine(WeightSource, Protocol):
 
     @property
     def kept(self) -> Sequence[Mapping[str, torch.Tensor]]:
-        """What the loss of the last train_batch kept: for each minibatch, name -> float32[T] over all its tokens, nan
-        where loss_mask is 0."""
+        """The values that the loss of the last train_batch kept: for each minibatch, name -> float32[T] over all its
+        tokens, NaN where loss_mask is 0."""
         ...
 
     def fingerprint(self) -> Mapping[str, TensorPrint]:

@@ -1,4 +1,4 @@
-"""Which arl this is, what it is called where packages are installed from, and how to add one of its extras."""
+"""The version of arl, its name on package indexes, and how to install one of its extras."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def show_briefly(error: ErrorT, message: str) -> ErrorT:
 
 
 def interrupt_like(error: BaseException) -> KeyboardInterrupt:
-    """What a cell raises for a cancellation: shown as `error` is."""
+    """The exception that a cell raises for a cancellation; it is shown like `error`."""
     said = getattr(error, "_render_traceback_", lambda: ["the cell was interrupted"])
     return show_briefly(KeyboardInterrupt(), "\n".join(said()))
 

@@ -26,7 +26,7 @@ PEERS_NAMES = {
     "max_steps": "steps", "preset": "algorithm", "max_completion_length": "max_new_tokens", "reward_funcs": "reward",
     "train_dataset": "dataset", "args": "config", "report_to": "trackers",
 }  # fmt: skip
-"""What others call a setting -> its name here, for errors."""
+"""Other libraries' name of a setting -> its name in arl, for errors."""
 
 REQUIRED = PydanticUndefined
 """The default of a setting that has none."""
@@ -203,7 +203,7 @@ def settings_without_keys(config: BaseModel) -> dict[str, Any]:
 
 
 def settings_without_masked(config: BaseModel) -> dict[str, Any]:
-    """The same, but what would be masked is missing, so that a configuration can be made of it."""
+    """The same, without the values that would be masked, so that a configuration can be made from it."""
     return _without_masks(settings_without_keys(config))
 
 

@@ -10,7 +10,7 @@ from arl.api.events import Event
 
 
 class Fate(StrEnum):
-    """What became of a token that a server sampled and the client received."""
+    """The fate of a token that a server sampled and the client received."""
 
     TRAINED = "trained"
     """It was in a trained batch, with loss_mask 1."""

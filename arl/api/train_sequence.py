@@ -67,9 +67,9 @@ class TrainSequence:
     unit: int = -1
     """Sequences with the same unit number lie in one microbatch, for a loss that compares them. -1: no unit."""
     kept_ids: KeptIds | None = None
-    """What each token was sampled among: logprobs and entropies are over these ids. None: all the whole vocabulary."""
+    """The ids from which each token was sampled: logprobs and entropies are over these. None: the whole vocabulary."""
     routes: Routes | None = None
-    """Which experts compute each token, in place of those that the model's routers choose. None: its own for all."""
+    """The experts that compute each token, instead of those that the model's routers choose. None: the routers' own."""
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)

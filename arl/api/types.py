@@ -417,7 +417,7 @@ class Group:
         return self.html()
 
     def html(self, pieces: Sequence[Sequence[str]] | None = None) -> str:
-        """What a notebook shows. pieces: the text of each trajectory's first tokens, if it is known."""
+        """The HTML that a notebook shows. pieces: the text of each trajectory's first tokens, if it is known."""
         from arl.api.notebook import several_html
 
         facts = {

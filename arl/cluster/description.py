@@ -112,7 +112,7 @@ class ServerNodes(Section):
 
 
 class Description(Section):
-    """What all kinds of clusters share."""
+    """The fields that all kinds of clusters share."""
 
     name: str
     """The run's name: lower-case letters, digits and dashes, at most 30 characters."""

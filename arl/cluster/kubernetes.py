@@ -32,7 +32,7 @@ Manifest = dict[str, Any]
 
 
 def manifests(description: KubernetesDescription) -> str:
-    """What `kubectl apply` takes; its Secret comes from `secret`."""
+    """The manifests for `kubectl apply`; their Secret comes from `secret`."""
     run = _Run(description)
     parts = [(_CLAIM_IS, run.claim())] if description.volume.size else []
     parts += [
@@ -118,7 +118,7 @@ class _Run:
         return {**kind, "metadata": self.metadata(part), "spec": spec}
 
     def account(self) -> list[Manifest]:
-        """What the trainer's pods may ask of Kubernetes."""
+        """The manifests that say what the trainer's pods may ask of Kubernetes."""
         group, metadata = "rbac.authorization.k8s.io", self.metadata("trainer")
         rule = {"apiGroups": ["apps"], "resources": ["statefulsets/scale"], "resourceNames": [f"{self._name}-servers"]}
         name = metadata["name"]

@@ -39,7 +39,7 @@ _NEEDED = ("torch", "transformers", "ray", "arl")
 
 @dataclass(slots=True, kw_only=True)
 class NodeReport:
-    """What the nodes say."""
+    """The answers of the nodes."""
 
     num_nodes: int = 0
     ranks: list[PlacedPart] = field(default_factory=list[PlacedPart])
@@ -302,7 +302,7 @@ class _Check:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], name: str) -> Iterator[tuple[str, bool]]:
-    """What a node has installed that differs from this machine; each with whether it is a mistake."""
+    """The differences between a node's packages and this machine's, each with whether it is a mistake."""
     if there["sources"] is None:
         yield (
             f"{name} has no arl: install this version, {here['versions']['arl']}, in the environment of Ray there",

@@ -24,7 +24,7 @@ def controller_part() -> PlacedPart:
 
 
 def planned_parts(config: Config) -> list[PlacedPart]:
-    """What the settings place on this machine beside the controller: trainer, servers that arl starts, workers."""
+    """The parts that the settings place on this machine beside the controller: trainer, arl's servers, workers."""
     return [*planned_trainer(config), *planned_servers(config), *beside_parts(config)]
 
 

@@ -51,7 +51,7 @@ def _apart(node: ClusterNode) -> ClusterNode:
 
 
 def _free() -> dict[str, Any]:
-    """What nobody uses, by node; Ray has no public way."""
+    """The free resources of each node. Ray has no public function for it."""
     from ray._private import state
 
     with suppress(AttributeError):

@@ -103,7 +103,7 @@ def _read(path: Path) -> tuple[int, str]:
 
 
 def read_servers(path: Path) -> dict[str, NamedServer]:
-    """What the file says, without those that are to leave; empty if there is no file. Raises ConfigError."""
+    """The servers in the file, without those that are to leave; empty if there is no file. Raises ConfigError."""
     try:
         named = parse(_read(path)[1])
     except FileNotFoundError:

@@ -9,7 +9,7 @@ _MORE_NOTICE_S = 10
 
 
 def batch_script(description: SlurmDescription) -> str:
-    """What `sbatch` takes."""
+    """The script for `sbatch`."""
     trainer, servers = description.trainer, description.servers
     cpus = max(trainer.cpus_per_node or 0, servers.per_node * (servers.cpus_per_server or 0))
     memory_gb = max(trainer.memory_gb or 0, servers.per_node * (servers.memory_gb or 0))

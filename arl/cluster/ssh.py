@@ -7,7 +7,8 @@ from arl.cluster.host_script import BEGINS, assigned, host_script
 
 
 def ssh_script(description: SshDescription) -> str:
-    """What `bash` takes: `bash SCRIPT` runs all until the run ends, `bash SCRIPT stop` ends it from elsewhere."""
+    """The script for `bash`: `bash SCRIPT` runs everything until the run ends, `bash SCRIPT stop` ends it from
+    elsewhere."""
     hosts = assigned({"MACHINES": description.hosts, "SSH_OPTIONS": description.ssh_options})
     top = _TOP.format(name=description.name)
     script = host_script(description, top=top, start="$(date +%s)", machines=hosts + _MACHINES)

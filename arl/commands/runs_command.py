@@ -55,9 +55,9 @@ class ListedRun:
     reward: float | None
     """The reward of the last evaluation."""
     loss: float | None
-    """The same of fine-tuning, which has no rewards."""
+    """The loss of the last evaluation of fine-tuning, which has no rewards."""
     evaluated_version: int | None
-    """Which one was evaluated last."""
+    """The version that was evaluated last."""
     model: str | None
     began: str | None
     """The last start, ISO 8601 in UTC."""

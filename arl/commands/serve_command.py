@@ -48,7 +48,7 @@ async def _serve(experiment: Experiment[Any], config: Config) -> None:
 
 
 def _prepared_by(prepare: Callable[[Any], Setup | Awaitable[Setup]]) -> Callable[[Any], Setup | Awaitable[Setup]]:
-    """The same preparation, whose workflow programs elsewhere play."""
+    """The same preparation, with a workflow whose episodes are played by programs elsewhere."""
 
     def served(setup: Setup) -> Setup:
         return replace(setup, workflow=played_elsewhere(setup.workflow, setup.model, _say_where))

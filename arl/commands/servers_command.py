@@ -276,7 +276,7 @@ def _failed(
 
 
 def _trains_now(run_dir: Path) -> str:
-    """Which process trains there; empty if none does. Raises ConfigError if there is no run."""
+    """The process that trains there; empty if there is none. Raises ConfigError if there is no run."""
     end = how_it_ended(run_dir)
     if end is None and not (run_dir / STATE).exists():
         raise ConfigError(f"there is no run in {run_dir}: it has none of the files that a run writes")

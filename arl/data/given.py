@@ -1,4 +1,4 @@
-"""What users give as datasets: taken as rows by index, or refused by name, with what to give instead."""
+"""Datasets that users pass: taken as rows by index, or refused by name, with what to pass instead."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class Cause:
 
     name: str
     means: str
-    """What goes wrong."""
+    """A description of what goes wrong."""
     mend: str
     """The setting, server flag or file to change."""
 

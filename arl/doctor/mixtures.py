@@ -26,7 +26,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """What a server would hold if this were the cause."""
+    """The weights that a server would hold if this were the cause."""
 
     cause: Cause
     detail: str

@@ -21,7 +21,7 @@ from arl.doctor.trainer_probe import TrainerProbe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a run would use: its tokenizer, its sampling, its model."""
+    """The things that a run would use: its tokenizer, its sampling, its model."""
 
     encode: Encode
     decode: Callable[[Sequence[int]], str]

@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, in sentences."""
+        """Sentences that say what could not be read."""
         for rows in (self._steps, self._evaluations):
             rows.read()
         return [*self.files.problems, *(rows.problem for rows in (self._steps, self._evaluations) if rows.problem)]
@@ -322,7 +322,7 @@ class _Rows:
 
     def __init__(self, path: Path) -> None:
         self.problem = ""
-        """What could not be read, in a sentence."""
+        """A sentence that says what could not be read."""
         self._path = path
         self._seen: tuple[int, int] | None = None
         self._rows: list[dict[str, Any]] = []

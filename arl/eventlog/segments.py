@@ -157,7 +157,7 @@ def _head_in(path: Path, offset: int, data: bytes) -> FrameHead | None:
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a frame of tokens says about one of its trajectories."""
+    """The description of one trajectory in a frame of tokens."""
 
     episode: str
     number: int

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MadeT = TypeVar("MadeT")
 TooLong = Literal["error", "drop"]
-"""What happens to a row of more than max_tokens: it is an error, or left out and counted. No row is cut."""
+"""The treatment of a row of more than max_tokens: it is an error, or left out and counted. No row is cut."""
 Texts = tuple[Sequence[int], Sequence[int]]
 """The token ids of a chosen and of a rejected text, each with its prompt."""
 
@@ -48,7 +48,7 @@ def to_demonstrations(
     too_long: TooLong = "error",
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Demonstration]:
-    """What `finetune` takes, of rows with `messages`, with `prompt` and `completion`, or with `text`.
+    """The input of `finetune`, from rows with `messages`, with `prompt` and `completion`, or with `text`.
 
     messages: as chat templates take them, with tool calls and thinking (`reasoning_content`). All that the assistant
     says is learned, with the token that ends the turn, but for messages with `weight` 0. `tools`, if the row has them,
@@ -70,7 +70,7 @@ def to_preferences(
     too_long: TooLong = "error",
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Preference]:
-    """What `train_preferences` takes, of rows with `chosen` and `rejected`, and perhaps with `prompt` and `tools`.
+    """The input of `train_preferences`, from rows with `chosen` and `rejected`, and perhaps `prompt` and `tools`.
 
     chosen, rejected: lists of messages, or texts. Without `prompt`, both are whole conversations, and the messages with
     which both begin are the prompt. Only what the assistant says after the prompt is learned. The rest is as in
@@ -87,7 +87,8 @@ def to_texts(
     too_long: TooLong = "error",
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Texts]:
-    """What `train_reward_model` takes, of the same rows as `to_preferences`. A text ends with its last turn's end."""
+    """The input of `train_reward_model`, from the same rows as `to_preferences`. A text ends with its last turn's
+    end."""
     made = to_preferences(rows, tokenizer, max_tokens=max_tokens, too_long=too_long, template_options=template_options)
     return [(one.chosen[0], one.rejected[0]) for one in made]
 

@@ -42,7 +42,7 @@ class Task:
 
 
 def task_of(config: FinetuneConfig) -> Task:
-    """What the settings ask for."""
+    """The task that the settings ask for."""
     match config:
         case DPOConfig():
             return _dpo(config)

@@ -171,13 +171,13 @@ class MemoryCosts(Record, frozen=True, kw_only=True):
     kv_per_token: int = 0
     """Keys and values of one token."""
     server_total: int = 0
-    """What one server has for weights, keys and values."""
+    """The memory of one server for weights, keys and values."""
     trainer_state: int = 0
     """Weights, gradients and optimizer state, split over the ranks."""
     per_rank: int = 0
-    """What each rank needs beside its part of trainer_state: activations, logits."""
+    """The memory that each rank needs besides its part of trainer_state: activations, logits."""
     rank_total: int = 0
-    """What one rank has."""
+    """The memory of one rank."""
 
 
 class Deployment(Record, frozen=True, kw_only=True):
@@ -229,7 +229,7 @@ Range = tuple[float, float]
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """What the costs were fitted on. Predictions outside of a range are extrapolated; None: nothing was measured."""
+    """The measured ranges. Predictions outside of a range are extrapolated; None: nothing was measured."""
 
     num_servers: Range | None = None
     num_ranks: Range | None = None
@@ -240,7 +240,7 @@ class Measured(Record, frozen=True, kw_only=True):
     step_tokens: Range | None = None
     """Tokens forwarded in a step."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: costs that could not be told apart, and were guessed."""
+    """Notes for the reader: costs that could not be distinguished, and were guessed."""
 
 
 class Costs(Record, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ from arl.plan.run_life import RunLife
 from arl.plan.server_fit import NARROW, ServerFit
 
 _SHORT = 0.25
-"""So many are shorter."""
+"""The quantile of load times that is taken as the time of a load: this share of loads is shorter."""
 
 
 def fitted(run_dir: str | Path) -> Costs:

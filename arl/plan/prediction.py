@@ -82,7 +82,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     limit: Literal["controller", "trainer", "servers", "staleness", "episodes"]
     """What more of would make it faster: see `_limit`."""
     extrapolated: tuple[str, ...]
-    """What lies beyond what was measured; empty if nothing does."""
+    """The numbers outside the measured ranges; empty if there are none."""
 
     @property
     def mean_staleness(self) -> float:

@@ -88,7 +88,7 @@ class SimulatedStep:
 
 @dataclass(kw_only=True)
 class SimulatedRun:
-    """What a simulated run did."""
+    """The results of a simulated run."""
 
     deployment: Deployment
     steps: list[SimulatedStep] = field(default_factory=list[SimulatedStep])

@@ -49,7 +49,7 @@ class ComparedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Otherwise:
-    """What to change."""
+    """The changes of a replay under other settings."""
 
     changes: Mapping[str, Any]
     """Settings, section by section."""

@@ -20,7 +20,7 @@ OnStep = Callable[[ReplayedStep | ComparedStep], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a replay found."""
+    """The results of a replay."""
 
     which: ReplayRange
     tolerance: float

@@ -57,7 +57,7 @@ _STATED_WITHIN = 2000
 
 
 def stated(text: str) -> str | None:
-    """What the text says is its answer: its last box, what follows its last `####`, or the last "the answer is"."""
+    """The answer that the text states: its last box, else the text after the last `####` or "the answer is"."""
     if (boxed := last_boxed(text)) is not None:
         return boxed
     _, marked, rest = text.rpartition("####")

@@ -101,7 +101,7 @@ class HostedTracker:
 
 
 def failure(error: BaseException) -> str:
-    """What happened and where, in one line."""
+    """One line that says what happened, and where."""
     if isinstance(error, TrackerError):
         return str(error)
     said = " ".join(f"{type(error).__name__}: {error}".split())

@@ -23,7 +23,7 @@ from arl.view.texts import Texts, find_texts
 
 
 class NotebookPicture:
-    """What a notebook draws at the end of a cell."""
+    """A picture that a notebook draws at the end of a cell."""
 
     def __init__(self, html: str) -> None:
         self._html = html

@@ -120,7 +120,7 @@ class Lanes:
                 pass
 
     def end(self) -> None:
-        """What was not closed goes on."""
+        """Spans that were not closed continue."""
         for (lane, kind), (since, label) in self._open.items():
             self.span(lane, since, self.last, kind, label)
 

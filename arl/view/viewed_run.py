@@ -215,7 +215,7 @@ class ViewedRun:
         return {**found, "searched": {"done": search.num_searched, "total": search.num_wanted}}
 
     def problems(self) -> list[str]:
-        """What could not be read, in sentences."""
+        """Sentences that say what could not be read."""
         problems = [*self.run.problems, *filter(None, (self._unreadable, self._problem))]
         directory = self.run.files.directory
         if os.path.isdir(directory) or self.measure == "loss":

@@ -95,9 +95,9 @@ class JsonClient:
     """
 
     key_hint = "pass the api_key that the server was started with"
-    """What to do about HTTP 401 and 403."""
+    """Advice for HTTP 401 and 403."""
     path_hint = ""
-    """What to do about HTTP 404."""
+    """Advice for HTTP 404."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class JsonClient:
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _InLoop] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What belongs to an event loop stays here: a copy in another process opens connections of its own."""
+        """Leaves out objects of the event loop: a copy in another process opens its own connections."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, WeakKeyDictionary)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Self
 
 _PARENT_POLL_S = 1.0
 _GRACE_S = 5.0
-"""How long a process may take to end after it was told to. Then it is ended, whatever it does."""
+"""The time that a process has to end after it was told to. Then it is killed."""
 _STDERR = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OVER = b"\0"

@@ -227,7 +227,7 @@ class _Worker:
 
     def __init__(self, number: int, log_file: Path) -> None:
         self.failure: Exception | None = None
-        """What entering or leaving the workflow raised there."""
+        """The exception that entering or leaving the workflow raised there."""
         self.is_ready = False
         self.events: Events = NOWHERE
         """Gets its restarts."""

@@ -147,7 +147,7 @@ class Pipe(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
         """Set when the other end was closed, or this one."""
         self.fault = ""
-        """What was wrong with a message that could not be read."""
+        """Says what was wrong with a message that could not be read."""
         self._take = take
         self._received = bytearray()
         self._outgoing: list[bytes] = []

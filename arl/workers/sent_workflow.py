@@ -22,7 +22,7 @@ class _Sent(NamedTuple):
     workflow: bytes
     """Pickled."""
     endpoint: EndpointConfig
-    """What its endpoints take."""
+    """The settings of its endpoints."""
 
 
 def sent_workflow(workflow: RolloutWorkflow, endpoint: EndpointConfig) -> bytes:

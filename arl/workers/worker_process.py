@@ -19,7 +19,7 @@ _BEAT_S = 5.0
 _SILENT_S = 15.0
 """A process that twice does not answer for this long is killed."""
 _STARTING_S = 150.0
-"""The same until its first answer, which comes when Python has started."""
+"""The same limit until its first answer, which comes when Python has started."""
 _ENDING_S = 1.0
 _REAPING_S = 60.0
 """A killed process that has not ended by then, as when its disk has failed, is left behind."""
@@ -35,7 +35,7 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._pipe: Pipe | None = None
         self._fault = ""
-        """What happened to it, if it did not end by itself."""
+        """The reason for its end, if it did not end by itself."""
         self._is_over = False
         """`kill` was called: no process starts any more."""
 

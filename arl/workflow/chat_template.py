@@ -32,7 +32,7 @@ ValueT = TypeVar("ValueT")
 _UNTRUE: set[str] = set()
 """Templates for which a check has failed."""
 REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
-"""What a template raises for messages that it does not take."""
+"""The exceptions that a template raises for messages that it does not accept."""
 _REMEMBERED, _LONGEST = 256, 20_000
 """Texts, and encodings of texts, that a template remembers; longer ones, in characters, it does not."""
 _THOUGHTS = "<think>"

@@ -81,7 +81,7 @@ class Prompt:
     """The turn that the messages continue: parent, or a later turn if the prompt branches off before that turn."""
     given_ids: tuple[int, ...]
     new_messages: tuple[Message, ...]
-    """What was said since the turn `after`."""
+    """The messages since the turn `after`."""
     num_messages: int
     """The number of messages said so far."""
     tools: ToolSpecs

@@ -23,7 +23,7 @@ _MOST = (1 << 31) - 1
 Columns = tuple[Ids, npt.NDArray[np.float32], Ids]
 """Token ids, logprobs and versions of what the model was given and said in a turn."""
 Part = tuple[tuple[int, ...], ModelResponse, bool]
-"""What the model was given in a turn, what it said, and whether that is trained."""
+"""A turn: the tokens that the model was given, its response, and whether this is trained."""
 
 
 def columns_of(given_ids: Sequence[int], response: ModelResponse) -> Columns:

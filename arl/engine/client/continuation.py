@@ -203,7 +203,8 @@ class PartialResponse:
         return np.concatenate([self.prompt_ids, np.array(self._output_ids, dtype=np.int32)])
 
     def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
-        """What is impossible in this answer to the last payload; None if nothing is. vocab_size: the model's."""
+        """Describes what is impossible in this answer to the last payload; None if nothing is. vocab_size: the
+        model's."""
         if len(answer.output_ids) > self._asked:
             return f"answered with {len(answer.output_ids)} tokens, but was asked for at most {self._asked}"
         if vocab_size is not None and max(answer.output_ids, default=0) >= vocab_size:

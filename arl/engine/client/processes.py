@@ -159,7 +159,7 @@ class _Server:
         self._startup_timeout_s = startup_timeout_s
         self._is_killed = False
         self._fault = ""
-        """What happened to it, if it did not end by itself."""
+        """The reason for its end, if it did not end by itself."""
         self._log = ChildLog(program.log)
 
     async def start(self) -> None:

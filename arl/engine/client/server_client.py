@@ -103,8 +103,8 @@ class Answer:
     kept_ids: KeptIds | None = None
     """The ids from which each token was sampled, if the request asked for them: logprobs are over these."""
     experts: np.ndarray | None = None
-    """Which experts computed each token but the last, from the first asked for on: [tokens, layers, experts per token],
-    or these numbers flat."""
+    """The experts of each token except the last, from the first that was asked for: [tokens, layers, experts per
+    token], or these numbers flat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

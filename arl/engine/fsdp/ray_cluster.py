@@ -253,7 +253,7 @@ class Placement:
 
 
 def bundle_of(num_cpus: int, num_gpus: int) -> dict[str, float]:
-    """What a rank needs of its node."""
+    """The resources that a rank needs on its node."""
     return {"CPU": float(num_cpus)} | ({"GPU": float(num_gpus)} if num_gpus else {})
 
 

@@ -40,7 +40,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allowed:
-    """What the constrained rows of a step may sample."""
+    """The ids that the constrained rows of a step may sample."""
 
     rows: Sequence[int]
     """Their places among the step's rows."""

@@ -52,7 +52,7 @@ class FusedDecoder:
             norm.refresh()
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: SlotBatch) -> torch.Tensor:
-        """What the last layer makes of token_ids and positions int64[N]: [N, hidden], for `final`."""
+        """The last layer's output [N, hidden] for token_ids and positions int64[N], to be passed to `final`."""
         states = F.embedding(token_ids, self._embed.weight)
         rotary = self._cos[positions], self._sin[positions]
         for layer in self._layers:

@@ -97,7 +97,7 @@ class SettingsBody(RequestBody):
     lora_path: Name = ""
     """The name of a loaded adapter."""
     continued_tokens: Annotated[int, Field(ge=0)] = 0
-    """So many tokens at the end of input_ids belong to the response; its grammar goes on after them."""
+    """The number of tokens at the end of input_ids that belong to the response; its grammar continues after them."""
     return_sampling_mask: bool = False
     """Return what each token was sampled among, and its logprob among these."""
     return_routed_experts: bool = False

@@ -179,7 +179,7 @@ class RunningBatch:
         return self._sampler
 
     def _allowed(self, rows: Sequence[Row]) -> Allowed | None:
-        """What these rows may sample; None if no row has a grammar."""
+        """The ids that these rows may sample; None if no row has a grammar."""
         constraints = [row.constraint for row in rows]
         if not any(constraints):
             return None

@@ -22,7 +22,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 _LIKELIEST = 1024
-"""So many tokens are looked at first where a filter may keep fewer."""
+"""If a filter may keep fewer tokens, this many of the likeliest are examined first."""
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -61,7 +61,8 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Filter:
-    """Which tokens may be sampled: top_k int64[B, 1], top_p and min_p float32[B, 1], or [1, 1] for all."""
+    """The limits on which tokens may be sampled: top_k int64[B, 1], top_p and min_p float32[B, 1], or [1, 1] for
+    all."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -95,7 +96,7 @@ class Filter:
         return filtered
 
     def _keeps(self, ordered: torch.Tensor) -> torch.Tensor:
-        """Which of the likeliest tokens stay, by their probabilities, in descending order."""
+        """A mask of the likeliest tokens that stay, from their probabilities in descending order."""
         mass_before = ordered.cumsum(-1) - ordered
         ranks = torch.arange(ordered.shape[-1], device=ordered.device)
         return (ranks < self.top_k) & (mass_before <= self.top_p) & (ordered >= ordered[:, :1] * self.min_p)

@@ -47,7 +47,7 @@ class Job:
     is_prefill_only: bool = False
     """The job samples nothing and ends with its prompt."""
     num_continued: int = 0
-    """So many tokens at the end of input_ids belong to the response: its grammar goes on after them."""
+    """The number of tokens at the end of input_ids that belong to the response: its grammar continues after them."""
     returns_kept_ids: bool = False
     """Note what each token was sampled among."""
     compiled: Future[Any] | None = None

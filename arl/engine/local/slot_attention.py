@@ -171,7 +171,7 @@ class Window:
     tokens: slice | torch.Tensor
     """The batch's tokens that fill [rows, longest chunk]; a token of the same chunk fills up a shorter one."""
     filled: torch.Tensor | None
-    """Which of rows * longest are no filling; None for all."""
+    """A mask of the rows * longest places that are not padding; None if none is padding."""
     bias: torch.Tensor | None
     """[rows, 1, longest, context], 0 or -inf; None for a single chunk that begins its prompt."""
 

@@ -44,7 +44,7 @@ class SlowMirrorError(ServerFailedError):
 
 
 Outcome = Held | ArlError | WrongBaseError | None
-"""What a mirror holds after an update, or why it did not take it; None if nobody sent it to it."""
+"""The content of a mirror after an update, or why the mirror did not take the update; None if nobody sent it one."""
 Report = Mapping[str, Outcome]
 """Address -> outcome, for each mirror of a branch."""
 

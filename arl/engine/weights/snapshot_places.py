@@ -73,7 +73,7 @@ class SnapshotPlaces:
             self._homes.append(_home_in(self._fallback))
 
     def remedy(self, home: Path) -> str:
-        """What to set if a server does not see this parent of snapshots."""
+        """The setting to change if a server does not see this parent of snapshots."""
         settings = "run_dir or weights.directory" if home.parent == self._fallback else "weights.directory"
         return f"set {settings} to storage that both see, or weights.transport=distributed"
 

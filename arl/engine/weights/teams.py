@@ -138,7 +138,7 @@ class Together:
         return [self._come[where][address] for address in self.team.members]
 
     def once(self, what: Hashable, begin: Callable[[], asyncio.Future[ResultT]]) -> asyncio.Future[ResultT]:
-        """What the first member begins, for all of them."""
+        """The future that the first member begins, shared by all members."""
         if what not in self._shared:
             self._shared[what] = begin()
             self._shared[what].add_done_callback(look_at)

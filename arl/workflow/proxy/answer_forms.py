@@ -36,7 +36,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a program asks of an answer's form."""
+    """A program's requirements for an answer's form."""
 
     output: Form | None = None
     """The form of the text, if the answer is one."""

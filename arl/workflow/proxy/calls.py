@@ -199,7 +199,7 @@ _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class Unsupported:
-    """What becomes of fields that the endpoint cannot honour: refuse the call, or ignore the field with a warning."""
+    """The policy for fields that the endpoint cannot honour: refuse the call, or ignore the field with a warning."""
 
     def __init__(self, policy: Literal["refuse", "ignore"]) -> None:
         if policy not in ("refuse", "ignore"):

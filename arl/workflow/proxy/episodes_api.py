@@ -205,7 +205,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _shown(outcome: Outcome) -> dict[str, Any]:
-    """What is known of it: its state, and its reward or error."""
+    """The known facts of an episode: its state, and its reward or error."""
     shown = {name: value for name, value in asdict(outcome).items() if value not in (None, "") and name != "status"}
     return shown if outcome.state == "finished" else {name: shown[name] for name in ("state", "error") if name in shown}
 

@@ -184,7 +184,7 @@ class OpenAIProxy(Shared):
         self._shared: dict[str, SharedURL] = {}
         self._others: dict[str, Handler] = {}
         self.url = ""
-        """What episodes' URLs begin with, while it is open."""
+        """The beginning of episodes' URLs, while it is open."""
         self.port = 0
         """At which it listens then."""
 

@@ -203,7 +203,8 @@ class PlayedEpisodes:
         return episode
 
     def past(self, name: str) -> tuple[Outcome, bytes]:
-        """What became of an episode, and the digest of the request that ended it. Raises RequestError: unknown."""
+        """An episode's outcome, and the digest of the request that ended it. Raises RequestError for an unknown
+        episode."""
         found = self._past.get(name)
         if found is None:
             raise RequestError(f"there is no episode {name[:80]!r}, or it ended long ago", HTTPStatus.NOT_FOUND)

@@ -11,7 +11,7 @@ from arl.workflow.rendering.history import History
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenText:
-    """What a completion continues."""
+    """The text or tokens that a completion continues."""
 
     prompt: str | tuple[int, ...]
     """A text, or tokens."""
