@@ -216,10 +216,11 @@ class PartialResponse:
         return None if self._routing is None else self._route_flaw(self._routing, answer)
 
     def _route_flaw(self, routing: Routing, answer: Answer) -> str | None:
+        if not answer.output_ids:  # aborted within the prompt, of which it may have computed a part
+            return None
         if answer.experts is None:
             is_cut = answer.finish == "abort"  # while it waited, without the routes of what it had computed before
-            without = "engine.replay_routing=false does without"
-            return None if is_cut or not answer.output_ids else f"does not say which experts it used; {without}"
+            return None if is_cut else "does not say which experts it used; engine.replay_routing=false does without"
         shape = self._shape_of_routes(routing, answer)
         flat = answer.experts.ndim == 1
         if answer.experts.size != math.prod(shape) if flat else answer.experts.shape != shape:

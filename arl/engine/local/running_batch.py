@@ -441,8 +441,8 @@ def _copy_routes(source: Prefix, target: Row, length: int) -> None:
 
 
 def _settle(row: Row) -> None:
-    """Keep the routes of what was computed, also if it will be computed again."""
-    if row.experts is not None:
+    """Keep the routes of what was computed, also if it will be computed again; but not before a token was sampled."""
+    if row.experts is not None and (row.job.output_ids or row.job.is_done):
         row.job.settle_routes(row.experts[: row.num_computed])
 
 

@@ -76,6 +76,19 @@ async def test_tokens_whose_routes_an_abort_lost_are_sampled_again(server: Serve
     assert response.routes == wanted(0, 7, 8)
 
 
+async def test_an_abort_within_the_prompt_may_bring_the_routes_of_a_part_of_it(server: Server) -> None:
+    server.tells, server.is_automatic = ABLE, False
+    server.distortions.append(experts(experts_at(range(1))))
+    async with over(server, model=MODEL, pause_mode="abort", max_retries=0) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(5)))
+        await engine.pause()
+        await engine.resume()
+        await server.until(lambda: len(server.requests) == 2 and bool(server.running))
+        server.advance(5)
+        response = await call
+    assert response.routes == wanted(0, 7, 8)
+
+
 @pytest.mark.parametrize(
     ("numbers", "told"),
     [

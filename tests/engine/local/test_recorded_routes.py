@@ -137,6 +137,27 @@ def test_a_token_keeps_the_routes_of_the_pass_after_which_the_next_one_was_sampl
     assert (returned(later) == own(new, later)).all()
 
 
+def test_routes_of_a_prompt_that_is_computed_again_before_its_first_sample_are_those_of_the_new_weights(
+    make_mixture: Callable[..., RunningBatch], directories: dict[str, Path], tmp_path: Path
+) -> None:
+    new = load_mixture(write_mixture(tmp_path / "new", "qwen3_moe", seed=1))
+    batch, job = make_mixture(prefill_tokens=10), routed_job(prompt_of(50, 0))
+    batch.add(job)
+    batch.step()
+    batch.retract()
+    batch.load(new.state_dict(), "1")
+    run_all(batch)
+    assert (returned(job) == own(new, job)).all()
+
+
+def test_a_job_that_is_aborted_within_its_prompt_returns_no_routes(make_mixture: Callable[..., RunningBatch]) -> None:
+    batch, job = make_mixture(prefill_tokens=10), routed_job(prompt_of(50, 0))
+    batch.add(job)
+    batch.step()
+    batch.abort(None)
+    assert job.returned_routes() is None
+
+
 def test_a_mixture_with_unknown_routers_generates_and_returns_no_routes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
