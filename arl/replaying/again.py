@@ -7,17 +7,15 @@ checkpoint, or model --> learner --step--> weights --compared with the recording
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from arl.api.config import Config
 from arl.api.errors import RecordingError
 from arl.api.weight_prints import TensorPrint, digest_of
-from arl.replaying.recorded_run import RecordedRun, ReplayRange, fingerprint_of
+from arl.replaying.recorded_run import RecordedRun, ReplayRange
+from arl.replaying.trained_steps import trained_steps
 from arl.trainer_process import host_learner
 from arl.training.kept_tokens import StepWeights
 from arl.training.recording import Build, RecordedStep
@@ -70,35 +68,24 @@ class ReplayedStep:
 
 def replay_again(run: RecordedRun, which: ReplayRange) -> Iterator[ReplayedStep]:
     """Train the steps, and those that lead to the first one. Raises RecordingError, ConfigError, a learner's errors."""
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-replay-")))
-        learner, of_learner, here = None, "", Build()
-        for version in range(which.base, which.stop):
-            step = run.step(version)
-            config = run.settings_of(step, scratch)
-            if learner is None or fingerprint_of(config) != of_learner:
-                start = which.checkpoint and which.checkpoint / "engine"
-                if learner is not None:  # the settings changed when the run continued
-                    learner.save(scratch / f"engine-{version}").wait()
-                    start = scratch / f"engine-{version}"
-                learner = _next_learner(stack, learner, config, start)
-                of_learner = fingerprint_of(config)
-            trained = learner.train(learner.prepare_flat(step.batch))
-            assert trained.weights is not None
-            if version == which.base:
-                _check_beginning(run, which, step, trained.weights)
-            yield _replayed(step, trained.weights, trained.metrics, here, config.train.device)
+    here = Build()
+    steps = trained_steps(
+        run,
+        which,
+        start=_learner,
+        save=lambda learner, directory: learner.save(directory).wait(),
+        load=RemoteLearner.load,
+    )
+    for step, learner, config in steps:
+        trained = learner.train(learner.prepare_flat(step.batch))
+        assert trained.weights is not None
+        if step.version == which.base:
+            _check_beginning(run, which, step, trained.weights)
+        yield _replayed(step, trained.weights, trained.metrics, here, config.train.device)
 
 
-def _next_learner(stack: ExitStack, last: RemoteLearner | None, config: Config, start: Path | None) -> RemoteLearner:
-    if last is not None:
-        last.close()
-    log = config.run_dir / "trainer.log"
-    learner = RemoteLearner(partial(host_learner, config), log, config.train.num_threads)
-    stack.callback(learner.close)
-    if start is not None:
-        learner.load(start)
-    return learner
+def _learner(config: Config) -> RemoteLearner:
+    return RemoteLearner(partial(host_learner, config), config.run_dir / "trainer.log", config.train.num_threads)
 
 
 def _check_beginning(run: RecordedRun, which: ReplayRange, step: RecordedStep, weights: StepWeights) -> None:

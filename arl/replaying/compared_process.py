@@ -104,7 +104,17 @@ class ComparedLearners:
         self._has_begun = False
 
     def load(self, directory: Path) -> None:
+        """Go on from a checkpoint of the run, or from what `save` wrote."""
         self._own.load(directory)
+        if (other := _beside(directory)).is_dir():
+            self._other.load(other)
+            self._has_begun = True
+
+    def save(self, directory: Path) -> None:
+        """Returns once both learners' files are written."""
+        self._own.save(directory).wait()
+        if self._has_begun:
+            self._other.save(_beside(directory)).wait()
 
     def compare(self, batch: FlatBatch, other_batch: FlatBatch, follow: bool) -> Comparison:
         """Train one step with each. follow: the other one continues from its own weights, not from the run's."""
@@ -123,6 +133,11 @@ class ComparedLearners:
             self._own.close()
         finally:
             self._other.close()
+
+
+def _beside(directory: Path) -> Path:
+    """Where the other learner's files are."""
+    return directory.with_name(f"{directory.name}-other")
 
 
 def _watched_learner(config: Config) -> Learner:

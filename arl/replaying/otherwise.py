@@ -8,13 +8,11 @@ weights, batch ---+                                  | gradients by layer, say b
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from inspect import isfunction
-from pathlib import Path
 from typing import Any
 
 from arl.api.config import Config
@@ -22,7 +20,8 @@ from arl.api.errors import ConfigError, RecordingError
 from arl.api.types import Group, Trajectory
 from arl.object_process import ObjectProcess
 from arl.replaying.compared_process import Comparison, compared_learners
-from arl.replaying.recorded_run import RecordedRun, ReplayRange, fingerprint_of, other_settings
+from arl.replaying.recorded_run import RecordedRun, ReplayRange, other_settings
+from arl.replaying.trained_steps import trained_steps
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
 from arl.rewards.threads import ThreadReward
@@ -67,28 +66,20 @@ def replay_otherwise(
     Raises RecordingError, ConfigError and a learner's errors.
     """
     decode: Decode = lambda ids: str(tokenizer.decode(ids))  # noqa: E731
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-replay-")))
-        process, of_process = None, ""
-        for version in range(which.base, which.stop):
-            step = run.step(version)
-            own = run.settings_of(step, scratch)
-            if process is None or fingerprint_of(own) != of_process:
-                start = which.checkpoint and which.checkpoint / "engine"
-                if process is not None:
-                    start = scratch / f"engine-{version}"
-                    process.call("save", start)
-                    process.close()
-                process = _started(stack, own, other_settings(own, what.changes))
-                of_process = fingerprint_of(own)
-                if start is not None:
-                    process.call("load", start.absolute())
-            if version < which.first:
-                process.call("pass_over", step.batch)
-                continue
-            other_batch = step.batch if what.reward is None else rescored(step.batch, what.reward, decode)
-            comparison: Comparison = process.call("compare", step.batch, other_batch, what.follow)
-            yield _named(version, comparison, step.batch, decode, episode_names)
+    steps = trained_steps(
+        run,
+        which,
+        start=lambda own: _compared_process(own, other_settings(own, what.changes)),
+        save=lambda process, directory: process.call("save", directory),
+        load=lambda process, directory: process.call("load", directory),
+    )
+    for step, process, _ in steps:
+        if step.version < which.first:
+            process.call("pass_over", step.batch)
+            continue
+        other_batch = step.batch if what.reward is None else rescored(step.batch, what.reward, decode)
+        comparison: Comparison = process.call("compare", step.batch, other_batch, what.follow)
+        yield _named(step.version, comparison, step.batch, decode, episode_names)
 
 
 def rescored(batch: FlatBatch, reward: RewardLike, decode: Decode) -> FlatBatch:
@@ -130,20 +121,18 @@ def _answer(trajectory: Trajectory, decode: Decode) -> str:
     return decode(ids.tolist())
 
 
-def _started(stack: ExitStack, own: Config, other: Config) -> ObjectProcess:
+def _compared_process(own: Config, other: Config) -> ObjectProcess:
     if (own.algorithm.critic is None) != (other.algorithm.critic is None):
         raise ConfigError("algorithm.critic cannot be added or left out: a critic learns over the whole run")
     if own.train.lora != other.train.lora:
         raise ConfigError("train.lora cannot differ: the recorded weights belong to the run's own parameters")
     threads = str(own.train.num_threads)
-    process = ObjectProcess(
+    return ObjectProcess(
         "the process of the replay",
         compared_learners(own, other),
         own.run_dir / "replay.log",
         {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
     )
-    stack.callback(process.close)
-    return process
 
 
 def _named(

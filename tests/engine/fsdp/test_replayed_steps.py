@@ -179,6 +179,17 @@ def test_a_run_that_continued_with_another_learning_rate_is_replayed_with_both(m
     shutil.rmtree(own_copy / "checkpoints")
     found = replay(own_copy)
     assert [step.is_identical for step in found.steps] == [True] * 4
+    kept, followed = (
+        [
+            step.comparison
+            for step in replay(own_copy, changes={"algorithm.kl.coefficient": 0.2}, follow=follow).compared
+        ]
+        for follow in (False, True)
+    )
+    for steps in (kept, followed):
+        assert [one.metrics["loss"] for one in steps] == [step.recorded_loss for step in found.steps]
+        assert [one.other_metrics["lr"] for one in steps] == [1e-3, 1e-3, 5e-3, 5e-3]
+    assert kept[2].other_metrics["loss"] != followed[2].other_metrics["loss"]
 
 
 # Under other settings --------------------------------------------------------------------------------------------
