@@ -410,8 +410,9 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
     wanted = flag.lstrip("-").removeprefix("no-").partition("=")[0].replace("-", "_")
     if wanted.startswith("algorithm.correction"):
         return f"{flag}: {instead_of_correction()}; lists are JSON, such as --algorithm.weights '{_A_LIST}'"
-    if lists := [name for name in names if wanted.startswith(f"{name}.")]:
-        return f"{flag} is not a setting; --{lists[0]} takes all of its value, as JSON"
+    if lists := [name for name in names if wanted.startswith((f"{name}.", f"{name}["))]:
+        such = f", such as --{lists[0]} '{_A_LIST}'" if lists[0] in _LISTS else ""
+        return f"{flag} is not a setting; --{lists[0]} takes all of its value at once, as JSON{such}"
     wanted_here = PEERS_NAMES.get(last := wanted.rpartition(".")[2], last)
     close = [name for name in names if name.endswith(f".{wanted}") or f".{name}".endswith(f".{wanted_here}")]
     close = close or difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
@@ -419,6 +420,7 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
     return f"{flag} is not a setting; {advice}"
 
 
+_LISTS = ("algorithm.weights", "algorithm.rejections")
 _A_LIST = '[{"level": "token", "upper": 2}]'
 
 

@@ -116,7 +116,11 @@ def test_flags_change_single_fields_of_an_algorithm(
             ["--algorithm.correction.kind", "mask"],
             "correction is not a setting; it is two lists, weights and rejections",
         ),
-        (["--algorithm.weights.0.upper", "2"], "--algorithm.weights takes all of its value, as JSON"),
+        (
+            ["--algorithm.weights.0.upper", "2"],
+            """--algorithm.weights takes all of its value at once, as JSON, such as --algorithm.weights '[{"level":""",
+        ),
+        (["--algorithm.rejections[0].upper=2"], "--algorithm.rejections takes all of its value at once, as JSON, such"),
         (
             ["--algorithm.rejections", "token"],
             "algorithm.rejections[0]: 'token' was given for a part of a list; each part is a mapping, such as",

@@ -98,6 +98,7 @@ def returns_advantages(
     With another baseline it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
     scale is that of R without penalties: with them, penalties would be scaled up to 1 in a group of equal rewards.
     """
+    _check_weighed(batch, settings)
     penalties = kl_penalties(batch, config.kl)
     sums = batch.sums(penalties) if penalties is not None and settings.is_relative else None
 
@@ -260,17 +261,21 @@ def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
             f"trajectories of group {peers.group.group_id}, role {peers.role!r}, have the named rewards "
             f"{' and '.join(map(str, map(list, sorted(names))))}; advantage.separate_rewards needs the same ones of all"
         )
-    weights = dict.fromkeys(names.pop(), 1.0)
-    if unknown := settings.reward_weights.keys() - weights.keys():
-        raise TrajectoryError(
-            f"advantage.reward_weights has {sorted(unknown)[0]!r}, but the trajectories of group "
-            f"{peers.group.group_id}, role {peers.role!r}, have the named rewards {list(weights)}"
-        )
-    weights |= settings.reward_weights
-    parts = [(w, [t.rewards[name] for t in peers.trajectories]) for name, w in weights.items()]
+    weights = [(name, settings.reward_weights.get(name, 1.0)) for name in names.pop()]
+    parts = [(w, [t.rewards[name] for t in peers.trajectories]) for name, w in weights]
     parts.append((1.0, [-p for p in peers.overlong]))
     columns = ([w * a for a in scaled(part, peers, settings.baseline, settings.scale)] for w, part in parts)
     return [math.fsum(column) for column in zip(*columns, strict=True)]
+
+
+def _check_weighed(batch: Batch, settings: ReturnsAdvantage) -> None:
+    """Raise TrajectoryError for a weight of a reward that no trajectory has. Roles may have rewards of other names."""
+    named = {name for trajectory in batch.trajectories for name in trajectory.rewards}
+    if named and (unknown := sorted(settings.reward_weights.keys() - named)):
+        raise TrajectoryError(
+            f"advantage.reward_weights has {unknown[0]!r}, but the batch's trajectories have the named rewards "
+            f"{sorted(named)}; correct it, or let the workflow name that part in Trajectory.rewards"
+        )
 
 
 def _greedy_reward(peers: Peers) -> float:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args, get_origin
+from typing import Any, TypeGuard, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -135,9 +135,16 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
 
 def part_of_list(_name: str, field: FieldInfo, given: object) -> str:
     """The message about a value that was given for one of a list's sections."""
+    return f"{given!r} was given for a part of a list; each part is a mapping, such as {_example_of_part(field)}"
+
+
+def _has_parts(field: FieldInfo | None) -> TypeGuard[FieldInfo]:
+    return field is not None and bool(sections(field.annotation))
+
+
+def _example_of_part(field: FieldInfo) -> str:
     first, inner = next(iter(sections(field.annotation)[0].model_fields.items()))
-    example = json.dumps({first: next(iter(get_args(inner.annotation)), "...")})
-    return f"{given!r} was given for a part of a list; each part is a mapping, such as {example}"
+    return json.dumps({first: next(iter(get_args(inner.annotation)), "...")})
 
 
 _MISSING = "give it as --{name} VALUE or in the --config file"
@@ -180,7 +187,8 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails, missing: str) -> st
         case "model_type" | "model_attributes_type" if field is not None:
             return f"{name}: {(part_of_list if name.endswith(']') else whole_section)(name, field, given)}"
         case "tuple_type":
-            return f"{name} is {given!r}; it must be a list"
+            whole = f" with all parts, such as [{_example_of_part(field)}]" if _has_parts(field) else ""
+            return f"{name} is {given!r}; it must be a list{whole}"
         case "value_error":
             return f"{name}: {message}" if name else message
         case _:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError, RecordingError
+from arl.api.installing import __version__
 from arl.api.settings import config_error, laid_over
 from arl.engine.model_files import model_digest
 from arl.training.recording import DIRECTORY, RecordedStep, recorded_versions, step_file
@@ -22,6 +23,11 @@ _MATTER = ("seed", "train", "algorithm", "rollout")
 """The sections on which a step's numbers depend, besides its batch."""
 _ABOUT_TRAINING = ("algorithm", "train", "seed")
 """The sections that a replay can change."""
+_OF_RANKS = (
+    "num_ranks", "min_ranks", "tensor_parallel", "ray_address", "startup_timeout_s", "rank_timeout_s",
+    "replace_timeout_s", "max_recoveries",
+)  # fmt: skip
+"""Of `train`, but without effect: other settings are compared on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,8 @@ class RecordedRun:
         self._check_model(model, step)
         laid = laid_over(sections, {"train": {"num_ranks": step.num_ranks, "min_ranks": None}})
         given = {**laid, "model": model, "run_dir": scratch, "record": True, "log": {"events": None, "console": False}}
-        return _validated(given, "the settings of the recorded run do not fit this arl")
+        builds = f"arl {step.build.arl} recorded the run, and its settings do not fit this arl {__version__}"
+        return _validated(given, f"{builds}; replay it with that one")
 
     def _check_model(self, model: str, step: RecordedStep) -> None:
         if step.model_digest is None or model in self._checked:
@@ -138,6 +145,9 @@ def other_settings(config: Config, changes: Mapping[str, Any]) -> Config:
                 f"{name} has no effect in a replay, which samples nothing; change settings of "
                 f"{', '.join(_ABOUT_TRAINING)}"
             )
+    train = changes.get("train")
+    if isinstance(train, Mapping) and (of_ranks := [name for name in _OF_RANKS if name in train]):
+        raise ConfigError(f"train.{of_ranks[0]} has no effect here: both settings are compared on one rank")
     before = config.model_dump(mode="json", exclude={"log", "run_dir"})
     given = {**laid_over(before, changes), "run_dir": config.run_dir, "log": config.log}
     return _validated(given, "other settings")

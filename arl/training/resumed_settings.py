@@ -24,8 +24,15 @@ _HARMLESS = frozenset(
     )
 )  # fmt: skip
 """Settings and sections that change where, how fast and how far a run trains, but not what (except for rounding)."""
-_OF_SAMPLING = frozenset(("engine.dtype", "engine.context_length", "engine.arguments", "engine.pause_mode"))
-"""Within a harmless section, what changes the tokens that are sampled."""
+_MATTER = frozenset(
+    (
+        "engine.dtype", "engine.context_length", "engine.arguments", "engine.pause_mode",
+        "engine.replay_truncation", "engine.replay_routing",
+    )
+)  # fmt: skip
+"""Within a harmless section, what changes the tokens that are sampled, or how they are trained."""
+_NAMED_BY_USERS = frozenset(("reward_weights",))
+"""Mappings whose names are no settings."""
 _LONGEST = 60
 
 
@@ -63,7 +70,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
     """(name, value before, value after). What only one of two versions of the settings knows is left out."""
     for name in (name for name in after if name in before):
         was, now = before[name], after[name]
-        if isinstance(was, Mapping) and isinstance(now, Mapping):
+        if isinstance(was, Mapping) and isinstance(now, Mapping) and name not in _NAMED_BY_USERS:
             yield from _changes(cast("Mapping[str, Any]", was), cast("Mapping[str, Any]", now), f"{path}{name}.")
         elif was != now:
             yield f"{path}{name}", was, now
@@ -71,7 +78,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
 
 def _is_harmless(name: str) -> bool:
     parts = name.split(".")
-    return name not in _OF_SAMPLING and any(".".join(parts[: i + 1]) in _HARMLESS for i in range(len(parts)))
+    return name not in _MATTER and any(".".join(parts[: i + 1]) in _HARMLESS for i in range(len(parts)))
 
 
 def _shown(value: Any) -> str:

@@ -144,6 +144,13 @@ def test_a_longer_trajectory_sums_more_of_its_rewards_up(num_tokens: int, lam: f
     assert advantages.tolist() == pytest.approx([0.0] + [0.75 * lam**i for i in reversed(range(num_tokens))])
 
 
+def test_each_role_has_its_own_named_rewards_and_their_weights():
+    roles = [trajectory(role=role, rewards={name: r}) for role, name in (("a", "x"), ("b", "y")) for r in (0.0, 1.0)]
+    pair = group(*roles, episodes=(0, 1, 0, 1))
+    weighed = returns("group_mean", separate_rewards=True, reward_weights={"y": 3.0})
+    assert one_each(pair, weighed)[2:] == pytest.approx([3 * a for a in one_each(pair, weighed)[:2]])
+
+
 @pytest.mark.parametrize(
     ("lacking", "advantage", "message"),
     [
@@ -160,7 +167,7 @@ def test_a_longer_trajectory_sums_more_of_its_rewards_up(num_tokens: int, lam: f
         (
             group(*[trajectory(rewards={"right": 1.0, "brief": 0.0})] * 2, group_id=3),
             returns("group_mean", separate_rewards=True, reward_weights={"rigth": 2.0}),
-            r"reward_weights has 'rigth', but the trajectories of group 3, role 'agent', have the named rewards \['br",
+            r"reward_weights has 'rigth', but the batch's trajectories have the named rewards \['brief', 'right'\]",
         ),
         (
             of_rewards(1.0, 0.0),

@@ -9,7 +9,7 @@ from training.trainer_run import run
 from arl.api.config import Config
 from arl.api.errors import CheckpointError
 from arl.api.settings import settings_of
-from arl.training.resumed_settings import _HARMLESS, _OF_SAMPLING, say_changes
+from arl.training.resumed_settings import _HARMLESS, _MATTER, say_changes
 
 BEFORE = {"steps": 1, "rollout": {"max_staleness": 1}, "log": {"console": True}}
 
@@ -76,7 +76,13 @@ def test_what_is_unknown_to_arl_or_steers_learning_matters(
 
 def test_what_the_lists_name_are_settings() -> None:
     known = {setting.name for setting in settings_of(Config)}
-    assert known >= _HARMLESS | _OF_SAMPLING
+    assert known >= _HARMLESS | _MATTER
+
+
+def test_a_weight_of_a_named_reward_that_comes_or_goes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    before, after = ({"algorithm": {"advantage": {"reward_weights": w}}} for w in ({"right": 2.0}, {"brief": 3.0}))
+    say_changes(before, after, 3, pytest.fail)
+    assert 'algorithm.advantage.reward_weights {"right": 2.0} -> {"brief": 3.0}' in caplog.text
 
 
 def test_settings_that_one_arl_alone_knows_and_checkpoints_without_settings_say_nothing() -> None:

@@ -16,6 +16,7 @@ import arl.replaying.again
 import arl.replaying.otherwise
 from arl.api.config import Config
 from arl.api.errors import ConfigError, RecordingError
+from arl.api.installing import __version__
 from arl.api.settings import laid_over
 from arl.api.types import Group
 from arl.replaying.compared_process import ComparedLearners, Comparison, _watched_learner
@@ -363,6 +364,17 @@ def test_a_step_of_another_format_a_damaged_one_and_a_changed_batch_are_refused(
         replay(own_copy, "0:1")
 
 
+def test_settings_that_this_arl_does_not_know_name_the_arl_that_recorded_them(own_copy: Path) -> None:
+    path = step_file(own_copy / "recording", 0)
+    step = RecordedStep.read(path)
+    known = {name: getattr(step, name) for name in step.__dataclass_fields__}
+    RecordedStep(**known | {"settings": {**step.settings, "train": {"gone": 1}}}).write(path)
+    with pytest.raises(
+        ConfigError, match=rf"arl {__version__} recorded the run, .* replay it with that one: train\.gone"
+    ):
+        replay(own_copy, "0:1")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -370,6 +382,8 @@ def test_a_step_of_another_format_a_damaged_one_and_a_changed_batch_are_refused(
         ({"algorithm.preset": "ppo", "algorithm.minibatches": 2}, "algorithm.critic cannot be added"),
         ({"algorithm.los": 1}, "los is not a setting"),
         ({"train.lora": {}}, "train.lora cannot differ"),
+        ({"train.num_ranks": 2}, "train.num_ranks has no effect here: both settings are compared on one rank"),
+        ({"algorithm.weights.0.upper": 2}, r"algorithm.weights is .*; it must be a list with all parts, such as \[{"),
     ],
 )
 def test_settings_that_no_replay_can_change_are_refused(recorded: Path, changes: dict[str, Any], message: str) -> None:
