@@ -99,7 +99,7 @@ PRECISION = Cause(
 )
 KEYS_AND_VALUES = Cause(
     name="keys and values",
-    means="The server rounds keys and values to another dtype than that of its model.",
+    means="The server stores keys and values in another dtype than its model's.",
     mend="Start the server without --kv-cache-dtype.",
 )
 CHUNKED_PREFILL = Cause(

@@ -34,7 +34,7 @@ class ServerFacts:
     context_length: int | None
     dtype: str | None
     kv_dtype: str | None
-    """Of keys and values, if it is not that of the model."""
+    """The dtype of keys and values, if it is not the model's."""
     chunk_size: int | None
     """The most prompt tokens that it computes in one step."""
     num_ranks: int

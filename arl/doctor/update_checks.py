@@ -17,7 +17,7 @@ from arl.offload import offload
 
 _ANSWER = SamplingParams(max_new_tokens=16, ignore_eos=True)
 _PREFIX, _BEHIND = 160, 40
-"""Tokens of a prompt that is asked twice, and of what follows it: an answer, the second turn and its answer."""
+"""Tokens of a prompt that is sent twice, and of what follows it: an answer, the second turn and its answer."""
 _ONE_TOKEN = 8.0
 """A single token may differ by this many times the limit of the mean."""
 
