@@ -1,4 +1,4 @@
-"""A code agent: it writes a function, sees which test fails and what went wrong, and mends it.
+"""A code agent: it writes a function, sees which test fails and what went wrong, and fixes it.
 
     python examples/agents/code_agent.py
 

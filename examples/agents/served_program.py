@@ -1,4 +1,4 @@
-"""A program that plays episodes of `arl serve`, from any machine. It needs Python, and no package: copy it.
+"""A program that plays episodes of `arl serve`, from any machine. It needs only Python's standard library: copy it.
 
     export ARL_ENDPOINT_KEY=...  # the key that `arl serve` has
     python served_program.py http://HOST:8000
