@@ -152,6 +152,7 @@ ALLOWED = {
     "arl.plan": ("arl.api", "arl.rollout", "arl.eventlog", "arl.training.delivery"),
     "arl.replaying": (
         "arl.api",
+        "arl.rollout.report",
         "arl.training",
         "arl.trainer_process",
         "arl.rewards",

@@ -25,6 +25,7 @@ from arl.replaying.trained_steps import trained_steps
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
 from arl.rewards.threads import ThreadReward
+from arl.rollout.report import MORE_COLUMNS, is_cut
 from arl.training.flat_groups import FlatBatch
 
 _CONTEXT_TOKENS = 6
@@ -102,8 +103,31 @@ def rescored(batch: FlatBatch, reward: RewardLike, decode: Decode) -> FlatBatch:
     return FlatBatch.of(new, replayed)
 
 
+class RecordedExample(dict[str, Any]):
+    """The columns of an example that the recording holds whole. Reading one that was cut raises RecordingError."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        super().__init__({name: value for name, value in columns.items() if not is_cut(value)})
+        self._lacks = {*columns} - {*self}
+        self._is_whole = MORE_COLUMNS not in columns
+
+    def __missing__(self, name: str) -> Any:
+        self._check(name)
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The column, or the default if the example has none."""
+        self._check(name)
+        return super().get(name, default)
+
+    def _check(self, name: str) -> None:
+        if name in self._lacks or (name not in self and not self._is_whole):
+            raise RecordingError(f"the recording does not hold the example's column {name!r} whole: it is too long")
+
+
 async def _with_rewards(group: Group, reward: Any, decode: Decode) -> Group:
-    scores = await asyncio.gather(*(reward(_answer(t, decode), group.example) for t in group.trajectories))
+    example = RecordedExample(group.example)
+    scores = await asyncio.gather(*(reward(_answer(t, decode), example) for t in group.trajectories))
     return replace(group, trajectories=tuple(map(_rewarded, group.trajectories, scores)))
 
 

@@ -37,6 +37,8 @@ _LONGEST = 2000
 """Characters of an example's column, or of an error's message, that the event log holds."""
 _LONGEST_EXAMPLE = 20_000
 """Characters of all its columns."""
+MORE_COLUMNS = "..."
+"""Beside the columns of an example that `shown` gives: it has more."""
 
 
 def shown(example: Any) -> dict[str, Any]:
@@ -46,11 +48,16 @@ def shown(example: Any) -> dict[str, Any]:
     columns, found, room = cast("Example", example), dict[str, Any](), _LONGEST_EXAMPLE
     for name, value in columns.items():
         if room <= 0:
-            found["..."] = f"{len(columns) - len(found)} more columns"
+            found[MORE_COLUMNS] = f"{len(columns) - len(found)} more columns"
             break
         found[short(str(name))] = told = _shown(value)
         room -= len(str(told)) + min(len(str(name)), LONGEST_NAME)
     return found
+
+
+def is_cut(column: object) -> bool:
+    """Whether `shown` gave only the beginning of this column."""
+    return isinstance(column, str) and len(column) > _LONGEST
 
 
 def told(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from random_groups import random_groups
 import arl.replaying.again
 import arl.replaying.otherwise
 from arl.api.config import Config
-from arl.api.errors import ConfigError, RecordingError
+from arl.api.errors import ConfigError, RecordingError, RewardError
 from arl.api.installing import __version__
 from arl.api.settings import laid_over
 from arl.api.types import Group
@@ -23,6 +24,7 @@ from arl.replaying.compared_process import ComparedLearners, Comparison, _watche
 from arl.replaying.otherwise import rescored
 from arl.replaying.recorded_run import RecordedRun, other_settings
 from arl.replaying.replay import nested, replay
+from arl.rollout.report import shown
 from arl.trainer_process import host_learner
 from arl.training.flat_groups import FlatBatch
 from arl.training.recording import RecordedStep, Recorder, forget_steps, recorded_versions, step_file
@@ -310,6 +312,23 @@ def test_another_reward_scores_the_last_turn_with_the_recorded_example() -> None
             assert " ".join(map(str, old.token_ids[last.start : last.stop].tolist())) in seen
     with pytest.raises(ConfigError, match="greedy baseline"):
         rescored(FlatBatch.of(groups), reward, str)
+
+
+@pytest.mark.parametrize("name", ["long", "c11"])
+def test_another_reward_that_reads_a_column_which_the_recording_cut_is_told_so(name: str) -> None:
+    columns = {"answer": 4, "long": "x" * 2001, **{f"c{n}": "x" * 2000 for n in range(12)}}
+    groups = FlatBatch.of([replace(random_groups(0)[0], greedy_rewards={}, example=shown(columns))])
+
+    def right(answer: str, data: Any) -> float:
+        return data["answer"]
+
+    def careless(answer: str, data: Any) -> float:
+        return len(data.get(name, ""))
+
+    new, _ = rescored(groups, right, str).groups()
+    assert {trajectory.reward for trajectory in new[0].trajectories} == {4.0}
+    with pytest.raises((RewardError, RecordingError), match=f"does not hold the example's column '{name}' whole"):
+        rescored(groups, careless, str)
 
 
 # What is missing, or does not belong together ---------------------------------------------------------------------
