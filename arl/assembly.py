@@ -35,6 +35,7 @@ from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdva
 from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
+from arl.api.unreceived import Unreceived
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.data.given import examples_of, held_out_of
 from arl.data.lazy_rows import NamedRows
@@ -185,8 +186,9 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     trackers = Trackers(config.log.trackers, given.trackers)
     stack.push_async_exit(partial(_close_trackers, trackers))
     findings = await check_start(config)
+    tokens = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engine, opened = await _engines(stack, config, given.workflow, thread, events)
+        learner, engine, opened = await _engines(stack, config, given.workflow, thread, events, tokens.unreceived)
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
     transport = await thread(weight_transport, config, learner.engine, opened)
     stack.callback(transport.close)
@@ -205,7 +207,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     await offload(forget_steps, config.run_dir, learner.version)
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    runner = _runner(stack, config, given, played, learner, events)
+    runner = _runner(stack, config, given, played, learner, events, tokens)
     rollout = await offload(_rollout, config, given, engine, runner, buffer)
     kept = config.rollout
     replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
@@ -216,10 +218,10 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
         replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
         say_changes(state.values.get("settings"), settings, learner.version, display.say)
-    runner.tokens.note_undone(await thread(run_log.received))
+    tokens.note_undone(await thread(run_log.counted))
     waiting = [group.group_id for group in buffer.untrained(learner.version)]
     events.emit(_beginning(given, settings, learner.version, waiting))
-    events.emit(runner.tokens.counted())
+    events.emit(tokens.counted())
     events.emit(placement.record())
     placement.tell(display.tell)
     if config.log.events:
@@ -276,7 +278,12 @@ async def _close_trackers(trackers: Trackers, kind: type[BaseException] | None, 
 
 
 async def _engines(
-    stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, thread: TrainThread, events: Events
+    stack: AsyncExitStack,
+    config: Config,
+    workflow: RolloutWorkflow,
+    thread: TrainThread,
+    events: Events,
+    unreceived: Unreceived,
 ) -> tuple[RecoveringLearner, InferenceEngine, OpenedServers]:
     """Both at once: the train engine loads while servers start."""
     loading = thread.submit(_load_learner, config, workflow, events)
@@ -287,7 +294,7 @@ async def _engines(
         await thread.finish(loading)  # a broken model raises the better error here
         raise
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
-    engine = await stack.enter_async_context(await connect(config, opened, events))
+    engine = await stack.enter_async_context(await connect(config, opened, events, unreceived))
     return learner, engine, opened
 
 
@@ -298,6 +305,7 @@ def _runner(
     played: RolloutWorkflow,
     learner: RecoveringLearner,
     events: Events,
+    tokens: TokenLedger,
 ) -> EpisodeRunner:
     """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
     failures = FailureLog(config.run_dir / "logs" / "episodes.log")
@@ -312,7 +320,7 @@ def _runner(
         limits=learner.engine.limits,
         newest_version=lambda: learner.version,
         events=events,
-        tokens=TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated),
+        tokens=tokens,
     )
 
 

@@ -18,6 +18,7 @@ from arl.api.engine import InferenceEngine, ServedModel
 from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events
+from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
@@ -154,11 +155,13 @@ def wanted_model(config: Config) -> ServedModel:
     return served_model(config.model, replay_routing=config.engine.replay_routing)
 
 
-async def connect(config: Config, opened: OpenedServers, events: Events = NOWHERE) -> RemoteSGLangEngine:
+async def connect(
+    config: Config, opened: OpenedServers, events: Events = NOWHERE, unreceived: Unreceived | None = None
+) -> RemoteSGLangEngine:
     model = await offload(wanted_model, config)
     if opened.processes is not None:
         opened.processes.report_to(events)
-    return RemoteSGLangEngine(
+    engine = RemoteSGLangEngine(
         opened.addresses,
         config.engine,
         api_key=opened.api_key,
@@ -167,3 +170,6 @@ async def connect(config: Config, opened: OpenedServers, events: Events = NOWHER
         events=events,
         files=opened.files,
     )
+    if unreceived is not None:
+        engine.unreceived = unreceived
+    return engine

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMAT = 5
+FORMAT = 6
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 32 << 20
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(slots=True)
 class Cancel:
-    """Nobody waits for this call any more."""
+    """Nobody waits for this call any more. If it has not ended, its result has the tokens so far, and nothing else."""
 
     number: int
 

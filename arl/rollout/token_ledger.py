@@ -1,12 +1,13 @@
-"""TokenLedger: records the fate of every token that servers sampled and this process received.
+"""TokenLedger: records the fate of every token that servers generated for this run.
 
     a response --answered--> open, by episode --settle--> a Fate
                                 |
                                 +--hold--> waiting, by group --trained--> TRAINED, MASKED
                                                              --returned--> RETURNED
 
-At every moment `received` is the sum of open, waiting and settled tokens. Only `answered` adds to it. Checkpoints hold
-the ledger. When a start continues from a checkpoint, tokens that were open in it, or came after it, are STOPPED.
+At every moment `received` is the sum of open, waiting and settled tokens. Only `answered` adds to it. The engine counts
+the tokens that no response brought, in `unreceived`; `generated` is the sum of both. Checkpoints hold the ledger. When
+a start continues from a checkpoint, tokens that were open in it, or came after it, are STOPPED.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from arl.api.token_records import Fate, TokensCounted, TokenTally
 from arl.api.types import Group
+from arl.api.unreceived import Unreceived
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class TokenLedger:
     """
 
     def __init__(self, *, mask_truncated: bool = False) -> None:
+        self.unreceived = Unreceived()
+        """What no response brought, as the engine that was given this counts it."""
         self.received = 0
         self.trained_again = 0
         self.unknown = 0
@@ -61,6 +65,11 @@ class TokenLedger:
         self._waiting: dict[int, dict[int, Spent]] = {}
         """Group -> the index of each episode to train -> its cost."""
         self._tallies = {fate: Tally() for fate in Fate}
+
+    @property
+    def generated(self) -> int:
+        """All that is known of what servers generated."""
+        return self.received + self.unreceived.tokens.total()
 
     @property
     def num_open(self) -> int:
@@ -121,6 +130,7 @@ class TokenLedger:
 
     def counted(self) -> TokensCounted:
         return TokensCounted(
+            generated=self.generated,
             received=self.received,
             open=self.num_open,
             waiting=self.num_waiting,
@@ -134,13 +144,17 @@ class TokenLedger:
                 for fate, tally in self._tallies.items()
                 if tally.episodes or tally.tokens
             },
+            unreceived=dict(self.unreceived.tokens),
+            lost_requests=self.unreceived.lost_requests,
+            in_flight=self.unreceived.num_in_flight,
             trained_again=self.trained_again,
             unknown=self.unknown,
         )
 
     def summary(self) -> dict[str, float]:
         """Flat, for summary.json and metrics: tokens by fate, with their seconds and number of episodes."""
-        found: dict[str, float] = {"tokens/received": self.received}
+        found: dict[str, float] = {"tokens/generated": self.generated, "tokens/received": self.received}
+        found |= {f"tokens/unreceived/{loss}": tokens for loss, tokens in self.unreceived.tokens.items()}
         found |= {"tokens/open": self.num_open, "tokens/waiting": self.num_waiting}
         for fate, tally in self._tallies.items():
             if not tally.episodes and not tally.tokens:
@@ -151,6 +165,8 @@ class TokenLedger:
             if tally.episodes:
                 found[f"tokens/{fate}/episodes"] = tally.episodes
         extra = {"tokens/trained_again": self.trained_again, "tokens/unknown": self.unknown}
+        lost = self.unreceived
+        extra |= {"tokens/lost_requests": lost.lost_requests, "tokens/requests_in_flight": lost.num_in_flight}
         return found | {name: value for name, value in extra.items() if value}
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,6 +175,7 @@ class TokenLedger:
             "received": self.received,
             "trained_again": self.trained_again,
             "unknown": self.unknown,
+            "unreceived": self.unreceived.state_dict(),
             "open": [[spent.tokens, spent.server_s] for spent in self._open.values()],
             "waiting": [
                 [group_id, [[index, spent.tokens, spent.server_s] for index, spent in group.items()]]
@@ -176,6 +193,8 @@ class TokenLedger:
         Open episodes, and those of other groups, run again.
         """
         self.received, self.trained_again, self.unknown = state["received"], state["trained_again"], state["unknown"]
+        if "unreceived" in state:
+            self.unreceived.load_state_dict(state["unreceived"])
         self._open = {}
         self._waiting = {}
         for name, (tokens, episodes, server_s, lengths) in state["fates"].items():
@@ -191,9 +210,9 @@ class TokenLedger:
                 for one in spent.values():
                     self._tallies[Fate.RETURNED].add(one, one.tokens)
 
-    def note_undone(self, received: int) -> None:
-        """Count tokens that earlier starts received after the checkpoint. received: by all starts, as far as is
-        known."""
-        if (tokens := received - self.received) > 0:
+    def note_undone(self, told: TokensCounted) -> None:
+        """Count tokens that earlier starts received, or missed, after the checkpoint. told: by the last of them."""
+        self.unreceived.load_state_dict({"tokens": told.unreceived, "lost_requests": told.lost_requests})
+        if (tokens := told.received - self.received) > 0:
             self.received += tokens
             self._tallies[Fate.STOPPED].tokens += tokens

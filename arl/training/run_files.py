@@ -136,12 +136,12 @@ class RunLog:
         with suppress(OSError):
             write_atomically(self._tokens, msgspec.json.format(msgspec.json.encode(counted)).decode() + "\n")
 
-    def received(self) -> int:
-        """How many tokens the run had received when it last noted it, in whichever start; 0 if it never did."""
+    def counted(self) -> TokensCounted:
+        """The token ledger when the run last noted it, in whichever start; without numbers if it never did."""
         try:
-            return int(json.loads(self._tokens.read_text())["received"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0
+            return msgspec.json.decode(self._tokens.read_bytes(), type=TokensCounted)
+        except (OSError, msgspec.MsgspecError):
+            return TokensCounted(received=0)
 
     def evaluation(self, evaluation: Evaluation, episodes: Sequence[Episode] = ()) -> None:
         """episodes: those of the evaluation, in the order of the examples, for trackers."""

@@ -54,6 +54,9 @@ from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+_SETTLING_S = 5.0
+"""How long the end of a run waits for servers to say what its last, cancelled requests had got."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
@@ -225,6 +228,7 @@ class Trainer:
         await self._delivery.finished()
         if self._evaluation:
             await asyncio.wait([self._evaluation])  # a cancelled waiter must not cancel it; its error ends the run
+        await self.rollout.tokens.unreceived.settled(_SETTLING_S)
         await self._note_tokens()
 
     async def _note_tokens(self) -> None:

@@ -13,7 +13,7 @@ from records import trajectory
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
-from arl.api.token_records import Fate
+from arl.api.token_records import Fate, TokensCounted
 from arl.api.types import Example, Group, Trajectory
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.buffer import Replay, ReplayBuffer
@@ -62,7 +62,7 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig)
     if disk.rollout:
         controller.load_state_dict(as_json(disk.rollout), disk.groups)
     tokens = controller.tokens
-    tokens.note_undone(disk.received)
+    tokens.note_undone(TokensCounted(received=disk.received))
     weights = list(disk.weights)
     replay = Replay(config.replay_groups, min_reward=-1.0, max_staleness=config.max_staleness)
     replay.add(disk.replay, disk.version)
@@ -133,6 +133,25 @@ def test_every_example_ends_exactly_once_however_often_the_run_is_killed(
         assert sorted(pending + [i for ended in outcomes.values() for i in ended]) == list(range(NUM_EXAMPLES))
         assert outcomes[GroupOutcome.TRAINED] == sorted(i for e, i in disk.weights if e == epoch)
         assert set(outcomes[GroupOutcome.REJECTED]) <= {5}
+
+
+def test_examples_run_again_whose_finished_groups_are_too_old_under_changed_settings() -> None:
+    async def first() -> tuple[dict[str, Any], list[Group]]:
+        controller, buffer, _ = controlled(Scripted(lambda _: trajectory((0,))), 40, batch_size=2, max_staleness=2)
+        rollout = asyncio.create_task(controller.run())
+        await asyncio.sleep(1000)
+        controller.trained(await buffer.take_batch(0))
+        saved = controller.state_dict(), buffer.untrained(1)
+        rollout.cancel()
+        return saved
+
+    state, waiting = run_in_virtual_time(first())
+    config = RolloutConfig(batch_size=2, group_size=2, max_staleness=0)
+    buffer = ReplayBuffer(2, 0, version=1)
+    controller = RolloutController(engine_with_latency(), runner_of(TwoTurns(), config), examples(40), config, buffer)
+    controller.load_state_dict(as_json(state), waiting)
+    assert controller.counters()["groups_returned"] == len(waiting) == 4
+    assert [controller.ledger.issue().example_id for _ in waiting] == [group.example_id for group in waiting]
 
 
 def test_groups_that_waited_in_a_checkpoint_are_trained_and_do_not_run_again() -> None:

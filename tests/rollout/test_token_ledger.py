@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from records import grouped, trajectory
 from arl.api.engine import Sampler
 from arl.api.token_records import Fate
 from arl.api.types import Example, Trajectory
+from arl.api.unreceived import Loss
 from arl.api.workflow import RolloutWorkflow
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import RolloutController, run_examples
@@ -95,11 +97,12 @@ class TrainedGroup:
 
 
 class RandomRun:
-    """A million events of a run: answers, ends, groups, training, checkpoints and kills."""
+    """A million events of a run: answers, requests without one, ends, groups, training, checkpoints and kills."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.ledger, self.plain = TokenLedger(), PlainLedger()
+        self.unreceived, self.num_lost = Counter[str](), 0
         self.number = 0
         self.saved = as_json(self.ledger.state_dict()), self.plain.copy()
 
@@ -113,6 +116,8 @@ class RandomRun:
             self.train()
         elif len(self.plain.open) > 8 and kind < 0.3:
             self.hold() if kind < 0.1 else self.end()
+        elif kind > 0.85:
+            self.lose()
         else:
             self.answer()
 
@@ -121,6 +126,13 @@ class RandomRun:
         episode, tokens = f"{self.number}.{int(4 * self.chance.random())}", int(4 * self.chance.random())
         self.ledger.answered(episode, tokens, 0.25)
         self.plain.answered(episode, tokens)
+
+    def lose(self) -> None:
+        loss, tokens = self.chance.choice(tuple(Loss)), self.chance.choice((None, 1, 2))
+        self.ledger.unreceived.begin()
+        self.ledger.unreceived.end(loss, tokens)
+        self.unreceived[loss] += tokens or 0
+        self.num_lost += tokens is None
 
     def end(self) -> None:
         episode = self.chance.choice(tuple(self.plain.open))
@@ -146,9 +158,9 @@ class RandomRun:
     def kill(self) -> None:
         state, plain = self.saved
         kept = {number for number in plain.groups if self.chance.random() < 0.8}
-        received, self.ledger = self.ledger.received, TokenLedger()
+        told, self.ledger = self.ledger.counted(), TokenLedger()
         self.ledger.load_state_dict(state, kept)
-        self.ledger.note_undone(received)
+        self.ledger.note_undone(told)
         self.plain.killed(plain, kept)
         self.saved = as_json(self.ledger.state_dict()), self.plain.copy()
 
@@ -156,6 +168,9 @@ class RandomRun:
         assert closes(self.ledger)
         assert self.ledger.num_open + self.ledger.num_waiting == self.plain.cells.count(OPEN)
         assert fates(self.ledger) == self.plain.fates()
+        counted = self.ledger.counted()
+        assert (counted.unreceived, counted.lost_requests) == (+self.unreceived, self.num_lost)
+        assert counted.generated == len(self.plain.cells) + self.unreceived.total()
 
 
 @pytest.mark.parametrize("num_events", [200_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
@@ -167,6 +182,7 @@ def test_the_sum_closes_over_random_events(num_events: int) -> None:
             run.check()
     run.check()
     assert len(fates(run.ledger)) == 9
+    assert len(run.unreceived) == 4
     assert run.ledger.unknown == 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 
 import aiohttp
@@ -28,6 +29,10 @@ from arl.engine.frames import (
     results_of,
 )
 
+Left = Callable[[int | None], object]
+"""Called once, after a call of generate was cancelled: with the tokens that the server had sampled for it, None if
+nobody will know."""
+
 _HEARTBEAT_S = 30.0
 """A connection that is dropped silently is noticed after this time and half of it."""
 
@@ -43,6 +48,8 @@ class FrameClient:
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._given_up: dict[int, Left] = {}
+        """Calls that nobody waits for, and that the server has not ended yet."""
         self._kept = KeptSequences()
         self._is_blamed = False
 
@@ -95,18 +102,20 @@ class FrameClient:
             return False
         return self.is_open and is_name and 8 * num_tokens < MAX_MESSAGE_BYTES
 
-    async def generate(self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes) -> Result:
+    async def generate(
+        self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, left: Left = lambda _: None
+    ) -> Result:
         """The server's answer. Cancellation aborts the request. Raises ConnectionError when the connection ends."""
         base, num_kept = self._kept.shortened(session, prompt)
-        result, number = await self._ask(rid, prompt, settings, session, base, num_kept)
+        result, number = await self._ask(rid, prompt, settings, session, base, num_kept, left)
         if result.status == GONE:
-            result, number = await self._ask(rid, prompt, settings, session, 0, 0)
+            result, number = await self._ask(rid, prompt, settings, session, 0, 0, left)
         if result.status == 200:
             self._kept.keep(session, number, prompt, result.ids)
         return result
 
     async def _ask(
-        self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, base: int, num_kept: int
+        self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, base: int, num_kept: int, left: Left
     ) -> tuple[Result, int]:
         if not self.is_open:
             raise ConnectionError("the connection was closed")
@@ -125,9 +134,20 @@ class FrameClient:
         self._send(call.encode())
         try:
             return await answer, number
+        except asyncio.CancelledError:
+            self._give_up(number, answer, left)
+            raise
         finally:
-            if self._waiting.pop(number, None) is not None and self.is_open:  # it was not answered
-                self._send(Cancel(number).encode())
+            self._waiting.pop(number, None)
+
+    def _give_up(self, number: int, answer: asyncio.Future[Result], left: Left) -> None:
+        if not answer.cancelled():  # it came in the same moment
+            left(_num_tokens(answer.result()) if answer.exception() is None else None)
+        elif self.is_open:
+            self._given_up[number] = left
+            self._send(Cancel(number).encode())
+        else:
+            left(None)
 
     def _send(self, frame: bytes) -> None:
         self._outgoing.append(frame)
@@ -153,6 +173,8 @@ class FrameClient:
                     answer = self._waiting.pop(result.number, None)
                     if answer is not None and not answer.done():
                         answer.set_result(result)
+                    elif left := self._given_up.pop(result.number, None):
+                        left(_num_tokens(result))
             except BrokenFrameError:
                 return
 
@@ -162,3 +184,11 @@ class FrameClient:
             if not answer.done():
                 answer.set_exception(ConnectionError("the connection was closed"))
         self._waiting.clear()
+        for left in self._given_up.values():
+            left(None)
+        self._given_up.clear()
+
+
+def _num_tokens(result: Result) -> int | None:
+    """None if the server failed the request, and does not say."""
+    return len(result.ids) if result.status < 500 else None

@@ -37,7 +37,7 @@ from arl.api.errors import (
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
-from arl.engine.client.frame_client import FrameClient
+from arl.engine.client.frame_client import FrameClient, Left
 from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
 from arl.web.client import JsonClient, Reply, encoded
 from arl.web.connections import Connections
@@ -67,7 +67,10 @@ _SETTINGS = (
 
 _MAX_CACHED_BYTES = 1024
 
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+
+_ENDING_S = 30.0
+"""How long a server may take to answer a request that was cancelled, before the connection is cut."""
 
 NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """The errors of reading an answer that does not have the expected form."""
@@ -153,26 +156,66 @@ class ServerClient(JsonClient):
             await self._frames.aclose()
         await super().aclose()
 
-    async def generate(self, payload: dict[str, Any], session_id: str | None = None) -> Answer:
-        """session_id: of the requests whose prompts continue one another."""
-        frames = await self._frame_client() if self.takes_frames else None
+    async def generate(
+        self, payload: dict[str, Any], session_id: str | None = None, left: Left = lambda _: None
+    ) -> Answer:
+        """session_id: of the requests whose prompts continue one another.
+
+        A caller that is cancelled aborts the request, by `abort`; `left` is called in that case.
+        """
+        try:
+            frames = await self._frame_client() if self.takes_frames else None
+        except asyncio.CancelledError:
+            left(0)
+            raise
         if frames is not None and frames.fits(payload["rid"], len(payload["input_ids"])):
-            answer = await self._ask_in_frames(frames, payload, session_id)
+            answer = await self._ask_in_frames(frames, payload, session_id, left)
         else:
-            answer = await self.call("POST", "/generate", payload)
+            answer = await self._ask_over_http(payload, left)
         try:
             return _answer_of(answer) if isinstance(answer, Result) else _parse_answer(answer.json_object())
         except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
             raise UnfitServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
 
-    async def _ask_in_frames(self, frames: FrameClient, payload: Mapping[str, Any], session_id: str | None) -> Result:
+    async def _ask_over_http(self, payload: dict[str, Any], left: Left) -> Reply:
+        """In a task of its own, which outlives a cancelled caller: the server's answer is to be counted."""
+        asking, call = self._outcome(payload), None
+        with suppress(RuntimeError):  # a TaskGroup that ends takes no more tasks
+            call = self._spawn(asking) if self._spawn is not None else None
+        try:
+            if call is None:
+                asking.close()
+                return await self.call("POST", "/generate", payload)
+            outcome = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if call is None:
+                left(None)
+            else:
+                asyncio.get_running_loop().call_later(_ENDING_S, call.cancel)
+                call.add_done_callback(lambda call: left(_tokens_left(call)))
+            raise
+        if isinstance(outcome, ArlError):
+            raise outcome
+        return outcome
+
+    async def _outcome(self, payload: dict[str, Any]) -> Reply | ArlError:
+        try:
+            return await self.call("POST", "/generate", payload)
+        except ArlError as error:  # in a TaskGroup, a task that raises would end all
+            return error
+        except asyncio.CancelledError:  # nobody waits any more, or the engine ends
+            return ServerFailedError("the call was cut off")
+
+    async def _ask_in_frames(
+        self, frames: FrameClient, payload: Mapping[str, Any], session_id: str | None, left: Left
+    ) -> Result:
         settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
         session = (session_id or "").encode(errors="surrogatepass")
         if len(session) > MAX_NAME_BYTES:
             session = b""
         try:
-            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session)
+            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, left)
         except ConnectionError as error:
             failure = self._unreached("/generate", error)
             raise (failure if frames.takes_blame() else SharedFaultError(str(failure))) from error
@@ -333,6 +376,17 @@ class ServerClient(JsonClient):
         if reply.status == 400 and reply.path == "/generate":
             return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
         return super().error_of(reply)
+
+
+def _tokens_left(call: asyncio.Task[Reply | ArlError]) -> int | None:
+    """How many tokens a call had got whose caller has gone; None if nobody knows."""
+    outcome = None if call.cancelled() else call.result()
+    if not isinstance(outcome, Reply):
+        return None if outcome is None or isinstance(outcome, ServerFailedError) else 0
+    try:
+        return int(outcome.json_object()["meta_info"]["completion_tokens"])
+    except NONSENSE:
+        return None
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:

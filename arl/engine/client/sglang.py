@@ -42,6 +42,7 @@ from arl.api.errors import (
 )
 from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
+from arl.api.unreceived import Loss, Unreceived
 from arl.cluster.servers_file import DRAIN_S, base_url
 from arl.engine.client.continuation import Attempt, PartialResponse, most_kept_of, version_of
 from arl.engine.client.line import Line
@@ -107,6 +108,8 @@ class RemoteSGLangEngine:
         self._connections: Connections | None = None
         self._is_closed = False
         self._numbers = itertools.count()
+        self.unreceived = Unreceived()
+        """What servers generated for its requests, and no response brought. A run puts its token ledger's here."""
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
@@ -148,6 +151,18 @@ class RemoteSGLangEngine:
         replays_truncation = self._config.replay_truncation
         partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
         self._check_tokens(request, partial)
+        try:
+            await self._complete(request, partial)
+        except BaseException as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            self.unreceived.add(Loss.CANCELLED if is_cancelled else Loss.FAILED, partial.num_tokens)
+            raise
+        finally:
+            self.unreceived.add(Loss.DISCARDED, partial.num_discarded)
+        return partial.response()
+
+    async def _complete(self, request: ModelRequest, partial: PartialResponse) -> None:
+        """Send the request until its response is finished."""
         now = asyncio.get_running_loop().time
         deadline = now() + self._config.request_timeout_s
         faults = 0
@@ -169,7 +184,6 @@ class RemoteSGLangEngine:
                 faults += 1
                 self._watch.num_failed_requests += 1
                 await self._back_off(request, fault, faults)
-        return partial.response()
 
     async def pause(self) -> None:
         """Stop generation on every server, in the configured mode; requests wait until resume."""
@@ -267,13 +281,19 @@ class RemoteSGLangEngine:
         attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
         cache_key = self._pool.cache_key(server)
         payload = partial.payload(rid, cache_key, attempt.adapter, most_kept=most_kept)
+        self.unreceived.begin()
+
+        def left(tokens: int | None) -> None:
+            self.unreceived.end(attempt.loss, tokens)
+
         try:
             async with attempt.scope:
                 if partial.may_cut and not (partial.is_constrained and most_kept):  # the cut would lose its tokens
                     self._patience.begin(attempt)
-                answer = await server.client.generate(payload, partial.session_id)
+                answer = await server.client.generate(payload, partial.session_id, left)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
+            self.unreceived.end(Loss.LOST, None)
             if not isinstance(failure, SharedFaultError):
                 blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
                 blame(server, str(failure))
@@ -283,6 +303,9 @@ class RemoteSGLangEngine:
         except asyncio.CancelledError:
             self._upkeep.abort(server, rid)
             raise
+        except ArlError:  # it was refused
+            self.unreceived.end(Loss.FAILED, 0)
+            raise
         finally:
             partial.may_cut = partial.may_cut and not attempt.is_cut
             self._pool.end(server, attempt)
@@ -290,7 +313,9 @@ class RemoteSGLangEngine:
 
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
         """Add the answer to what the request has; returns the fault, if there is one."""
-        if (fault := self._flaw(server, attempt, partial, answer)) is not None:
+        fault = self._flaw(server, attempt, partial, answer)
+        self.unreceived.end(Loss.DISCARDED, len(answer.output_ids) if fault else 0)
+        if fault is not None:
             self._upkeep.fence(server, fault)
             return fault
         self._pool.note_answer(server)

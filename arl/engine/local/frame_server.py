@@ -99,6 +99,9 @@ class FrameServer:
     def withdraw(self, job: Job) -> None:
         self._inflight.withdraw(self._scheduler, job)
 
+    def abort(self, job: Job) -> None:
+        self._inflight.abort(self._scheduler, job.rid)
+
     def result(self, call: Call, job: Job) -> Result:
         """Raises RequestError if the job failed."""
         check_job(job)
@@ -139,6 +142,8 @@ class _FrameConnection:
         self._kept = KeptSequences()
         self._jobs: dict[int, Job] = {}
         """The running jobs, by the number of their call."""
+        self._given_up: set[int] = set()
+        """Those of them that the client cancelled. It wants to know how many tokens they got."""
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -205,11 +210,16 @@ class _FrameConnection:
         return np.concatenate([ids[: call.num_kept], call.ids])
 
     def _cancel(self, cancel: Cancel) -> None:
-        if (job := self._jobs.pop(cancel.number, None)) is not None:
-            self._server.withdraw(job)
+        if (job := self._jobs.get(cancel.number)) is not None:
+            self._given_up.add(cancel.number)
+            self._server.abort(job)
 
     def answer(self, call: Call, prompt: np.ndarray, job: Job) -> None:
         self._jobs.pop(call.number, None)
+        if call.number in self._given_up:
+            self._given_up.remove(call.number)
+            ids, logprobs = np.array(job.output_ids, np.int32), np.array(job.output_logprobs, np.float32)
+            return self._send(Result(number=call.number, head=b"{}", ids=ids, logprobs=logprobs))
         try:
             result = self._server.result(call, job)
             self._kept.keep(call.session, call.number, prompt, result.ids)
