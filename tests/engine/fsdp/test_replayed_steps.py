@@ -386,8 +386,7 @@ def test_a_step_of_another_format_a_damaged_one_and_a_changed_batch_are_refused(
 def test_settings_that_this_arl_does_not_know_name_the_arl_that_recorded_them(own_copy: Path) -> None:
     path = step_file(own_copy / "recording", 0)
     step = RecordedStep.read(path)
-    known = {name: getattr(step, name) for name in step.__dataclass_fields__}
-    RecordedStep(**known | {"settings": {**step.settings, "train": {"gone": 1}}}).write(path)
+    replace(step, settings={**step.settings, "train": {"gone": 1}}).write(path)
     with pytest.raises(
         ConfigError, match=rf"arl {__version__} recorded the run, .* replay it with that one: train\.gone"
     ):
