@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from arl.api.config import Config
+from arl.api.events import ServerWorked
 from arl.api.grammar import Grammar
+from arl.api.token_records import TokensCounted
 from arl.api.types import SamplingParams, Trajectory
 from arl.assembly import launch
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.eventlog.run_record import read_run
 from arl.training.flat_groups import read_groups
 from arl.workflow.agent import SingleTurnWorkflow
 
@@ -32,7 +35,7 @@ def config_of(run_dir: Path, model: Path, **settings: Any) -> Config:
     return Config.model_validate(
         {
             "model": str(model), "run_dir": run_dir, "log": {"console": False},
-            "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 2},
+            "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 2, "extra_episodes": 2},
             "train": {"optimizer": {"lr": 1e-2}}, "checkpoint": {"every": 1},
             "algorithm": {"kl": {"coefficient": 0.01}},
             **settings,
@@ -55,6 +58,8 @@ async def test_ratios_of_constrained_tokens_are_1_and_a_resumed_run_has_their_se
         config = config_of(tmp_path / "run", model, steps=steps)
         async with launch(config, workflow=workflow, dataset=rows) as trainer:
             seen += [step async for step in trainer]
+            await trainer.inference_engine.pause()  # the servers say what they have generated
+        check_tokens(tmp_path / "run")
         if steps == 2:
             newest = max((tmp_path / "run" / "checkpoints").glob("*/groups.npz"))
             with newest.open("rb") as file:
@@ -70,6 +75,19 @@ async def test_ratios_of_constrained_tokens_are_1_and_a_resumed_run_has_their_se
     assert max(map(abs, of_current_version)) < 1e-8
     assert abs(seen[0].metrics["behavior_weight_max"] - 1) < 1e-4
     assert all(0 < step.metrics["entropy"] < 3 for step in seen)
+
+
+def check_tokens(run_dir: Path) -> None:
+    """The token ledger has all that the server of this start says that it generated."""
+    run = read_run(run_dir)
+    records = [record for number, record in run.system if number == max(run.lives)]
+    worked = [record for record in records if isinstance(record, ServerWorked)][-1]
+    counted = [record for record in records if isinstance(record, TokensCounted)]
+    told = sum(sums.decoded + sums.begun for sums in worked.iterations)
+    assert counted[-1].generated - counted[0].generated == told
+    assert counted[-1].generated == counted[-1].received + sum(counted[-1].unreceived.values())
+    assert counted[-1].unreceived["cancelled"] > 0
+    assert json.loads((run_dir / "tokens.json").read_text())["generated"] == counted[-1].generated
 
 
 def has_sets(trajectory: Trajectory) -> bool:
