@@ -59,7 +59,9 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     ConfigError, ModelError, ServerError.
     """
     await offload(make_run_dir, config.run_dir)
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"replay_routing": False})})
+    # Nothing is trained on the answers: no server is refused for what a trainer would need.
+    without = {"replay_routing": False, "replay_truncation": False}
+    config = config.model_copy(update={"engine": config.engine.model_copy(update=without)})
     async with AsyncExitStack() as stack:
         opened = await open_servers(config, stack, config.run_dir / "logs" / "serve")
         if opened.files is not None:

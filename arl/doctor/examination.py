@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arl.api.errors import ArlError, TransportError, first_error
@@ -35,7 +35,7 @@ _MOVE, _MOVE_ROUNDINGS = 0.3, 20.0
 """How far each version moves logprobs, in nats: far enough that one old layer of many shows, beyond any rounding."""
 _DURING = SamplingParams(max_new_tokens=600, ignore_eos=True)
 _KEPT = 4
-"""How many of the last responses are kept: the weights change during one of them."""
+"""How many of a lane's last responses are kept: the weights change during one of them."""
 _POLL_S = 0.01
 _START_S = 30.0
 """The longest wait until a server has begun to process a request."""
@@ -222,11 +222,19 @@ class Examination:
 
 
 async def _generate_until(published: asyncio.Event, visit: Visit) -> list[Sampled]:
-    """Responses one after another, so that one is under way whenever the weights change."""
-    responses: list[Sampled] = []
-    while not published.is_set():
-        responses.append(await visit.sample(visit.prompts[0], _DURING, seed=len(responses)))
-    return responses[-_KEPT:]
+    """Responses on two lanes, half a response apart, so that one is well under way whenever the weights change."""
+
+    async def lane(first: SamplingParams) -> list[Sampled]:
+        responses: list[Sampled] = []
+        while not published.is_set():
+            sampling = _DURING if responses else first
+            responses.append(await visit.sample(visit.prompts[0], sampling, seed=len(responses)))
+        return responses[-_KEPT:]
+
+    async with asyncio.TaskGroup() as tasks:
+        half = replace(_DURING, max_new_tokens=_DURING.max_new_tokens // 2)
+        lanes = [tasks.create_task(lane(first)) for first in (_DURING, half)]
+    return [one for each in lanes for one in each.result()]
 
 
 async def _until_running(server: ServerProbe) -> None:

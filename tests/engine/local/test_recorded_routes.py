@@ -1,7 +1,7 @@
 """The embedded server records which experts computed each token, wherever its keys and values came from."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ def make_mixture(directories: dict[str, Path]) -> Callable[..., RunningBatch]:
     return make
 
 
-def routed_job(prompt: list[int], routes_from: int = 0, **sampling: Any) -> Job:
-    job = make_job(prompt, **sampling)
+def routed_job(prompt: Sequence[int], routes_from: int = 0, **sampling: Any) -> Job:
+    job = make_job(list(prompt), **sampling)
     job.routes_from = routes_from
     return job
 
@@ -55,6 +55,7 @@ def test_routes_and_logprobs_are_the_models_own_whoever_shares_the_batch(
     batch = make_batch_of(str(directories[family]), max_rows=3, prefill_tokens=16)
     shared = prompt_of(40, 1)
     prompts = [prompt_of(n, n) for n in (1, 2, 50)] + [shared, shared, [*shared, 5, 6], shared[:30], [*shared[:20], 9]]
+    jobs: list[Job] = []
     for _ in range(2):  # the second time, prefixes are retained ones
         jobs = [routed_job(prompt, max_new_tokens=6 + i) for i, prompt in enumerate(prompts)]
         run_all(batch, jobs)
