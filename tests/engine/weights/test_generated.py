@@ -20,7 +20,9 @@ from arl.rollout.episode import EpisodeRunner
 
 
 async def told(engine: RemoteSGLangEngine) -> float:
-    """By the servers, since the first call."""
+    """What servers say, since the first call. One that a busy machine has put out of service says nothing."""
+    while not engine.counters()["servers/serving"]:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.05)
     await engine.pause()
     await engine.resume()
     return engine.counters()["servers/generated_tokens"]
