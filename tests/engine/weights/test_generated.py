@@ -95,10 +95,12 @@ async def test_the_ledger_of_a_run_has_all_that_servers_generated_also_if_one_is
         await asyncio.wait([rollout])
         await tokens.unreceived.settled(20.0)
         unknown, counted = await told(engine) - tokens.generated, tokens.counted()
+        fences = engine.counters()["servers/fences"]
     assert counted.generated == counted.received + sum(counted.unreceived.values())
     assert counted.received == counted.open + counted.waiting + sum(tally.tokens for tally in counted.fates.values())
     assert counted.unreceived["cancelled"] > 0
     assert counted.fates.keys() >= {Fate.OVERTAKEN, Fate.TRAINED}
     assert 0 <= unknown <= 730 * counted.lost_requests
-    # None in mode abort, unless the machine is so busy that a living server is fenced for its silence, too.
-    assert counted.lost_requests <= 24
+    # Mode abort has no requests under way at the kill. Each fence, also one that only a busy machine causes, loses what
+    # ran there.
+    assert counted.lost_requests <= 12 * fences
