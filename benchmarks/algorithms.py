@@ -77,6 +77,7 @@ REMEDIES = {
     "token_mask": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.2, "upper": 5.0}]}),
     "geometric_mask": Remedy(algorithm={"rejections": [{"level": "geometric", "lower": 0.5, "upper": 2.0}]}),
     "m2po": Remedy(algorithm={"selection": {"kind": "second_moment"}}),
+    "m2po_wide": Remedy(algorithm={"selection": {"kind": "second_moment", "limit": 0.2}}),
     "half_lr": Remedy(lr=0.5),
     "quarter_lr": Remedy(lr=0.25),
     "sequence_mean": Remedy(algorithm={"aggregation": "sequence_mean"}),
