@@ -47,7 +47,7 @@ class FrameClient:
         self._last_number = 0
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
-        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Result], Left]] = {}
         self._given_up: dict[int, Left] = {}
         """Calls that nobody waits for, and that the server has not ended yet."""
         self._kept = KeptSequences()
@@ -130,7 +130,7 @@ class FrameClient:
             num_kept=num_kept,
             ids=prompt[num_kept:],
         )
-        self._waiting[number] = answer
+        self._waiting[number] = answer, left
         self._send(call.encode())
         try:
             return await answer, number
@@ -143,11 +143,9 @@ class FrameClient:
     def _give_up(self, number: int, answer: asyncio.Future[Result], left: Left) -> None:
         if not answer.cancelled():  # it came in the same moment
             left(_num_tokens(answer.result()) if answer.exception() is None else None)
-        elif self.is_open:
+        elif number in self._waiting:  # else its end came after the cancellation, and was told
             self._given_up[number] = left
             self._send(Cancel(number).encode())
-        else:
-            left(None)
 
     def _send(self, frame: bytes) -> None:
         self._outgoing.append(frame)
@@ -170,18 +168,20 @@ class FrameClient:
                 return
             try:
                 for result in results_of(message.data):
-                    answer = self._waiting.pop(result.number, None)
+                    answer, left = self._waiting.pop(result.number, (None, None))
                     if answer is not None and not answer.done():
                         answer.set_result(result)
-                    elif left := self._given_up.pop(result.number, None):
+                    elif left := left or self._given_up.pop(result.number, None):
                         left(_num_tokens(result))
             except BrokenFrameError:
                 return
 
     def _end(self) -> None:
         self.is_open = False
-        for answer in self._waiting.values():
-            if not answer.done():
+        for answer, left in self._waiting.values():
+            if answer.done():  # its caller was cancelled, and has yet to run
+                left(None)
+            else:
                 answer.set_exception(ConnectionError("the connection was closed"))
         self._waiting.clear()
         for left in self._given_up.values():

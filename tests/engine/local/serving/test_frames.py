@@ -422,6 +422,41 @@ async def test_pages_in_a_browser_are_refused(shared_url: str, client: Client) -
     assert (await client.get(PATH)).status == 400
 
 
+class Pipe:
+    """A WebSocket of which the test writes the messages that come."""
+
+    def __init__(self) -> None:
+        self.coming: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.sent: list[bytes] = []
+
+    async def send_bytes(self, message: bytes) -> None:
+        self.sent.append(message)
+
+    async def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
+        while (data := await self.coming.get()) is not None:
+            yield aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, data, None)
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("comes", ["result", "end"])
+async def test_what_ends_between_a_cancellation_and_its_callers_next_step_is_told_once(comes: str) -> None:
+    pipe, told = Pipe(), list[int | None]()
+    frames = FrameClient(aiohttp.ClientSession(), cast(Any, pipe))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(frames.run())
+        asking = group.create_task(frames.generate("a", np.arange(3, dtype=np.int32), b"{}", b"", told.append))
+        while not pipe.sent:  # noqa: ASYNC110  it is there after a few steps
+            await asyncio.sleep(0)
+        result = Result(number=1, head=b"{}", ids=np.arange(5), logprobs=np.zeros(5))
+        pipe.coming.put_nowait(result.encode() if comes == "result" else None)
+        asking.cancel()  # the reader's next step is before the caller's
+        await asyncio.wait([asking])
+        pipe.coming.put_nowait(None)
+    assert told == [5 if comes == "result" else None]
+
+
 def test_frames_are_read_as_they_were_written() -> None:
     ids = np.array([0, 5, 2**31 - 1], dtype=np.int32)
     calls = [
