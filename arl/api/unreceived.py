@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -31,7 +32,8 @@ class Unreceived:
         self.lost_requests = 0
         """Requests of which no answer came, as when their server died. How many tokens they had is not known."""
         self.num_in_flight = 0
-        """Requests that servers have now. Their tokens are counted when they end."""
+        """Requests that servers have now, and those with tokens that wait for a server to go on. Their tokens are
+        counted when they end."""
         self._ended = asyncio.Event()
 
     def begin(self) -> None:
@@ -46,6 +48,16 @@ class Unreceived:
             self.lost_requests += 1
         else:
             self.add(loss, tokens)
+
+    @contextmanager
+    def waiting(self, tokens: int) -> Generator[None]:
+        """Within the block, a request with so many tokens waits for a server."""
+        self.num_in_flight += bool(tokens)
+        try:
+            yield
+        finally:
+            self.num_in_flight -= bool(tokens)
+            self._ended.set()
 
     def add(self, loss: Loss, tokens: int) -> None:
         if tokens:

@@ -212,7 +212,8 @@ class TokenLedger:
 
     def note_undone(self, told: TokensCounted) -> None:
         """Count tokens that earlier starts received, or missed, after the checkpoint. told: by the last of them."""
-        self.unreceived.load_state_dict({"tokens": told.unreceived, "lost_requests": told.lost_requests})
+        lost = told.lost_requests + told.in_flight  # nobody got the answers of those either
+        self.unreceived.load_state_dict({"tokens": told.unreceived, "lost_requests": lost})
         if (tokens := told.received - self.received) > 0:
             self.received += tokens
             self._tallies[Fate.STOPPED].tokens += tokens

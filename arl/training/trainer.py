@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -123,7 +123,7 @@ class Trainer:
         watchdog = Watchdog(self.config.stall, self._progress, self._end, where, last_words)
         try:
             with watchdog.watching():
-                async with self._tasks:
+                async with self._tokens_noted(), self._tasks:
                     async with self._saved_at_the_end():
                         await self._publish()
                         await self._delivery.finished()
@@ -228,12 +228,29 @@ class Trainer:
         await self._delivery.finished()
         if self._evaluation:
             await asyncio.wait([self._evaluation])  # a cancelled waiter must not cancel it; its error ends the run
-        await self.rollout.tokens.unreceived.settled(_SETTLING_S)
-        await self._note_tokens()
+        await self._note_tokens(self.thread)
 
-    async def _note_tokens(self) -> None:
+    async def _note_tokens(self, thread: Callable[..., Awaitable[None]]) -> None:
+        """Write the ledger, once servers have ended what was cancelled."""
+        await self.rollout.tokens.unreceived.settled(_SETTLING_S)
         self.events.emit(tokens := self.rollout.tokens.counted())
-        await self.thread(self.log.tokens, tokens)
+        await thread(self.log.tokens, tokens)
+
+    @asynccontextmanager
+    async def _tokens_noted(self) -> AsyncGenerator[None]:
+        """Write the ledger, too, if an error ends the block, whose tasks have been cancelled by then."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            try:
+                await self._note_tokens(offload)  # the training thread may hang
+            except (ArlError, OSError) as failure:
+                error.add_note(f"the tokens could not be counted to the end: {failure}")
+            except asyncio.CancelledError:  # a late signal: what was counted last stays
+                pass
+            raise
 
     async def _beside_training(self) -> None:
         if self.config.evaluation.every and self.version % self.config.evaluation.every == 0:

@@ -41,6 +41,10 @@ class DisconnectedError(ConnectionError):
     """The connection ended before the response did."""
 
 
+class NotConnectedError(ConnectionError):
+    """There was no connection, so the request was not sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
     """Where a server is: what a connection is opened to."""
@@ -151,12 +155,14 @@ class Connections:
                     lambda: HttpConnection(self._open), to.host, to.port, happy_eyeballs_delay=eyeballs_s, **tls
                 )
         except TimeoutError as error:
-            raise ConnectionError(f"no connection within {timeout_s} s: {error or 'no answer'}") from error
+            raise NotConnectedError(f"no connection within {timeout_s} s: {error or 'no answer'}") from error
         except UnicodeError as error:  # of a host that is no name
-            raise ConnectionError(f"{to.host!r} is not the name of a host: {error}") from error
+            raise NotConnectedError(f"{to.host!r} is not the name of a host: {error}") from error
+        except OSError as error:
+            raise NotConnectedError(str(error)) from error
         if self.is_closed:
             connection.abort()
-            raise ConnectionError("these connections were closed")
+            raise NotConnectedError("these connections were closed")
         return connection
 
 

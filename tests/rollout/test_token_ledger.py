@@ -11,7 +11,7 @@ from players import Moody, TwoTurns, as_json, controlled, engine_with_latency, e
 from records import grouped, trajectory
 
 from arl.api.engine import Sampler
-from arl.api.token_records import Fate
+from arl.api.token_records import Fate, TokensCounted
 from arl.api.types import Example, Trajectory
 from arl.api.unreceived import Loss
 from arl.api.workflow import RolloutWorkflow
@@ -171,6 +171,12 @@ class RandomRun:
         counted = self.ledger.counted()
         assert (counted.unreceived, counted.lost_requests) == (+self.unreceived, self.num_lost)
         assert counted.generated == len(self.plain.cells) + self.unreceived.total()
+
+
+def test_requests_that_were_in_flight_when_a_start_was_killed_are_lost() -> None:
+    ledger = TokenLedger()
+    ledger.note_undone(TokensCounted(lost_requests=2, in_flight=3))
+    assert (ledger.counted().lost_requests, ledger.counted().in_flight) == (5, 0)
 
 
 @pytest.mark.parametrize("num_events", [200_000, pytest.param(1_000_000, marks=pytest.mark.slow)])

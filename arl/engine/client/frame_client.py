@@ -28,6 +28,7 @@ from arl.engine.frames import (
     messages_of,
     results_of,
 )
+from arl.web.connections import NotConnectedError
 
 Left = Callable[[int | None], object]
 """Called once, after a call of generate was cancelled: with the tokens that the server had sampled for it, None if
@@ -118,7 +119,7 @@ class FrameClient:
         self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, base: int, num_kept: int, left: Left
     ) -> tuple[Result, int]:
         if not self.is_open:
-            raise ConnectionError("the connection was closed")
+            raise NotConnectedError("the connection was closed")
         self._last_number += 1
         number, answer = self._last_number, asyncio.get_running_loop().create_future()
         call = Call(

@@ -40,7 +40,7 @@ from arl.api.routes import Routes
 from arl.engine.client.frame_client import FrameClient, Left
 from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
 from arl.web.client import JsonClient, Reply, encoded
-from arl.web.connections import Connections
+from arl.web.connections import Connections, NotConnectedError
 
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
@@ -69,7 +69,7 @@ _MAX_CACHED_BYTES = 1024
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
-_ENDING_S = 30.0
+_ENDING_S = 5.0
 """How long a server may take to answer a request that was cancelled, before the connection is cut."""
 
 NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
@@ -176,7 +176,8 @@ class ServerClient(JsonClient):
             return _answer_of(answer) if isinstance(answer, Result) else _parse_answer(answer.json_object())
         except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
-            raise UnfitServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
+            message = f"{what}; it must be SGLang and return output_token_logprobs"
+            raise UnfitServerError(message, num_tokens=_num_tokens(answer)) from error
 
     async def _ask_over_http(self, payload: dict[str, Any], left: Left) -> Reply:
         """In a task of its own, which outlives a cancelled caller: the server's answer is to be counted."""
@@ -218,7 +219,8 @@ class ServerClient(JsonClient):
             result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, left)
         except ConnectionError as error:
             failure = self._unreached("/generate", error)
-            raise (failure if frames.takes_blame() else SharedFaultError(str(failure))) from error
+            shared = SharedFaultError(str(failure), num_tokens=failure.num_tokens)
+            raise (failure if frames.takes_blame() else shared) from error
         if result.status == 200:
             return result
         path = "/generate"
@@ -233,7 +235,7 @@ class ServerClient(JsonClient):
                 try:
                     self._frames = await FrameClient.opened(self._base, self._api_key, _CONNECT_TIMEOUT_S)
                 except OSError as error:
-                    raise self._unreached(PATH, error) from error
+                    raise self._unreached(PATH, NotConnectedError(str(error))) from error
                 self.takes_frames = self._frames is not None
                 if self._frames is not None:
                     await self._begin(self._frames)
@@ -372,7 +374,7 @@ class ServerClient(JsonClient):
         if reply.status == 400 and _PROMPT_TOO_LONG.search(reply.reason):
             return PromptTooLongError(f"{self.address}: {reply.reason}")
         if reply.status == 400 and reply.path == "/generate" and _NO_ADAPTER.search(reply.reason):
-            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}")
+            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}", num_tokens=0)
         if reply.status == 400 and reply.path == "/generate":
             return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
         return super().error_of(reply)
@@ -380,11 +382,21 @@ class ServerClient(JsonClient):
 
 def _tokens_left(call: asyncio.Task[Reply | ArlError]) -> int | None:
     """How many tokens a call had got whose caller has gone; None if nobody knows."""
-    outcome = None if call.cancelled() else call.result()
-    if not isinstance(outcome, Reply):
-        return None if outcome is None or isinstance(outcome, ServerFailedError) else 0
+    match None if call.cancelled() else call.result():
+        case Reply() as reply:
+            return _num_tokens(reply)
+        case ServerFailedError() as failure:
+            return failure.num_tokens
+        case refusal:
+            return None if refusal is None else 0
+
+
+def _num_tokens(answer: Reply | Result) -> int | None:
+    """How many tokens an answer has, be it of use or not; None if it does not say."""
+    if isinstance(answer, Result):
+        return len(answer.ids)
     try:
-        return int(outcome.json_object()["meta_info"]["completion_tokens"])
+        return int(answer.json_object()["meta_info"]["completion_tokens"])
     except NONSENSE:
         return None
 

@@ -169,7 +169,8 @@ class RemoteSGLangEngine:
         failed: Server | None = None
         while partial.stop_reason is None:
             asked = now()
-            server = await self._choose(request, deadline, avoid=failed)
+            with self.unreceived.waiting(partial.num_tokens):
+                server = await self._choose(request, deadline, avoid=failed)
             partial.server, partial.sends = server.address, partial.sends + 1
             partial.queued_s += now() - asked
             try:
@@ -183,7 +184,8 @@ class RemoteSGLangEngine:
             if fault is not None:
                 faults += 1
                 self._watch.num_failed_requests += 1
-                await self._back_off(request, fault, faults)
+                with self.unreceived.waiting(partial.num_tokens):
+                    await self._back_off(request, fault, faults)
 
     async def pause(self) -> None:
         """Stop generation on every server, in the configured mode; requests wait until resume."""
@@ -293,9 +295,10 @@ class RemoteSGLangEngine:
                 answer = await server.client.generate(payload, partial.session_id, left)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
-            self.unreceived.end(Loss.LOST, None)
+            is_unfit = isinstance(failure, UnfitServerError)
+            self.unreceived.end(Loss.DISCARDED if is_unfit else Loss.LOST, failure.num_tokens)
             if not isinstance(failure, SharedFaultError):
-                blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
+                blame = self._upkeep.fence if is_unfit else self._upkeep.suspect
                 blame(server, str(failure))
             return str(failure)
         except TimeoutError:

@@ -223,6 +223,7 @@ class Server:
         meta: dict[str, Any] = {
             "id": run.payload["rid"],
             "finish_reason": run.finish,
+            "completion_tokens": len(run.ids),
             "output_token_logprobs": logprobs,
             "weight_version": run.labels[-1] if run.labels else self.label,
         }
