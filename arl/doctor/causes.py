@@ -132,13 +132,13 @@ LOGPROB_TEMPERATURE = Cause(
 SAMPLED_TEMPERATURE = Cause(
     name="sampled at another temperature",
     means="The returned logprobs are right, but the tokens are sampled at another temperature.",
-    mend="See the server's own sampling defaults (--preferred-sampling-params, generation_config.json) and plugins.",
+    mend="Use a server that samples at the request's temperature: look at its plugins and at what was changed in it.",
 )
 TRUNCATION = Cause(
     name="undeclared truncation",
     means="The server samples only among the likeliest tokens, though the request asks for all of them.",
-    mend="Start the server with --sampling-defaults openai and without --preferred-sampling-params; remove top_p, "
-    "top_k and min_p from generation_config.json; or ask for them in SamplingParams, which arl then replays.",
+    mend="Use a server that samples as the request says: look at its plugins, and at settings that overrule requests. "
+    "Or ask for the truncation in SamplingParams; arl then replays it.",
 )
 KEPT_IDS = Cause(
     name="truncated sampling",
