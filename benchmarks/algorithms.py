@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py                    # each preset, 15 s of RL, seeds 0 1 2
     python benchmarks/algorithms.py --staleness        # naive and decoupled_ppo at eta 0 to 16, seeds 0 to 4
-    python benchmarks/algorithms.py --staleness --remedies cap_1 m2po --etas 0 4 8 16 32    # against decoupled_ppo
+    python benchmarks/algorithms.py --staleness --remedies none m2po --etas 0 4 8 16 32    # against decoupled_ppo
 
 Each seed has one warm-started model, kept in --run_dir, from which all presets start, with the same questions,
 learning rate and servers. A run that is done is not done again, so the command may be stopped and repeated. What some
@@ -71,13 +71,20 @@ class Remedy:
     """A factor of the learning rate."""
 
 
+def _alone(**algorithm: Any) -> Remedy:
+    """In place of decoupled_ppo's own rejections."""
+    return Remedy(algorithm={"rejections": [], **algorithm})
+
+
 REMEDIES = {
-    "cap_2": Remedy(algorithm={"weights": [{"level": "token", "upper": 2.0}]}),
-    "cap_1": Remedy(algorithm={"weights": [{"level": "token", "upper": 1.0}]}),
+    "none": _alone(),
+    "cap_2": _alone(weights=[{"level": "token", "upper": 2.0}]),
+    "cap_1": _alone(weights=[{"level": "token", "upper": 1.0}]),
+    "outward_5": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.2, "upper": 5.0, "outward": True}]}),
     "token_mask": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.2, "upper": 5.0}]}),
     "geometric_mask": Remedy(algorithm={"rejections": [{"level": "geometric", "lower": 0.5, "upper": 2.0}]}),
-    "m2po": Remedy(algorithm={"selection": {"kind": "second_moment"}}),
-    "m2po_wide": Remedy(algorithm={"selection": {"kind": "second_moment", "limit": 0.2}}),
+    "m2po": _alone(selection={"kind": "second_moment"}),
+    "m2po_wide": _alone(selection={"kind": "second_moment", "limit": 0.2}),
     "half_lr": Remedy(lr=0.5),
     "quarter_lr": Remedy(lr=0.25),
     "sequence_mean": Remedy(algorithm={"aggregation": "sequence_mean"}),

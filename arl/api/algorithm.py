@@ -193,7 +193,8 @@ class AlgorithmConfig(Section):
     def _bypassed_contradictions(self) -> Iterator[str]:
         of = "with proximal=bypassed there is no exp(p - b)"
         if self.weights:
-            yield f"weights has a part of level {self.weights[0].level}, but {of} to weigh by; set weights=[]"
+            also = " and rejections=[]" if self.rejections else ""
+            yield f"weights has a part of level {self.weights[0].level}, but {of} to weigh by; set weights=[]{also}"
         if self.rejections:
             yield f"rejections has a part of level {self.rejections[0].level}, but {of} to look at; set rejections=[]"
 

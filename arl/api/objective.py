@@ -298,6 +298,9 @@ class RejectionPart(Section):
     """The largest value that is kept. Unset: any."""
     veto: bool = False
     """With level token: one token outside rejects its whole trajectory."""
+    outward: bool = False
+    """With level token: rejects only what A pulls further out, above `upper` with A > 0 or below `lower` with A < 0, as
+    PPO's clip does around the sampler's policy. Tokens that come back keep their weight."""
 
     @model_validator(mode="after")
     def _rejects_something(self) -> Self:
@@ -306,6 +309,12 @@ class RejectionPart(Section):
             raise ValueError("neither lower nor upper is set, so nothing is rejected; set one of them")
         if self.veto and self.level != "token":
             raise ValueError(f"veto is set, but level={self.level} rejects whole trajectories already; leave veto out")
+        if self.outward and (self.level != "token" or self.veto):
+            raise ValueError("outward is set, which looks at the advantage of single tokens; use level=token, no veto")
+        if self.outward and not (self.lower or 1) <= 1 <= (self.upper or 1):
+            raise ValueError(
+                f"outward is set with bounds {self.lower} and {self.upper}; 1, where p is b, must lie between them"
+            )
         return self
 
 

@@ -58,7 +58,9 @@ def _preset(paper: str, about: str, **changes: Any) -> Preset:
 _OF_PPO: Mapping[str, Preset] = {
     "decoupled_ppo": _preset(
         "2505.24298",
-        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed by exp(p - b), truncated.",
+        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed by exp(p - b), truncated. Leaves out "
+        "tokens that would go beyond twice or half the sampler's probability.",
+        rejections=({"level": "token", "lower": 0.5, "upper": 2.0, "outward": True},),
     ),
     "naive": _preset(
         "1707.06347", "PPO's clip around the sampler's policy: the baseline for decoupled_ppo.", **_BYPASSED

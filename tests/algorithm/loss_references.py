@@ -150,7 +150,11 @@ TOKEN_FORMS: dict[str, TokenForm] = {
 
 
 def behavior_weights(
-    proximal: Logprobs, behavior: Logprobs, parts: Sequence[WeightPart], rejections: Sequence[RejectionPart]
+    proximal: Logprobs,
+    behavior: Logprobs,
+    advantages: Sequence[float],
+    parts: Sequence[WeightPart],
+    rejections: Sequence[RejectionPart],
 ) -> list[float]:
     ratios = [math.exp(p - b) for p, b in zip(proximal, behavior, strict=True)]
     whole = math.prod(ratios)
@@ -175,6 +179,12 @@ def behavior_weights(
         low = 0.0 if part.lower is None else part.lower
         high = math.inf if part.upper is None else part.upper
         is_kept = [low <= value <= high for value in levels[part.level]]
+        if part.outward:
+            # Too likely and made likelier, or too unlikely and made less likely.
+            is_kept = [
+                not ((value > high and a > 0) or (value < low and a < 0))
+                for value, a in zip(ratios, advantages, strict=True)
+            ]
         for t in range(len(ratios)):
             if not is_kept[t] or (part.veto and not all(is_kept)):
                 weights[t] = 0.0
@@ -206,7 +216,7 @@ def policy_loss(
     """sum(loss_weights * loss) over the trajectory, with entropies of 2."""
     anchor = proximal_logprobs(tokens, fixed, proximal, version)
     surrogate = TOKEN_FORMS[config.loss.kind](current, fixed, anchor, tokens.advantages, config.loss)
-    weights = behavior_weights(anchor, tokens.behavior, config.weights, config.rejections)
+    weights = behavior_weights(anchor, tokens.behavior, tokens.advantages, config.weights, config.rejections)
     total = 0.0
     for t, c in enumerate(current):
         policy = surrogate[t]

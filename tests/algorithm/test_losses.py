@@ -49,6 +49,8 @@ REJECTIONS: dict[str, list[dict[str, Any]]] = {
     **{f"{level} mask": [{"level": level, "lower": 0.7, "upper": 1.3}] for level in LEVELS},
     "token mask, low side": [{"level": "token", "lower": 0.9}],
     "sequence mask, high side": [{"level": "sequence", "upper": 1.2}],
+    "outward": [{"level": "token", "lower": 0.8, "upper": 1.2, "outward": True}],
+    "outward, high side, beside another": [{"level": "token", "upper": 1.1, "outward": True}, {**VETO, "veto": False}],
     "veto": [VETO],
     "veto, low side": [{"level": "token", "lower": 0.6, "veto": True}],
     "veto, high side": [{"level": "token", "upper": 1.5, "veto": True}],
@@ -164,7 +166,7 @@ def test_each_loss_says_which_tokens_it_holds_back(
         ({"epochs": 2}, "recomputed"),
         ({"selection": {"kind": "second_moment"}}, "recomputed"),
         ({"proximal": "approximated", "minibatches": 2}, "approximated"),
-        ({"proximal": "bypassed", "weights": []}, "bypassed"),
+        ({"proximal": "bypassed", "weights": [], "rejections": []}, "bypassed"),
     ],
 )
 def test_current_logprobs_serve_as_proximal_ones_if_nothing_else_needs_them(changes: dict[str, Any], proximal: str):

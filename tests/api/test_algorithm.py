@@ -15,7 +15,7 @@ IN_REWARD = {"coefficient": 0.1, "place": "reward"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
     ({"critic": {}}, "critic is set, but advantage.kind=returns does not use it"),
-    ({"proximal": "bypassed"}, "weights has a part of level token, but with proximal=bypassed there is no exp(p - b)"),
+    ({"proximal": "bypassed"}, "to weigh by; set weights=[] and rejections=[]"),
     (
         {"proximal": "bypassed", "weights": [], "rejections": [{"level": "sequence", "upper": 2}]},
         "rejections has a part of level sequence, but with proximal=bypassed",
@@ -55,6 +55,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": [{"level": "token", "lower": 6, "upper": 5}]}, "lower is 6.0; it must be at most upper, which is 5.0"),
     ({"rejections": [{"level": "token"}]}, "neither lower nor upper is set, so nothing is rejected"),
     ({"rejections": [{"level": "geometric", "upper": 2, "veto": True}]}, "level=geometric rejects whole trajectories"),
+    (
+        {"rejections": [{"level": "sequence", "upper": 2, "outward": True}]},
+        "outward is set, which looks at the advantage of single tokens",
+    ),
+    (
+        {"rejections": [{"level": "token", "upper": 2, "outward": True, "veto": True}]},
+        "use level=token, no veto",
+    ),
+    (
+        {"rejections": [{"level": "token", "lower": 1.5, "upper": 2, "outward": True}]},
+        "bounds 1.5 and 2.0; 1, where p is b, must lie between them",
+    ),
     ({"correction": {"upper": 2}}, "correction is not a setting; it is two lists, weights and rejections"),
     (
         {"correction": {"kind": "truncate", "level": "sequence", "upper": 2.0, "lower": 0.0, "veto": None}},
@@ -107,7 +119,7 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("dr_grpo", {"aggregation": "token_mean", "sequence_tokens": 1024}),
     ("mis", {"proximal": "bypassed", "weights": [], "rejections": []}),
     ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "epochs": 2}),
-    ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "proximal": "bypassed", "weights": []}),
+    ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "proximal": "bypassed", "weights": [], "rejections": []}),
     ("decoupled_ppo", {"loss": {"kind": "topr"}}),
     ("ppo", {"advantage": {"length_alpha": 0.05, "value_lam": 1.0}}),
     ("decoupled_ppo", {"loss": {"kind": "cispo"}}),

@@ -74,7 +74,7 @@ class Forwarding(ScriptedTrainEngine):
     [
         ({"proximal": "recomputed", "minibatches": 2}, 1),
         ({"proximal": "recomputed", "minibatches": 1}, 0),
-        ({"proximal": "bypassed", "weights": [], "minibatches": 2}, 0),
+        ({"proximal": "bypassed", "weights": [], "rejections": [], "minibatches": 2}, 0),
     ],
 )
 def test_proximal_logprobs_cost_a_forward_only_where_they_differ(algorithm: dict[str, Any], forwards: int) -> None:

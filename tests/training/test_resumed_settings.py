@@ -104,7 +104,7 @@ def test_settings_that_one_arl_alone_knows_and_checkpoints_without_settings_say_
 def test_a_checkpoint_with_a_correction_goes_on_and_only_another_weight_is_told(
     changes: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    after = Config.model_validate({"model": "m"}).model_dump(mode="json")
+    after = Config.model_validate({"model": "m", "algorithm": {"rejections": []}}).model_dump(mode="json")
     algorithm = {name: value for name, value in after["algorithm"].items() if name not in ("weights", "rejections")}
     correction = {"level": "token", "lower": 0.0, "veto": None, **changes}
     say_changes({**after, "algorithm": {**algorithm, "correction": correction}}, after, 3, pytest.fail)

@@ -48,16 +48,21 @@ async def test_each_step_trains_and_publishes_a_batch_within_the_bound_and_check
 
 
 async def test_an_error_that_ends_a_run_leaves_its_tokens_counted_to_the_end(tmp_path: Path) -> None:
-    trainer = None
-    with pytest.raises(ValueError, match="of the script"):
+    at_the_step, trainers = 0, list[Trainer]()
+
+    async def script() -> None:
+        nonlocal at_the_step
         async with running(tmp_path, ScriptedTrainEngine(), steps=3) as trainer:
+            trainers.append(trainer)
             await anext(trainer)
             at_the_step = trainer.log.counted().received
             while trainer.rollout.tokens.received == at_the_step:  # noqa: ASYNC110  episodes go on beside
                 await asyncio.sleep(0.01)
             raise ValueError("of the script")
-    assert trainer is not None
-    written, known = trainer.log.counted(), trainer.rollout.tokens.counted()
+
+    with pytest.raises(ValueError, match="of the script"):
+        await script()
+    written, known = trainers[0].log.counted(), trainers[0].rollout.tokens.counted()
     assert (written.received, written.fates) == (known.received, known.fates)
     assert written.received > at_the_step
 

@@ -81,7 +81,9 @@ class PolicyLoss:
         )
         policy = surrogate(terms, config.loss)
         of_trajectory = policy.trajectory_ratio
-        weight = behavior_weight(proximal - behavior, trajectories, config.weights, config.rejections)
+        weight = behavior_weight(
+            proximal - behavior, tokens.advantages, trajectories, config.weights, config.rejections
+        )
         loss = weight * self._selected(policy.loss, terms, tokens)
         if config.kl.coefficient > 0 and config.kl.place == "loss":
             loss = loss + config.kl.coefficient * self._divergence(current, tokens)
@@ -190,11 +192,12 @@ def approximated_proximal(
 
 def behavior_weight(
     log_weight: torch.Tensor,
+    advantages: torch.Tensor,
     trajectories: Trajectories,
     weights: Sequence[WeightPart],
     rejections: Sequence[RejectionPart],
 ) -> torch.Tensor:
-    """w float[M], detached, from log_weight = p - b: the weight of decoupled PPO (2110.00641).
+    """w float[M], detached, from log_weight = p - b and advantages A: the weight of decoupled PPO (2110.00641).
 
         level: token      x = exp(p - b)
                sequence   x = exp(sum(p - b)), the product over the trajectory's trained tokens
@@ -202,7 +205,8 @@ def behavior_weight(
                none       x = 1
         w = product of clip(x, lower, upper) over `weights`    truncated importance sampling (IMPALA, 1802.01561)
         w = 0 where lower <= x <= upper fails for any of `rejections`    masks: IcePop (2510.18855), MIS; with veto, for
-                                                                         any token of the trajectory
+                                                                         any token of the trajectory; with
+                                                                         outward, only where A (p - b) > 0
 
     A token of weight 0 still counts in the denominators of loss_weights.
     """
@@ -215,6 +219,8 @@ def behavior_weight(
         # Not clamped: bounds may lie far out, and an infinite value is outside.
         value = torch.exp(_at_level(log_weight, trajectories, part.level))
         is_outside = _held(value, part) != value
+        if part.outward:
+            is_outside &= advantages * log_weight > 0
         if part.veto:
             is_outside = trajectories.sums(is_outside.to(weight.dtype)) > 0
         weight = weight * ~is_outside

@@ -156,7 +156,7 @@ def test_they_are_those_of_each_trajectory_alone(model_dir: Path, seed: int, pro
         "minibatches": 2,
         "epochs": seed - 4,
         "proximal": proximal,
-        **({"weights": []} if proximal == "bypassed" else masked),
+        **({"weights": [], "rejections": []} if proximal == "bypassed" else masked),
         "overlong": {"mask_truncated": True},
         "kl": {"coefficient": 0.1},
     }
