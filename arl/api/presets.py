@@ -32,7 +32,7 @@ BASE: Mapping[str, Any] = {
     "epochs": 1,
     "minibatches": 1,
 }
-"""Decoupled PPO with group-relative advantages, and no penalties."""
+"""Decoupled PPO with group-relative advantages, and no penalties. Its preset has rejections beside."""
 
 _BYPASSED = {"proximal": "bypassed", "weights": ()}
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
@@ -58,8 +58,8 @@ def _preset(paper: str, about: str, **changes: Any) -> Preset:
 _OF_PPO: Mapping[str, Preset] = {
     "decoupled_ppo": _preset(
         "2505.24298",
-        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed by exp(p - b), truncated. Leaves out "
-        "tokens that would go beyond twice or half the sampler's probability.",
+        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed by exp(p - b), truncated, and do "
+        "not go far beyond twice or half the sampler's probability.",
         rejections=({"level": "token", "lower": 0.5, "upper": 2.0, "outward": True},),
     ),
     "naive": _preset(

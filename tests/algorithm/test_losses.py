@@ -81,7 +81,7 @@ every_part = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 def loss_of(parts: dict[str, Any], proximal: str = "recomputed") -> PolicyLoss:
     if proximal == "bypassed":
         parts = {**parts, "proximal": "bypassed", "weights": [], "rejections": []}
-    config = preset("decoupled_ppo", minibatches=2, **parts)
+    config = preset("decoupled_ppo", minibatches=2, **{"rejections": [], **parts})
     return PolicyLoss(config=config, proximal=proximal, version=VERSION, max_staleness=MAX_STALENESS)  # pyright: ignore[reportArgumentType]
 
 

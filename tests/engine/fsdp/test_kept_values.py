@@ -30,7 +30,7 @@ def make_learner(model_dir: Path) -> Iterator[Make]:
             "model": str(model_dir),
             "rollout": {"batch_size": 4, "group_size": 2},
             "train": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "max_tokens_per_microbatch": budget},
-            "algorithm": {"preset": "decoupled_ppo", "minibatches": minibatches, "epochs": epochs},
+            "algorithm": {"minibatches": minibatches, "epochs": epochs, "rejections": []},
             "log": {"events": events},
         }
         learners.append(load_learner(Config.model_validate(settings)))
