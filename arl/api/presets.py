@@ -58,8 +58,7 @@ def _preset(paper: str, about: str, **changes: Any) -> Preset:
 _OF_PPO: Mapping[str, Preset] = {
     "decoupled_ppo": _preset(
         "2505.24298",
-        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed by exp(p - b), truncated, and do "
-        "not go far beyond twice or half the sampler's probability.",
+        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed, and held near the sampler's policy.",
         rejections=({"level": "token", "lower": 0.5, "upper": 2.0, "outward": True},),
     ),
     "naive": _preset(
