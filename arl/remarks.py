@@ -82,7 +82,7 @@ _RULES = (
     _Rule(
         "effective_sample_size", lambda mean: mean < _SAMPLE_SIZE, "warning",
         "The effective sample size was {mean:.2f} in the last steps: few tokens carry most of the weight.",
-        "Use a smaller rollout.max_staleness or train.optimizer.lr, or algorithm.selection (kind second_moment).",
+        "Use a smaller rollout.max_staleness or train.optimizer.lr, or tighter algorithm.rejections with outward.",
         "importance weights: the effective sample size is {mean:.2f}",
     ),
     _Rule(

@@ -243,11 +243,11 @@ class Trainer:
             yield
         except GeneratorExit:
             raise
-        except BaseException as error:
+        except BaseException:
             try:
                 await self._note_tokens(offload)  # the training thread may hang
             except (ArlError, OSError) as failure:
-                error.add_note(f"the tokens could not be counted to the end: {failure}")
+                log.error("the tokens could not be counted to the end: %s", failure)
             except asyncio.CancelledError:  # a late signal: what was counted last stays
                 pass
             raise
