@@ -175,14 +175,13 @@ class RandomRun:
 
 def test_requests_that_were_in_flight_when_a_start_was_killed_are_lost() -> None:
     ledger = TokenLedger()
-    ledger.note_undone(TokensCounted(lost_requests=2, in_flight=3))
+    ledger.note_undone(TokensCounted(received=0, lost_requests=2, in_flight=3))
     assert (ledger.counted().lost_requests, ledger.counted().in_flight) == (5, 0)
 
 
-@pytest.mark.parametrize("num_events", [200_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_the_sum_closes_over_random_events(num_events: int) -> None:
-    run = RandomRun(num_events)
-    for number in range(num_events):
+def test_the_sum_closes_over_a_million_random_events() -> None:
+    run = RandomRun(1)
+    for number in range(1_000_000):
         run.step()
         if number % 10_000 == 0:
             run.check()
