@@ -37,7 +37,7 @@ def make_learner(model_dir: Path) -> Iterator[MakeLearner]:
             "model": str(model_dir),
             "rollout": {"batch_size": 4, "group_size": 2},
             "train": {"max_tokens_per_microbatch": 60, **train},
-            "algorithm": {"preset": "decoupled_ppo", **algorithm},
+            "algorithm": {"preset": "decoupled_ppo", "rejections": [], **algorithm},
         }
         learners.append(load_learner(Config.model_validate(settings)))
         return learners[-1]

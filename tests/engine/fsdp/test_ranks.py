@@ -1,6 +1,7 @@
 """Ranks that share the data, or the layers, train, publish and continue like one process with everything."""
 
 import itertools
+import math
 import resource
 import time
 from dataclasses import replace
@@ -162,7 +163,9 @@ def test_ranks_that_hold_parts_of_the_layers_keep_the_numbers_of_each_token(pair
                 current, entropy = twin_logprobs(model, sequence)
             torch.testing.assert_close(flat["current_logprobs"][number][mask], current, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(flat["entropy"][number][mask], entropy, rtol=1e-3, atol=1e-4)
-            weights = (sequence.proximal_logprobs - sequence.behavior_logprobs)[mask].exp().clamp(max=2.0)
+            moved = (sequence.proximal_logprobs - sequence.behavior_logprobs)[mask]
+            goes_on = (moved.abs() > math.log(2)) & (sequence.advantages[mask] * moved > 0)  # is rejected
+            weights = moved.exp().clamp(max=2.0).masked_fill(goes_on, 0.0)
             torch.testing.assert_close(flat["weights"][number][mask], weights, rtol=1e-3, atol=1e-4)
             assert flat["weights"][number][~mask].isnan().all()
 
