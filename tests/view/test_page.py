@@ -15,7 +15,7 @@ import pytest_asyncio
 from browsed_run import BRANCHED, GROUPS, HOSTILE_EPISODE, LONG, MEMBERS, STEP_S, BrowsedRun, browsed_run
 from chromium import chromium
 from made_run import T0, began, life, looking_at
-from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
+from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright, expect
 
 from arl.api.events import ServerLoaded
 from arl.eventlog.run_record import read_run
@@ -131,6 +131,7 @@ async def test_charts_have_a_point_for_each_step_and_each_evaluation(page: Page,
     for name in ("staleness", "throughput", "waiting", "loss", "entropy", "kl", "ess", "clip", "length"):
         assert len((await points(page, name))[0]) == run.version
     assert await num_colours(page, '[data-chart="reward"] canvas') > 3
+    await page.locator('[data-chart="staleness-0"] canvas').wait_for()  # once the event log has been read
     assert await num_colours(page, '[data-chart="staleness-0"] canvas') > 3
     await page.get_by_role("button", name="time", exact=True).click()
     assert (await points(page, "loss"))[0] == [STEP_S * s for s in range(1, run.version + 1)]
@@ -138,6 +139,17 @@ async def test_charts_have_a_point_for_each_step_and_each_evaluation(page: Page,
     assert (await points(page, "my/metric"))[1] == [7.0] * run.version
     assert "x=time" in page.url
     assert "more=my%2Fmetric" in page.url
+
+
+async def test_settings_that_come_while_the_log_is_read_are_shown(page: Page, address: str) -> None:
+    async def as_unread(route: Route) -> None:
+        answer = await route.fetch()
+        runs = [{**run, "settings": {}, "version": 0} for run in await answer.json()]
+        await route.fulfill(response=answer, json=runs)
+
+    await page.route("**/api/runs", as_unread, times=1)
+    await show(page, address, "run")
+    await expect(page.locator("#differences tbody tr")).to_have_text("seednull7")
 
 
 async def test_several_runs_share_the_axes_and_their_settings_are_compared(page: Page, address: str) -> None:

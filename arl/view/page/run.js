@@ -31,7 +31,8 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   let byTime = query.x === "time";
   const more = new Set((query.more ?? "").split(",").filter(Boolean));
   const charts = new Map();
-  const [grid, about] = [h("div", { class: "charts" }), h("div")];
+  const [grid, about, settings] = [h("div", { class: "charts" }), h("div"), h("div")];
+  let told = ""; // the settings that are shown: those of a run whose log is being read may come later
   const axes = ["step", "time"].map((name) => button(name, () => change(() => (byTime = name === "time"))));
   const axis = h("span", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, axes);
   const picker = h("select", { "aria-label": "Add a chart of any metric", onchange: () => change(() => more.add(picker.value)) });
@@ -82,6 +83,9 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
     show(picker, option("", "Add a metric …"), names.filter((name) => !charts.has(name)).map((name) => option(name)));
     axes.forEach((one, k) => one.setAttribute("aria-pressed", String(byTime === (k === 1))));
     show(about, charts.size === 0 && empty("No step yet: the first batch is not trained."), shown.map(aboutRun));
+    const known = JSON.stringify(shown.map((k) => runs[k].settings));
+    if (known !== told) show(settings, settingsOf(shown.map((k) => runs[k])));
+    told = known;
   }
 
   // An area for each age, one behind the other: the fresher the darker.
@@ -136,7 +140,7 @@ export async function runView({ place, query, runs, shown, setQuery, signal, lin
   }
 
   const bar = h("div", { class: "bar" }, h("label", {}, "by ", axis), picker, soft("drag to zoom, double-click to see all"));
-  show(place, about, bar, grid, settingsOf(shown.map((k) => runs[k])));
+  show(place, about, bar, grid, settings);
   await update();
   return { update };
 }
