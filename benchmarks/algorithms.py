@@ -82,6 +82,7 @@ REMEDIES = {
     "cap_1": _alone(weights=[{"level": "token", "upper": 1.0}]),
     "outward_5": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.2, "upper": 5.0, "outward": True}]}),
     "token_mask": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.2, "upper": 5.0}]}),
+    "narrow_mask": Remedy(algorithm={"rejections": [{"level": "token", "lower": 0.5, "upper": 2.0}]}),
     "geometric_mask": Remedy(algorithm={"rejections": [{"level": "geometric", "lower": 0.5, "upper": 2.0}]}),
     "m2po": _alone(selection={"kind": "second_moment"}),
     "m2po_wide": _alone(selection={"kind": "second_moment", "limit": 0.2}),
