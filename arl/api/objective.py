@@ -310,7 +310,9 @@ class RejectionPart(Section):
         if self.veto and self.level != "token":
             raise ValueError(f"veto is set, but level={self.level} rejects whole trajectories already; leave veto out")
         if self.outward and (self.level != "token" or self.veto):
-            raise ValueError("outward is set, which looks at the advantage of single tokens; use level=token, no veto")
+            raise ValueError(
+                "outward is set, which looks at the advantage of single tokens; use level=token without veto"
+            )
         if self.outward and not (self.lower or 1) <= 1 <= (self.upper or 1):
             raise ValueError(
                 f"outward is set with bounds {self.lower} and {self.upper}; 1, where p is b, must lie between them"

@@ -32,7 +32,7 @@ BASE: Mapping[str, Any] = {
     "epochs": 1,
     "minibatches": 1,
 }
-"""Decoupled PPO with group-relative advantages, and no penalties. Its preset has rejections beside."""
+"""Decoupled PPO with group-relative advantages, and no penalties. The preset decoupled_ppo adds rejections."""
 
 _BYPASSED = {"proximal": "bypassed", "weights": ()}
 _UNCLIPPED = {"clip_low": None, "clip_high": None}
@@ -59,6 +59,7 @@ _OF_PPO: Mapping[str, Preset] = {
     "decoupled_ppo": _preset(
         "2505.24298",
         "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed, and held near the sampler's policy.",
+        # Not the paper's: without them old tokens may drive the policy away (docs/figures.md).
         rejections=({"level": "token", "lower": 0.5, "upper": 2.0, "outward": True},),
     ),
     "naive": _preset(

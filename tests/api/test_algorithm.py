@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rejections": [{"level": "token", "upper": 2, "outward": True, "veto": True}]},
-        "use level=token, no veto",
+        "use level=token without veto",
     ),
     (
         {"rejections": [{"level": "token", "lower": 1.5, "upper": 2, "outward": True}]},
