@@ -18,13 +18,13 @@ from arl.api.engine_config import (
     DEFAULT_CONTEXT_LENGTH,
     AdapterWeightsConfig,
     LocalEngineConfig,
-    SGLangEngineConfig,
+    RunningServersConfig,
 )
 from arl.api.errors import ArlError, ConfigError
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.assembly import weight_transport
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.model_files import end_token_ids, load_tokenizer, served_model
 from arl.offload import TrainThread, offload
 from arl.serving import connect, open_servers
@@ -56,7 +56,7 @@ async def opened_examination(
     from arl.doctor.server_probe import ServerProbe
     from arl.doctor.trainer_probe import PROBE_OPTIMIZER, TrainerProbe
 
-    may_publish = publish or not isinstance(config.engine, SGLangEngineConfig)
+    may_publish = publish or not isinstance(config.engine, RunningServersConfig)
     if publish:
         _check_free(config)
     await offload(make_run_dir, config.run_dir)
@@ -72,7 +72,7 @@ async def opened_examination(
             client = JsonClient(address, api_key=opened.api_key, timeout_s=config.engine.request_timeout_s)
             stack.push_async_callback(client.aclose)
             probes.append(ServerProbe(address.rstrip("/"), client))
-        if may_publish and isinstance(config.engine, SGLangEngineConfig):
+        if may_publish and isinstance(config.engine, RunningServersConfig):
             for probe in probes:
                 stack.push_async_callback(_given_back, probe, await _own(probe), config)
         thread = TrainThread()
@@ -97,7 +97,7 @@ def _scratch(run_dir: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="doctor-", dir=run_dir)).absolute()
 
 
-def _publishing(transport: Any, engine: TrainEngine, inference: RemoteSGLangEngine, thread: TrainThread) -> Publish:
+def _publishing(transport: Any, engine: TrainEngine, inference: RemoteInferenceEngine, thread: TrainThread) -> Publish:
     async def publish() -> str | None:
         update = await thread(transport.snapshot, engine)
         await transport.deliver(update, inference)

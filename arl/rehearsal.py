@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine
-from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, SGLangEngineConfig
+from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, RunningServersConfig
 from arl.api.errors import ArlError
 from arl.api.placed import Finding, Placed, PlacedPart, SharedPath
 from arl.cluster.hosts import hostname_of, visible_gpus
@@ -32,7 +32,7 @@ from arl.cluster.planned import (
 )
 from arl.cluster.ray_nodes import probes, ray_nodes
 from arl.cluster.sight import local_finding, written
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.offload import offload
 from arl.server_checks import ask_servers, check_mirrors, server_parts, with_named_servers
 from arl.serving import OpenedServers
@@ -106,7 +106,7 @@ def placed(
 ) -> PlacementTable:
     """What runs where, once all of it has started."""
     config, processes = with_named_servers(config), opened.processes
-    devices = engine.devices if isinstance(engine, RemoteSGLangEngine) else {}
+    devices = engine.devices if isinstance(engine, RemoteInferenceEngine) else {}
     servers = server_parts(devices, NodeReport(), config)
     if processes is not None:
         started, ids = zip(planned_servers(config), processes.addresses, strict=True), processes.process_ids
@@ -138,7 +138,7 @@ def asked_cluster(config: Config) -> NodeReport:
 def _asked(config: Config) -> NodeReport:
     """The cluster's report; without a cluster, or if it cannot be reached, one that says so."""
     weights, engine = config.weights, config.engine
-    given = engine.addresses if isinstance(engine, SGLangEngineConfig) else ()
+    given = engine.addresses if isinstance(engine, RunningServersConfig) else ()
     if config.train.ray_address is not None:
         try:
             return asked_cluster(config)
@@ -187,7 +187,7 @@ def _far_readers(config: Config) -> list[str]:
     """Hosts of servers on other machines that load weights from the trainer's files."""
     if isinstance(config.weights, DistributedWeightsConfig):
         return []
-    given = config.engine.addresses if isinstance(config.engine, SGLangEngineConfig) else ()
+    given = config.engine.addresses if isinstance(config.engine, RunningServersConfig) else ()
     mirrored = config.weights.mirrors if isinstance(config.weights, DeltaWeightsConfig) else {}
     loading = {url.rstrip("/") for url in given} - {url.rstrip("/") for url in mirrored}
     return sorted(hostname_of(url) for url in loading if not is_here(url))

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.config import Config
-from arl.api.engine_config import DeltaWeightsConfig, SGLangEngineConfig
+from arl.api.engine_config import DeltaWeightsConfig, RunningServersConfig
 from arl.api.errors import ArlError, ConfigError, ServerError
 from arl.api.placed import Finding, PlacedPart
 from arl.cluster.hosts import hostname_of
 from arl.cluster.node_checks import NodeReport
 from arl.cluster.servers_file import SERVERS, base_url, read_servers
-from arl.engine.client.greeting import Greeting, difference, expected_of, greet
-from arl.engine.client.server_client import ServerClient
+from arl.engine.client.greeting import difference, expected_of, greet
+from arl.engine.client.remote_engine import client_class
+from arl.engine.client.server_client import Greeting, ServerClient
 from arl.engine.model_files import served_model
 from arl.engine.weights.mirror_client import MirrorClient
 from arl.offload import offload
@@ -27,7 +28,7 @@ _MIRROR_TIMEOUT_S = 10.0
 def with_named_servers(config: Config) -> Config:
     """The settings with the servers and mirrors of the servers file, if there is one. Raises ConfigError."""
     engine, weights = config.engine, config.weights
-    if not isinstance(engine, SGLangEngineConfig):
+    if not isinstance(engine, RunningServersConfig):
         return config
     named = read_servers(engine.servers_file or config.run_dir / SERVERS)
     if not named:
@@ -41,7 +42,7 @@ def with_named_servers(config: Config) -> Config:
 
 def server_parts(devices: Mapping[str, str], report: NodeReport, config: Config) -> list[PlacedPart]:
     """Servers that somebody else runs. devices: what they compute on, by base URL."""
-    given = config.engine.addresses if isinstance(config.engine, SGLangEngineConfig) else ()
+    given = config.engine.addresses if isinstance(config.engine, RunningServersConfig) else ()
     return [
         PlacedPart(
             part="server",
@@ -57,14 +58,14 @@ def server_parts(devices: Mapping[str, str], report: NodeReport, config: Config)
 async def ask_servers(config: Config) -> tuple[list[Greeting], list[Finding]]:
     """The given servers' descriptions of themselves, and what is wrong with them. Changes nothing on them."""
     engine = config.engine
-    if not isinstance(engine, SGLangEngineConfig):
+    if not isinstance(engine, RunningServersConfig):
         return [], []
     try:
         urls = list(dict.fromkeys(map(base_url, engine.addresses)))
     except ConfigError as error:
         return [], [Finding(text=str(error))]
     async with Connections() as connections:
-        clients = [ServerClient(connections, url, engine.key) for url in urls]
+        clients = [client_class(engine)(connections, url, engine.key) for url in urls]
         answers = await asyncio.gather(*map(_greeted, clients))
     greetings = [answer for answer in answers if isinstance(answer, Greeting)]
     texts = [f"{answer}: start the server, or take it out" for answer in answers if isinstance(answer, ServerError)]

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, ServedModel
-from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig
+from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, RunningServersConfig
 from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
-from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
+from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, stock_servers
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.roster import RosterFiles
-from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.model_files import load_tokenizer, local_directory, served_model
 from arl.offload import offload
 from arl.training.run_dir import make_run_dir
@@ -98,7 +98,7 @@ def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[s
 
 async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> OpenedServers:
     """Find the servers, or start them; their logs go to `logs`. Raises ConfigError, ModelError, ServerError."""
-    if isinstance(config.engine, SGLangEngineConfig):
+    if isinstance(config.engine, RunningServersConfig):
         return await _running_servers(config, config.engine)
     directory, api_key = await offload(local_directory, config.model), None
     routing = (await offload(wanted_model, config)).routing  # an unknown mixture is refused before servers start
@@ -108,13 +108,13 @@ async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> Ope
     else:
         of_routes = ["--enable-return-routed-experts"] if routing is not None else []
         arguments = (*adapter_options(config), *of_routes, *config.engine.arguments)  # the user's own prevail
-        servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
+        servers = stock_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
     processes = await stack.enter_async_context(servers)
     files = RosterFiles(run_dir=config.run_dir)
     return OpenedServers(addresses=processes.addresses, api_key=api_key, processes=processes, files=files)
 
 
-async def _running_servers(config: Config, engine: SGLangEngineConfig) -> OpenedServers:
+async def _running_servers(config: Config, engine: RunningServersConfig) -> OpenedServers:
     """The servers file decides, if there is one; else engine.addresses."""
     path = engine.servers_file or config.run_dir / SERVERS
     named = await offload(read_servers, path)
@@ -141,7 +141,7 @@ async def _running_servers(config: Config, engine: SGLangEngineConfig) -> Opened
     )
 
 
-def _say_who_is_left_out(engine: SGLangEngineConfig, path: Path, named: Mapping[str, NamedServer]) -> None:
+def _say_who_is_left_out(engine: RunningServersConfig, path: Path, named: Mapping[str, NamedServer]) -> None:
     left_out = [address for address in engine.addresses if address.rstrip("/") not in named]
     if named and left_out:
         log.warning(
@@ -159,11 +159,11 @@ def wanted_model(config: Config) -> ServedModel:
 
 async def connect(
     config: Config, opened: OpenedServers, events: Events = NOWHERE, unreceived: Unreceived | None = None
-) -> RemoteSGLangEngine:
+) -> RemoteInferenceEngine:
     model = await offload(wanted_model, config)
     if opened.processes is not None:
         opened.processes.report_to(events)
-    engine = RemoteSGLangEngine(
+    engine = RemoteInferenceEngine(
         opened.addresses,
         config.engine,
         api_key=opened.api_key,

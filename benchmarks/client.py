@@ -35,7 +35,7 @@ import numpy as np
 
 from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams, new_id
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.local import app
 from arl.engine.local.generate import Inflight
 from arl.engine.local.sequences import Job
@@ -135,7 +135,7 @@ def prompt_of(args: argparse.Namespace) -> list[int]:
     return [(7919 * place) % args.vocabulary for place in range(args.prompt_tokens)]
 
 
-def agenerate_call(engine: RemoteSGLangEngine, args: argparse.Namespace) -> Callable[[], Awaitable[object]]:
+def agenerate_call(engine: RemoteInferenceEngine, args: argparse.Namespace) -> Callable[[], Awaitable[object]]:
     sampling, prompt = SamplingParams(max_new_tokens=args.new_tokens), prompt_of(args)
     idle: list[tuple[str, Any]] = []
 
@@ -194,7 +194,7 @@ async def measure(port: int, args: argparse.Namespace, server: int) -> None:
     allow_many_connections()
     print(f"{args.prompt_tokens} prompt and {args.new_tokens} new tokens; CPU time per call")
     print(f"{'at once':>8}  {'':10} {'client':>12} {'server':>12} {'calls':>11} {'lag p99':>12}")
-    async with RemoteSGLangEngine([f"http://127.0.0.1:{port}"], ClientConfig()) as engine:
+    async with RemoteInferenceEngine([f"http://127.0.0.1:{port}"], ClientConfig()) as engine:
         for concurrency in args.concurrency:
             for name, call in (("bare", await bare_call(port, args)), ("agenerate", agenerate_call(engine, args))):
                 print(f"{concurrency:8}  {name:10} {await run(call, args, concurrency, server)}", flush=True)

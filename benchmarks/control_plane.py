@@ -38,7 +38,7 @@ from arl.api.engine import InferenceEngine, Sampler
 from arl.api.engine_config import ClientConfig
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
@@ -141,7 +141,7 @@ async def engine_of(load: Load) -> AsyncGenerator[PlayedEngine | CountingEngine]
         return
     allow_many_connections()
     with fakes(load.servers, load.turn_s) as addresses:
-        async with RemoteSGLangEngine(addresses, ClientConfig()) as engine:
+        async with RemoteInferenceEngine(addresses, ClientConfig()) as engine:
             yield CountingEngine(engine)
 
 

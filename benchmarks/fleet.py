@@ -40,8 +40,8 @@ from arl.api.engine import DiskWeights
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError
 from arl.api.types import ModelRequest, SamplingParams
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.roster import RosterFiles
-from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.web.process import allow_many_connections
 from arl.web.server import bind
 
@@ -195,7 +195,7 @@ class Figures:
 class Requests:
     """Requests at one rate, updates, and a clock beside them."""
 
-    def __init__(self, engine: RemoteSGLangEngine, args: argparse.Namespace) -> None:
+    def __init__(self, engine: RemoteInferenceEngine, args: argparse.Namespace) -> None:
         self.engine = engine
         self.rate = args.rate
         self.sampling = SamplingParams(max_new_tokens=args.tokens)
@@ -244,7 +244,7 @@ async def measure(addresses: Sequence[str], args: argparse.Namespace, profile: c
         files = RosterFiles(run_dir=Path(directory), named=named, needs_all=False)
         config = ClientConfig(request_timeout_s=60.0, update_timeout_s=5.0)
         entered = now()
-        async with RemoteSGLangEngine(addresses, config, files=files) as engine, asyncio.TaskGroup() as group:
+        async with RemoteInferenceEngine(addresses, config, files=files) as engine, asyncio.TaskGroup() as group:
             start_s, load = now() - entered, Requests(engine, args)
             tasks = [group.create_task(task) for task in (load.keep_asking(), load.clock())]
             if args.updates:

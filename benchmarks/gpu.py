@@ -53,7 +53,7 @@ from arl.api.engine_config import (
 )
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
@@ -280,7 +280,7 @@ async def measure_publishing_of(
     sequences = random_sequences(args, SHAPES[args.shape])[:1]
     loss = PolicyLoss.of(preset("decoupled_ppo", weights=[{"level": "token"}]))
     with serving(args, model, "--max-running-requests", "4", "--context-length", "256") as url:
-        async with RemoteSGLangEngine([url], LocalEngineConfig(), version=engine.version) as client:
+        async with RemoteInferenceEngine([url], LocalEngineConfig(), version=engine.version) as client:
             for name, transport in transports.items():
                 for _ in range(2):  # the first one of a transport forms its group
                     engine.train_batch([sequences], loss)
@@ -300,7 +300,7 @@ async def measure_serving(args: argparse.Namespace, model: Path) -> Figures:
     sampling = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
     limits = ("--max-running-requests", str(max(args.concurrency)), "--context-length", str(args.new_tokens + 128))
     with serving(args, model, *limits) as url:
-        async with RemoteSGLangEngine([url], LocalEngineConfig()) as client:
+        async with RemoteInferenceEngine([url], LocalEngineConfig()) as client:
 
             def ask() -> Awaitable[object]:
                 prompt = [rng.randrange(256) for _ in range(64)]

@@ -30,7 +30,7 @@ from arl.api.engine_config import ClientConfig
 from arl.api.grammar import Grammar
 from arl.api.kept_ids import KeptIds
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.tiny import write_tiny_model
 
@@ -59,7 +59,7 @@ def serving(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-async def tokens_per_s(engine: RemoteSGLangEngine, kind: str, concurrency: int) -> float:
+async def tokens_per_s(engine: RemoteInferenceEngine, kind: str, concurrency: int) -> float:
     sampling = sampling_of(kind)
 
     async def one_client(number: int) -> int:
@@ -78,7 +78,7 @@ async def tokens_per_s(engine: RemoteSGLangEngine, kind: str, concurrency: int) 
 
 async def server_table(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory, serving(write_tiny_model(Path(directory) / "model")) as url:
-        async with RemoteSGLangEngine([url], ClientConfig()) as engine:
+        async with RemoteInferenceEngine([url], ClientConfig()) as engine:
             for kind in KINDS:
                 await tokens_per_s(engine, kind, 1)  # compiles
             print("| requests at once |", *(f"{kind}, tokens/s |" for kind in KINDS))

@@ -28,7 +28,7 @@ import aiohttp
 from aiohttp import web
 
 from arl.api.engine_config import ClientConfig
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.web.process import allow_many_connections
 from arl.workflow.chat_template import ChatTemplate
@@ -111,7 +111,7 @@ def control(server: str) -> None:
                 lags.append(loop.time() - due)
 
         async with (
-            RemoteSGLangEngine([server], ClientConfig()) as engine,
+            RemoteInferenceEngine([server], ClientConfig()) as engine,
             OpenAIProxy(tiny_tokenizer()) as proxy,
             AsyncExitStack() as episodes,
             asyncio.TaskGroup() as group,

@@ -35,8 +35,8 @@ from arl.api.engine_config import (
 )
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.processes import local_servers, sglang_servers
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.processes import local_servers, stock_servers
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.engine.weights.disk import DiskTransport
@@ -87,7 +87,7 @@ async def servers(args: argparse.Namespace, model: Path) -> AsyncIterator[Sequen
     elif args.sglang_python:
         flags = (ROOT / "scripts" / "sglang_cpu" / "arguments").read_text().split()
         config = SGLangProcessesConfig(python=args.sglang_python, gpus_per_server=0, arguments=tuple(flags))
-        async with sglang_servers(str(model), config, args.run_dir / "logs") as started:
+        async with stock_servers(str(model), config, args.run_dir / "logs") as started:
             yield started.addresses
     else:
         async with local_servers(str(model), LocalEngineConfig(), args.run_dir / "logs") as started:
@@ -95,7 +95,7 @@ async def servers(args: argparse.Namespace, model: Path) -> AsyncIterator[Sequen
 
 
 @asynccontextmanager
-async def requests(client: RemoteSGLangEngine, count: int) -> AsyncIterator[None]:
+async def requests(client: RemoteInferenceEngine, count: int) -> AsyncIterator[None]:
     """Keep so many requests running inside the block."""
     sampling = SamplingParams(max_new_tokens=256, ignore_eos=True)
 
@@ -110,7 +110,7 @@ async def requests(client: RemoteSGLangEngine, count: int) -> AsyncIterator[None
             task.cancel()
 
 
-async def publish(transport: WeightTransport, trainer: FSDPTrainEngine, client: RemoteSGLangEngine) -> Cost:
+async def publish(transport: WeightTransport, trainer: FSDPTrainEngine, client: RemoteInferenceEngine) -> Cost:
     await asyncio.to_thread(trainer.train_batch, random_batch(trainer.version), loss)
     began = time.perf_counter()
     update = await asyncio.to_thread(transport.snapshot, trainer)
@@ -133,7 +133,7 @@ async def measure(args: argparse.Namespace, model: Path) -> dict[str, list[Cost]
     costs: dict[str, list[Cost]] = {}
     async with (
         servers(args, model) as addresses,
-        RemoteSGLangEngine(addresses, ClientConfig(pause_mode=args.pause_mode)) as client,
+        RemoteInferenceEngine(addresses, ClientConfig(pause_mode=args.pause_mode)) as client,
     ):
         for name, transport in transports.items():
             async with requests(client, args.requests):

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from arl.api.engine_config import ClientConfig
 from arl.api.kept_ids import KeptIds
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 WORDS, REQUESTS, NEW_TOKENS = 32_000, 16, 64
@@ -40,7 +40,7 @@ KINDS = {
 VOCABULARY, TOKENS, HELD_OUT = 8192, 8192, 150_000
 
 
-async def tokens_per_s(engine: RemoteSGLangEngine, sampling: SamplingParams) -> tuple[float, float]:
+async def tokens_per_s(engine: RemoteInferenceEngine, sampling: SamplingParams) -> tuple[float, float]:
     """And the mean number of kept ids."""
     began = time.perf_counter()
     prompts = ([number, *range(30)] for number in range(REQUESTS))
@@ -56,8 +56,8 @@ async def server_table(rounds: int) -> None:
         model = write_tiny_model(Path(directory) / "model", [f"word{i}" for i in range(WORDS)], shape)
         with serving(model) as url:
             async with (
-                RemoteSGLangEngine([url], ClientConfig()) as replayed,
-                RemoteSGLangEngine([url], ClientConfig(replay_truncation=False)) as plain,
+                RemoteInferenceEngine([url], ClientConfig()) as replayed,
+                RemoteInferenceEngine([url], ClientConfig(replay_truncation=False)) as plain,
             ):
                 best = {kind: [0.0, 0.0, math.nan] for kind in KINDS}
                 for _ in range(rounds):

@@ -23,7 +23,7 @@ from arl.training.learner import PreparedBatch
 
 
 class ScriptedServers:
-    """Stands where RemoteSGLangEngine does: opens and closes the engine, or a new one for each launch."""
+    """Stands where RemoteInferenceEngine does: opens and closes the engine, or a new one for each launch."""
 
     def __init__(self, made: ScriptedEngine | Callable[[], ScriptedEngine]) -> None:
         self.made = made
@@ -85,7 +85,7 @@ def use_scripted_servers(
     monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine | Callable[[], ScriptedEngine]
 ) -> None:
     """Let `launch` train as it does, and sample from `engine`."""
-    monkeypatch.setattr(arl.serving, "RemoteSGLangEngine", ScriptedServers(engine))
+    monkeypatch.setattr(arl.serving, "RemoteInferenceEngine", ScriptedServers(engine))
     for module in (arl.assembly, arl.serving):
         monkeypatch.setattr(module, "open_servers", _no_addresses)
     monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))

@@ -16,8 +16,8 @@ from engine.client.scripted_weights import weights
 from arl.__main__ import main
 from arl.api.engine_config import ClientConfig
 from arl.cluster.servers_file import parse, read_state
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.roster import RosterFiles
-from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.training.run_dir import RunLock
 
 
@@ -79,7 +79,7 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @asynccontextmanager
-async def run_over(run_dir: Path, *servers: Server, **settings: Any) -> AsyncIterator[RemoteSGLangEngine]:
+async def run_over(run_dir: Path, *servers: Server, **settings: Any) -> AsyncIterator[RemoteInferenceEngine]:
     """What a run has of it: the lock, and an engine over these servers that follows run_dir/servers.txt."""
     lock = RunLock(run_dir)
     lock.take()
@@ -87,7 +87,7 @@ async def run_over(run_dir: Path, *servers: Server, **settings: Any) -> AsyncIte
     config = ClientConfig(**{"request_timeout_s": 30.0, **settings})
     addresses = [server.address for server in servers]
     try:
-        async with RemoteSGLangEngine(addresses, config, files=files) as engine, asyncio.timeout(60):
+        async with RemoteInferenceEngine(addresses, config, files=files) as engine, asyncio.timeout(60):
             while read_state(run_dir) is None:  # noqa: ASYNC110 - it is a file
                 await asyncio.sleep(0.01)
             yield engine

@@ -32,7 +32,7 @@ from arl.api.engine_config import (
     DistributedWeightsConfig,
     EngineConfig,
     LocalEngineConfig,
-    SGLangEngineConfig,
+    RunningServersConfig,
     SGLangProcessesConfig,
     TrainConfig,
     WeightsConfig,
@@ -273,7 +273,7 @@ class Config(Section):
     def _mirrors_have_servers(self) -> Self:
         if not isinstance(self.weights, DeltaWeightsConfig):
             return self
-        if not isinstance(self.engine, SGLangEngineConfig):
+        if not isinstance(self.engine, RunningServersConfig):
             raise ValueError(
                 "weights.transport is delta, which is for servers on other machines, and "
                 f"engine.kind={self.engine.kind} starts them on this one; use weights.transport=disk"
@@ -329,8 +329,31 @@ class Config(Section):
                 f"engine.pause_mode is {self.engine.pause_mode}, but weights.transport=adapter pauses nothing: a "
                 "request keeps the adapter that it began with. Leave pause_mode at in_place"
             )
-        if not isinstance(self.engine, LocalEngineConfig) and self.train.lora.target_modules != "all-linear":
+        is_sglang = self.engine.protocol == "sglang" and not isinstance(self.engine, LocalEngineConfig)
+        if is_sglang and self.train.lora.target_modules != "all-linear":
             check_fused({name.rpartition(".")[2] for name in self.train.lora.target_modules})
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_can_do_it(self) -> Self:
+        if self.engine.protocol != "vllm":
+            return self
+        if isinstance(self.weights, DistributedWeightsConfig):
+            if not self.train.device.startswith("cuda"):
+                raise ValueError(
+                    f"weights.transport is distributed, which vLLM takes over NCCL from a GPU, and train.device is "
+                    f"{self.train.device}; use weights.transport=disk"
+                )
+            if self.weights.servers_per_group > 1:
+                raise ValueError(
+                    f"weights.servers_per_group is {self.weights.servers_per_group}, but a vLLM server is in a group "
+                    "with the trainer alone; use servers_per_group=1"
+                )
+        if not self.engine.replay_truncation:
+            raise ValueError(
+                "engine.replay_truncation is false, but vLLM's logprobs under top_p, top_k and min_p are over the kept "
+                "tokens, so a trainer of the whole distribution would not agree with them; leave it on"
+            )
         return self
 
     @model_validator(mode="after")

@@ -39,6 +39,8 @@ class WeightGroup:
     """The sender, and the ranks of all servers."""
     backend: str
     """gloo (CPU tensors) or nccl."""
+    unique_id: str | None = None
+    """NCCL's id of the group, in base64, for servers that meet by it instead of at address:port."""
     rank_offset: int = 1
     """The first of a server's ranks; the others follow it."""
 

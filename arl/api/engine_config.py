@@ -6,13 +6,15 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from arl.api.settings import Section
 
 PauseMode = Literal["in_place", "retract", "abort"]
+Protocol = Literal["sglang", "vllm"]
+"""The HTTP protocol of inference servers; embedded ones speak SGLang's."""
 
 DEFAULT_CONTEXT_LENGTH = 4096
 """The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
@@ -24,6 +26,8 @@ SERVER_KEY, MIRROR_KEY = "ARL_SERVER_API_KEY", "ARL_MIRROR_API_KEY"
 
 class ClientConfig(Section):
     """Settings that all kinds of inference servers share."""
+
+    protocol: ClassVar[Protocol] = "sglang"
 
     request_timeout_s: PositiveFloat = 600.0
     """Longest time one agenerate may take, pauses and retries included."""
@@ -40,8 +44,8 @@ class ClientConfig(Section):
     """Under top_p, top_k or min_p, servers return the ids from which each token was sampled, and training computes
     logprobs over these. False: logprobs are of the whole distribution, which the samples do not follow."""
     replay_routing: bool = True
-    """For a mixture of experts: train each token with the experts that sampled it. Servers return them (SGLang with
-    --enable-return-routed-experts). False: train with those that the trainer's routers choose."""
+    """For a mixture of experts: train each token with the experts that sampled it. Servers return them (SGLang and vLLM
+    with --enable-return-routed-experts). False: train with those that the trainer's routers choose."""
     min_servers: PositiveInt = 1
     """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (plus
     startup_timeout_s, if arl starts the servers)."""
@@ -104,10 +108,9 @@ def _key(given: SecretStr | None, variable: str) -> str | None:
     return given.get_secret_value() if given is not None else os.environ.get(variable) or None
 
 
-class SGLangEngineConfig(ClientConfig):
-    """SGLang servers that already run."""
+class RunningServersConfig(ClientConfig):
+    """Servers that already run."""
 
-    kind: Literal["sglang"] = "sglang"
     addresses: tuple[str, ...] = ()
     """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
     servers_file: Path | None = None
@@ -129,18 +132,32 @@ class SGLangEngineConfig(ClientConfig):
         return _reachable(self, len(self.addresses), "the number of addresses")
 
 
-class SGLangProcessesConfig(StartedServersConfig):
-    """SGLang servers that arl starts on this machine and stops."""
+class SGLangEngineConfig(RunningServersConfig):
+    """SGLang servers that already run."""
 
-    kind: Literal["sglang_processes"] = "sglang_processes"
+    kind: Literal["sglang"] = "sglang"
+
+
+class VLLMEngineConfig(RunningServersConfig):
+    """vLLM servers that already run, started as docs/vllm_protocol.md says."""
+
+    protocol: ClassVar[Protocol] = "vllm"
+
+    kind: Literal["vllm"] = "vllm"
+
+
+class ServerProcessesConfig(StartedServersConfig):
+    """Stock servers that arl starts on this machine and stops."""
+
     python: Path = Path(sys.executable)
-    """The Python interpreter that has sglang; it may belong to another environment than arl's."""
+    """The Python interpreter that has the servers' program; it may belong to another environment than arl's."""
     gpus_per_server: NonNegativeInt = 1
     """GPUs of this machine for each server, in order: its tensor-parallel size. 0: servers on the CPU."""
     first_gpu: NonNegativeInt = 0
     """The GPUs before this one are left to the trainer."""
     arguments: tuple[str, ...] = ()
-    """More arguments for each `python -m sglang.launch_server`, such as --mem-fraction-static 0.8."""
+    """More arguments for each server's command, such as --mem-fraction-static 0.8 (SGLang) or
+    --gpu-memory-utilization 0.8 (vLLM)."""
 
     @model_validator(mode="after")
     def _shows_no_key(self) -> Self:
@@ -152,7 +169,24 @@ class SGLangProcessesConfig(StartedServersConfig):
         return self
 
 
-EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
+class SGLangProcessesConfig(ServerProcessesConfig):
+    """SGLang servers that arl starts on this machine and stops (`python -m sglang.launch_server`)."""
+
+    kind: Literal["sglang_processes"] = "sglang_processes"
+
+
+class VLLMProcessesConfig(ServerProcessesConfig):
+    """vLLM servers that arl starts on this machine and stops (`python -m vllm.entrypoints.openai.api_server`)."""
+
+    protocol: ClassVar[Protocol] = "vllm"
+
+    kind: Literal["vllm_processes"] = "vllm_processes"
+
+
+EngineConfig = Annotated[
+    LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig | VLLMEngineConfig | VLLMProcessesConfig,
+    Field(discriminator="kind"),
+]
 
 # Weights on their way to the servers.
 

@@ -18,8 +18,8 @@ from arl.api.config import Config
 from arl.api.engine_config import (
     DeltaWeightsConfig,
     DistributedWeightsConfig,
-    SGLangEngineConfig,
-    SGLangProcessesConfig,
+    RunningServersConfig,
+    ServerProcessesConfig,
 )
 from arl.api.placed import Finding, PlacedPart, SharedPath
 from arl.cluster.cluster_node import Ask, ClusterNode
@@ -86,7 +86,7 @@ class _Check:
         self._config, self._nodes, self._ask = config, nodes, ask
         self._by_id = {node.node_id: node for node in nodes}
         self._places = predicted(config, nodes)
-        self._engine = config.engine if isinstance(config.engine, SGLangEngineConfig) else None
+        self._engine = config.engine if isinstance(config.engine, RunningServersConfig) else None
         self._servers = {url: self._node_of(url) for url in (self._engine.addresses if self._engine else ())}
         by_rank = {node.node_id for node in self._places or nodes if _places(config, node)}
         self._needed = by_rank | {node.node_id for node in self._servers.values() if node}
@@ -204,7 +204,7 @@ class _Check:
 
     def _servers_beside_ranks(self) -> Iterator[Finding]:
         engine, here = self._config.engine, next((node for node in self._nodes if node.is_here), None)
-        if not isinstance(engine, SGLangProcessesConfig) or not engine.gpus_per_server or here is None:
+        if not isinstance(engine, ServerProcessesConfig) or not engine.gpus_per_server or here is None:
             return
         declared = self._declared(here.node_id)
         if here.node_id in self._needed and engine.first_gpu < declared:

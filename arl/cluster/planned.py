@@ -12,11 +12,14 @@ from arl.api.config import Config
 from arl.api.engine_config import (
     DeltaWeightsConfig,
     LocalEngineConfig,
-    SGLangEngineConfig,
-    SGLangProcessesConfig,
+    RunningServersConfig,
+    ServerProcessesConfig,
 )
 from arl.api.placed import Finding, PlacedPart
 from arl.cluster.hosts import own_address
+
+_MEMORY_FLAGS = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
+"""What limits the memory of servers that arl starts."""
 
 
 def controller_part() -> PlacedPart:
@@ -48,7 +51,7 @@ def planned_trainer(config: Config) -> list[PlacedPart]:
 def planned_servers(config: Config) -> list[PlacedPart]:
     """The servers that arl starts on this machine; none if they run already."""
     engine, host = config.engine, socket.gethostname()
-    if isinstance(engine, SGLangEngineConfig):
+    if isinstance(engine, RunningServersConfig):
         return []
     if isinstance(engine, LocalEngineConfig):
         device = gpus_text([_own_gpu(engine.device)]) if engine.device.startswith("cuda") else engine.device
@@ -79,19 +82,19 @@ def gpu_mistakes(config: Config, num_gpus: int | None = None) -> list[Finding]:
     train, engine, found = config.train, config.engine, list[str]()
     on_cluster = train.ray_address is not None
     ranks = [] if on_cluster or not is_cuda(config) else _gpus_of_ranks(config) or [_own_gpu(train.device)]
-    servers = _gpus_of_servers(engine) if isinstance(engine, SGLangProcessesConfig) else []
+    servers = _gpus_of_servers(engine) if isinstance(engine, ServerProcessesConfig) else []
     if train.num_ranks > 1 and is_cuda(config) and ":" in train.device:
         found.append(
             f"train.device is {train.device}, one GPU, and train.num_ranks is {train.num_ranks}: each rank needs a GPU "
             "of its own; set train.device to cuda"
         )
     shared = sorted(set(ranks) & {gpu for gpus in servers for gpu in gpus})
-    if isinstance(engine, SGLangProcessesConfig) and shared and not _shares_memory(engine):
+    if isinstance(engine, ServerProcessesConfig) and shared and not _shares_memory(engine):
         trainers = sorted(set(ranks))
         found.append(
             f"the trainer has {gpus_text(trainers)}, and arl starts servers on {gpus_text(shared)}, too: set "
-            f"engine.first_gpu to {trainers[-1] + 1}, or limit the servers' memory by --mem-fraction-static in "
-            "engine.arguments"
+            f"engine.first_gpu to {trainers[-1] + 1}, or limit the servers' memory by {_MEMORY_FLAGS[engine.protocol]} "
+            "in engine.arguments"
         )
     if num_gpus is not None:
         found += _missing(config, num_gpus, ranks, servers)
@@ -142,8 +145,8 @@ def rank_names(config: Config) -> list[str]:
     return [f"{role} rank {rank}" for role in roles for rank in range(config.train.num_ranks)]
 
 
-def _shares_memory(engine: SGLangProcessesConfig) -> bool:
-    return any(argument.startswith("--mem-fraction-static") for argument in engine.arguments)
+def _shares_memory(engine: ServerProcessesConfig) -> bool:
+    return any(argument.startswith(_MEMORY_FLAGS[engine.protocol]) for argument in engine.arguments)
 
 
 def _own_gpu(device: str) -> int:
@@ -157,7 +160,7 @@ def _gpus_of_ranks(config: Config) -> list[int]:
     return list(range(config.train.num_ranks * num_engines(config)))
 
 
-def _gpus_of_servers(engine: SGLangProcessesConfig) -> list[range]:
+def _gpus_of_servers(engine: ServerProcessesConfig) -> list[range]:
     size = engine.gpus_per_server
     starts = (engine.first_gpu + index * size for index in range(engine.num_servers))
     return [range(start, start + size) for start in starts]

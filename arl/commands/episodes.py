@@ -23,7 +23,7 @@ from typing import Any, Literal
 from arl.api.config import Config
 from arl.api.endpoint import entered
 from arl.api.engine import Sampler
-from arl.api.engine_config import SGLangEngineConfig
+from arl.api.engine_config import RunningServersConfig
 from arl.api.errors import ConfigError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
@@ -234,10 +234,10 @@ def _saved(config: Config, named: str) -> SavedWeights:
 
 
 def _check_starts_servers(config: Config, option: str) -> None:
-    if isinstance(config.engine, SGLangEngineConfig):
+    if isinstance(config.engine, RunningServersConfig):
         raise ConfigError(
-            f"{option} starts servers for the trained weights, but engine.kind=sglang names servers that run already, "
-            f"with weights of their own; leave {option} out to use those, or choose another engine.kind"
+            f"{option} starts servers for the trained weights, but engine.kind={config.engine.kind} names servers that "
+            f"run already, with weights of their own; leave {option} out to use those, or choose another engine.kind"
         )
 
 

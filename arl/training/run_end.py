@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from arl.api import errors
 from arl.api.config import Config
-from arl.api.engine_config import SGLangEngineConfig
+from arl.api.engine_config import RunningServersConfig
 from arl.api.errors import StalledError
 from arl.api.notebook import show_briefly
 from arl.api.types import Evaluation
@@ -51,10 +51,10 @@ _TRACEBACK = 20_000
 """Characters of a traceback that are kept: its end."""
 _LOGS: tuple[tuple[tuple[type[Exception], ...], tuple[str, ...]], ...] = (
     ((errors.TrainingError, errors.ModelError), ("trainer.log",)),
-    ((errors.ServerError, errors.TransportError), ("server-*.log", "sglang-*.log")),
+    ((errors.ServerError, errors.TransportError), ("server-*.log", "sglang-*.log", "vllm-*.log")),
     ((errors.WorkerError,), ("worker-*.log",)),
     ((errors.FailureBudgetError, errors.StarvedError, errors.RewardError), ("episodes.log",)),
-    ((StalledError,), ("trainer.log", "server-*.log", "sglang-*.log", "worker-*.log")),
+    ((StalledError,), ("trainer.log", "server-*.log", "sglang-*.log", "vllm-*.log", "worker-*.log")),
 )
 """Error -> the files of run_dir/logs that may say more."""
 
@@ -351,7 +351,7 @@ def _how(error: BaseException | None) -> How:
 
 def _is_spread(config: Config) -> bool:
     """Whether the run may use several machines."""
-    return config.train.ray_address is not None or isinstance(config.engine, SGLangEngineConfig)
+    return config.train.ray_address is not None or isinstance(config.engine, RunningServersConfig)
 
 
 def _numbers(trainer: Trainer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from arl.training.run_files import write_atomically
 log = logging.getLogger(__name__)
 
 SETTINGS, ENVIRONMENT = "config.yaml", "environment.json"
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "peft", "ray", "sglang")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "peft", "ray", "sglang", "vllm")
 _GIT_S = 5.0
 """Longest wait for git, which looks at every file of a repository."""
 _BESIDE_YOURS = "config.resolved.yaml"

@@ -57,8 +57,9 @@ WAITS = {
     "Trainer._begin_saving": Wait("the previous checkpoint", "the disk"),
     "TrainThread.finish": Wait("the train engine", "the end of its call on the thread arl-train"),
     "written": Wait("a checkpoint", "the disk"),
-    "RemoteSGLangEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
-    "ServerClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
+    "RemoteInferenceEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
+    "SGLangClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
+    "VLLMClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
     "EpisodeWorkers._choose": Wait("a worker process", "its start, rollout.episode_timeout_s"),
     "_Worker.play": Wait(
         "an episode in a worker process (logs/worker-K.log tells where its event loop is blocked, if it is)",

@@ -2,7 +2,7 @@
 
     controller's process                                   a worker process
     EpisodeRunner -> EpisodeWorkers --Play, Stop---------> the workflow: turns, templates, tools, rewards
-    RemoteSGLangEngine <--------------Request, Drop------- its `engine`
+    RemoteInferenceEngine <--------------Request, Drop------- its `engine`
                        ---------------Answered-----------> a response, or the engine's error
     trajectories, an error <----------Ended--------------- arun_episode returned, raised or was cancelled
 

@@ -20,7 +20,7 @@ from arl.api.engine_config import ClientConfig, PauseMode, TrainConfig
 from arl.api.errors import ServerError
 from arl.api.grammar import Grammar
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 
@@ -55,7 +55,7 @@ def trajectory_of(response: ModelResponse) -> Trajectory:
 async def responses(url: str) -> list[ModelResponse]:
     """Of all kinds of grammars, at once, with and without filters, at two temperatures."""
     ways = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.4}]
-    async with RemoteSGLangEngine([url], ClientConfig(request_timeout_s=60.0)) as engine:
+    async with RemoteInferenceEngine([url], ClientConfig(request_timeout_s=60.0)) as engine:
         params = [SamplingParams(max_new_tokens=40, grammar=grammar, **way) for grammar in GRAMMARS for way in ways]
         asked = (engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)) for sampling in params)
         return await asyncio.gather(*asked)
@@ -82,7 +82,7 @@ async def test_a_pause_leaves_a_constrained_response_whole(
 ) -> None:
     """An embedded server goes on behind the tokens of an aborted attempt, SGLang begins again."""
     sampling = SamplingParams(max_new_tokens=500, grammar=Grammar(kind="regex", text="([ab]c){150}"))
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
         call = asyncio.create_task(engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)))
         await client.until_running(1)
         await engine.pause()
@@ -102,7 +102,7 @@ async def test_an_update_in_the_middle_of_a_constrained_response_shows_in_its_ve
 ) -> None:
     """It goes on within its grammar, each token has its set, and the trainer recomputes them with any weights."""
     sampling = SamplingParams(max_new_tokens=500, temperature=0.7, grammar=Grammar(kind="regex", text="([ab]c){150}"))
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
         call = asyncio.create_task(engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)))
         await client.until_running(1)
         await client.until_gained(5)
@@ -141,7 +141,7 @@ def logprobs_among(reference: Reference, response: ModelResponse) -> torch.Tenso
     ],
 )
 async def test_a_grammar_that_cannot_be_honoured_is_refused(client: Client, server: Server, grammar: Grammar) -> None:
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
         sampling = SamplingParams(max_new_tokens=5, grammar=grammar)
         with pytest.raises(ServerError, match=r"refused the request: .*(compile|honoured|NUL)"):
             await engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling))
@@ -155,7 +155,7 @@ async def test_a_program_behind_the_endpoint_gets_json_by_its_schema(
     wanted = {"type": "json_schema", "json_schema": {"name": "point", "schema": point}}
     ask = [{"role": "user", "content": "Where is it?"}]
     async with (
-        RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine,
+        RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine,
         OpenAIProxy(models.tokenizer, sampling=SamplingParams(max_new_tokens=300, temperature=4.0)) as proxy,
         proxy.episode(engine) as session,
         openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as program,

@@ -20,7 +20,7 @@ from arl.api.engine import DiskWeights
 from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.assembly import launch
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 SERVERS = ["embedded", pytest.param("sglang-lora", marks=pytest.mark.sglang)]
 pytestmark = pytest.mark.parametrize("server", SERVERS, indirect=True)
@@ -183,7 +183,7 @@ async def test_arls_client_publishes_adapters_beside_requests_that_end_under_the
     run = uuid.uuid4().hex[:8]
     sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
     names = ("one", "two", "one", "two")
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
         calls: list[asyncio.Task[Any]] = []
         async with asyncio.TaskGroup() as group:
             for version, name in enumerate(names):

@@ -17,7 +17,7 @@ from arl.api.engine_config import ClientConfig, TrainConfig
 from arl.api.routes import Routes
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import served_model
 
@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_new_tokens=30, ignore_eos=True)
 PROMPTS = [list(range(40))] * 4 + [[*range(40), 5], [*range(100, 200)]]
 
 
-async def answers(engine: RemoteSGLangEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[ModelResponse]:
+async def answers(engine: RemoteInferenceEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[ModelResponse]:
     requests = [ModelRequest(input_ids=prompt, sampling=SAMPLING) for prompt in prompts]
     return list(await asyncio.gather(*map(engine.agenerate, requests)))
 
@@ -66,7 +66,7 @@ async def test_routes_are_those_of_the_weights_that_sampled_and_the_trainer_agre
 ) -> None:
     """Then other weights are loaded, whose experts files hold apart and the trainer in one tensor."""
     model = served_model(mixture_model, replay_routing=True)
-    async with RemoteSGLangEngine([server.url], ClientConfig(), model=model) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(), model=model) as engine:
         said = await answers(engine)
         check(load_mixture(mixture_model), PROMPTS, said)
         for replays in (True, False):
@@ -92,7 +92,7 @@ async def test_a_response_that_pauses_cut_has_a_route_for_each_token_but_the_las
     server: Server, mixture_model: Path
 ) -> None:
     model = served_model(mixture_model, replay_routing=True)
-    async with RemoteSGLangEngine([server.url], ClientConfig(pause_mode="abort"), model=model) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(pause_mode="abort"), model=model) as engine:
         calls = asyncio.ensure_future(answers(engine))
         for _ in range(10):  # where pauses fall is the server's to say
             await engine.pause()

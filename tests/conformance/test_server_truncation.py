@@ -19,7 +19,7 @@ from arl.algorithm.batch import Batch
 from arl.api.engine import DiskWeights
 from arl.api.engine_config import ClientConfig, PauseMode, TrainConfig
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.workflow.conversation import Conversation
 
@@ -57,7 +57,7 @@ def trained_logprobs(directory: Path, trajectories: Sequence[Trajectory]) -> lis
 
 async def responses(server: Server, params: Sequence[SamplingParams], **config: Any) -> list[ModelResponse]:
     """All at once, so that rows of different settings share a batch."""
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0, **config)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0, **config)) as engine:
         asked = (engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)) for sampling in params)
         return await asyncio.gather(*asked)
 
@@ -77,7 +77,7 @@ async def test_an_update_in_the_middle_of_a_truncated_response_shows_in_its_vers
 ) -> None:
     """Each token has its set before and after, and each logprob is of its version (in place, over the old keys)."""
     sampling = SamplingParams(max_new_tokens=400, temperature=0.8, top_p=0.9, ignore_eos=True)
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0, pause_mode=mode)) as engine:
         call = asyncio.create_task(engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)))
         await client.until_running(1)
         await client.until_gained(5)
@@ -97,7 +97,7 @@ async def test_an_update_in_the_middle_of_a_truncated_response_shows_in_its_vers
 async def test_the_turns_of_a_conversation_are_replayed(client: Client, server: Server, models: Models) -> None:
     chat = Conversation(models.tokenizer, [{"role": "user", "content": "What?"}])
     ways = [{"top_p": 0.7}, {}, {"top_k": 3}, {"min_p": 0.2}]
-    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
+    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
         for way in ways:
             await chat.agenerate(engine, SamplingParams(max_new_tokens=12, temperature=1.3, **way))
             chat.add({"role": "user", "content": "And then?"})

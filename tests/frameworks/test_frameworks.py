@@ -15,7 +15,7 @@ from workflow.scripted_answers import calling, saying
 from arl.api.engine_config import ClientConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.proxy.session import EpisodeSession
@@ -76,7 +76,7 @@ STRUCTURED = {
 
 @pytest.mark.parametrize("program", STRUCTURED)
 async def test_an_untrained_model_answers_in_the_form_that_a_framework_asks_for(program: str, server: str) -> None:
-    async with RemoteSGLangEngine([server], ClientConfig()) as engine, episode(engine) as session:
+    async with RemoteInferenceEngine([server], ClientConfig()) as engine, episode(engine) as session:
         points = await run(program, session)
         made = session.trajectories(1.0)
     assert len(points) == STRUCTURED[program]

@@ -12,7 +12,7 @@ from arl.api.engine import WeightTransport
 from arl.api.engine_config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
@@ -42,7 +42,7 @@ async def test_the_server_agrees_with_the_trainer_after_a_publish(
     sampling = SamplingParams(max_new_tokens=32, ignore_eos=True)
     engine, device = make_engine(device="cuda:0"), "cuda:1" if by == "nccl" else "cuda"
     with server_process(str(model_dir), "--device", device, "--context-length", "128") as server:
-        async with RemoteSGLangEngine([server.address], LocalEngineConfig()) as client:
+        async with RemoteInferenceEngine([server.address], LocalEngineConfig()) as client:
             assert_agrees(await client.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)), engine)
             engine.train_batch([random_sequences(6)], LOSS)
             await transport.deliver(transport.snapshot(engine), client)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arl.engine.client.line import Line
-from arl.engine.client.server_client import ServerClient
 from arl.engine.client.server_pool import Server, ServerPool
+from arl.engine.client.sglang_client import SGLangClient
 from arl.plan.balance import Balance
 from arl.plan.virtual_time import run_in_virtual_time
 
@@ -20,7 +20,7 @@ class Both:
 
     def __init__(self, num_servers: int) -> None:
         self.pool = ServerPool(version=0)
-        clients = [ServerClient(cast(Any, None), f"http://127.0.0.1:{i}") for i in range(num_servers)]
+        clients = [SGLangClient(cast(Any, None), f"http://127.0.0.1:{i}") for i in range(num_servers)]
         self.servers = [self.pool.join(client) for client in clients]
         for server in self.servers:
             self.pool.admit(server)

@@ -11,22 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from arl.api.errors import ServerError, TrajectoryError
+from arl.api.errors import TrajectoryError
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes, Routing
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
+from arl.api.types import ModelRequest, ModelResponse, StopReason
 from arl.api.unreceived import Loss
-from arl.engine.client.server_client import Answer, ServerClient
+from arl.engine.client.server_client import Answer, GenerateCall
 
 _MAX_DIGITS = 19
-
-MOST_KEPT = 1024
-"""The top_k of a request to SGLang that needs kept ids and names none. They are listed in the answer."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """One /generate call in flight, and what was true of its server when it was sent."""
+    """One call of generate in flight, and what was true of its server when it was sent."""
 
     rid: str
     version: int
@@ -125,7 +122,7 @@ class PartialResponse:
     position, so the same seed continues the same stream.
 
     Under a grammar a server must know which tokens are the response's own, to go on behind them. An embedded server is
-    told; SGLang takes all of them for the prompt, so there the response begins again.
+    told; others take all of them for the prompt, so there the response begins again.
     """
 
     def __init__(
@@ -168,35 +165,28 @@ class PartialResponse:
     def is_constrained(self) -> bool:
         return self.sampling.grammar is not None
 
-    def payload(
-        self, rid: str, cache_key: str, adapter: str | None = None, *, most_kept: int | None = None
-    ) -> dict[str, Any]:
-        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
+    def call(self, rid: str, cache_key: str, adapter: str | None = None, *, continues_grammars: bool) -> GenerateCall:
+        """The next call. Prefixes are shared among calls of one `cache_key` alone.
 
-        most_kept: SGLang's limit on the kept ids of a token; None for an embedded server.
+        continues_grammars: whether the server goes on in the middle of a constrained response.
         """
-        if self.is_constrained and most_kept is not None:
+        if self.is_constrained and not continues_grammars:
             self._begin_again()
         budget = self.sampling.max_new_tokens - self.num_tokens
         if _ends_with_beginning_of(self.sampling.stop, self._tail):
             budget = 1
         self._asked = budget
-        named: dict[str, Any] = {} if adapter is None else {"lora_path": adapter}
-        if self.needs_kept_ids:
-            named["return_sampling_mask"] = True
-        if self.is_constrained and most_kept is None:
-            named["continued_tokens"] = self.num_tokens
-        if self._routing is not None:
-            named |= {"return_routed_experts": True, "routed_experts_start_len": self._num_routed}
-        return {
-            "rid": rid,
-            "input_ids": self._ids_so_far(),
-            "sampling_params": _sampling_params(self.sampling, budget, most_kept),
-            "return_logprob": True,
-            "stream": False,
-            "extra_key": cache_key,
-            **named,
-        }
+        return GenerateCall(
+            rid=rid,
+            input_ids=self._ids_so_far(),
+            num_continued=self.num_tokens,
+            sampling=self.sampling,
+            max_new_tokens=budget,
+            cache_key=cache_key,
+            adapter=adapter,
+            wants_kept_ids=self.needs_kept_ids,
+            routes_from=None if self._routing is None else self._num_routed,
+        )
 
     def _begin_again(self) -> None:
         self.num_discarded += self.num_tokens
@@ -214,7 +204,7 @@ class PartialResponse:
         return np.concatenate([self.prompt_ids, np.array(self._output_ids, dtype=np.int32)])
 
     def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
-        """Describes what is impossible in this answer to the last payload; None if nothing is. vocab_size: the
+        """Describes what is impossible in this answer to the last call; None if nothing is. vocab_size: the
         model's."""
         if len(answer.output_ids) > self._asked:
             return f"answered with {len(answer.output_ids)} tokens, but was asked for at most {self._asked}"
@@ -314,28 +304,6 @@ class PartialResponse:
         return any(stop in text for stop in self.sampling.stop)
 
 
-def most_kept_of(client: ServerClient, sampling: SamplingParams) -> int | None:
-    """The limit on the kept ids that this server lists for a token; None: it has none.
-
-    Raises ServerError if it cannot list those of this sampling.
-    """
-    if client.is_embedded:
-        return None
-    if (most := client.most_kept) is None:
-        what = "top_p, top_k and min_p need" if sampling.grammar is None else "constrained requests need"
-        without = ", or engine.replay_truncation=false, which trains by the logprobs of the whole distribution"
-        raise ServerError(
-            f"{client.address} does not say among which tokens it samples, and training needs to know: {what} SGLang "
-            f"0.5.23 or newer{without if sampling.grammar is None else ''}"
-        )
-    if sampling.top_k > most:
-        raise ServerError(
-            f"top_k is {sampling.top_k}, but {client.address} lists at most {most} tokens among which it samples: use "
-            f"a smaller top_k, or start it with --sampling-mask-max-tokens {sampling.top_k}"
-        )
-    return most
-
-
 def _token_array(request: ModelRequest) -> np.ndarray:
     """The prompt as int32: a copy, unless it is a read-only int32 array. Raises TrajectoryError for other numbers."""
     ids: Any = request.input_ids
@@ -354,27 +322,3 @@ def _token_array(request: ModelRequest) -> np.ndarray:
 
 def _ends_with_beginning_of(stops: Collection[str], tail: str) -> bool:
     return any(tail.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
-
-
-def _sampling_params(sampling: SamplingParams, max_new_tokens: int, most_kept: int | None) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.stop:
-        # The text is only ever searched for stop strings, so it has to hold everything they may match.
-        params |= {"stop": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True}
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    if (grammar := sampling.grammar) is not None:
-        params[grammar.kind] = grammar.text
-    if most_kept is not None and sampling.top_k == -1:
-        # SGLang lists kept ids only under a finite top_k, and needs room for logits that are equal to the last.
-        params["top_k"] = max(2, min(MOST_KEPT, most_kept // 2))
-    return params

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
-from arl.engine.client.greeting import Greeting, greet
-from arl.engine.client.server_client import ServerClient
+from arl.engine.client.greeting import greet
+from arl.engine.client.server_client import Greeting, ServerClient
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import leave_running
 from arl.engine.client.upkeep import Upkeep

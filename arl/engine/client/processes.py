@@ -1,6 +1,6 @@
-"""Servers that arl starts itself, embedded or stock SGLang: started together, watched, started again, gone at the end.
+"""Servers that arl starts itself: started together, watched, started again, gone at the end.
 
-`local_servers` and `sglang_servers` say what to run on this machine; `running` runs it.
+`local_servers` (embedded ones) and `stock_servers` (SGLang, vLLM) say what to run on this machine; `running` runs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from arl.api.config import Config
-from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
+from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineConfig, ServerProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
 from arl.api.events import NOWHERE, Events, ProcessRestarted
 from arl.child_process import ChildLog, how_it_ended
@@ -70,7 +70,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 @asynccontextmanager
 async def running(
-    program: Callable[[int, int], Program], config: LocalEngineConfig | SGLangProcessesConfig
+    program: Callable[[int, int], Program], config: LocalEngineConfig | ServerProcessesConfig
 ) -> AsyncIterator[ServerProcesses]:
     """Run the programs of config.num_servers indices and ports; yields them once all are ready.
 
@@ -310,23 +310,27 @@ def local_servers(
     return running(program, config)
 
 
-def sglang_servers(
-    model: str, config: SGLangProcessesConfig, log_dir: Path
+def stock_servers(
+    model: str, config: ServerProcessesConfig, log_dir: Path
 ) -> AbstractAsyncContextManager[ServerProcesses]:
-    """Start config.num_servers SGLang servers of the model directory `model`.
+    """Start config.num_servers SGLang or vLLM servers of the model directory `model`.
 
-    The output of server K is appended to log_dir/sglang-K.log. Servers and their schedulers die with this process.
-    Raises ConfigError if the Python interpreter or the GPUs are not there. See `running` for a server that dies.
+    The output of server K is appended to log_dir/sglang-K.log or vllm-K.log. Servers and the processes that they start
+    die with this process. Raises ConfigError if the Python interpreter or the GPUs are not there. See `running` for a
+    server that dies.
     """
     if (python := shutil.which(str(config.python))) is None:
         raise ConfigError(f"engine.python is {str(config.python)!r}, which is not an executable program")
+    is_vllm = config.protocol == "vllm"
+    command, environment = (_vllm_command, _vllm_environment(config)) if is_vllm else (_sglang_command, {})
 
     def program(index: int, port: int) -> Program:
+        gpus = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)}
         return Program(
-            argv=[python, "-c", _DIES_WITH_PARENT, str(os.getpid()), *_sglang_command(python, model, config, port)],
+            argv=[python, "-c", _DIES_WITH_PARENT, str(os.getpid()), python, *command(model, config, port)],
             port=port,
-            log=log_dir / f"sglang-{index}.log",
-            environment={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)},
+            log=log_dir / f"{config.protocol}-{index}.log",
+            environment={**environment, **os.environ, **gpus},
         )
 
     return running(program, config)
@@ -341,29 +345,55 @@ def _local_command(model: str, config: LocalEngineConfig, port: int) -> list[str
     return [*command, "--parent-pid", str(os.getpid())]
 
 
-def _sglang_command(python: str, model: str, config: SGLangProcessesConfig, port: int) -> list[str]:
-    command = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+def _sglang_command(model: str, config: ServerProcessesConfig, port: int) -> list[str]:
+    command = ["-m", "sglang.launch_server", "--model-path", model, "--host", _HOST, "--port", str(port)]
     command += ["--tp-size", str(config.gpus_per_server)] if config.gpus_per_server else ["--device", "cpu"]
     return [*command, *config.arguments]
 
 
+def _vllm_command(model: str, config: ServerProcessesConfig, port: int) -> list[str]:
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", _HOST, "--port", str(port)]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
+    if config.gpus_per_server:
+        command += ["--tensor-parallel-size", str(config.gpus_per_server)]
+    return [*command, *config.arguments]
+
+
+def _vllm_environment(config: ServerProcessesConfig) -> dict[str, str]:
+    """Variables that the user's own override."""
+    shared = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {**shared, **quiet, **({} if config.gpus_per_server else on_cpu)}
+
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's --max-lora-rank."""
+
+
 def adapter_options(config: Config) -> list[str]:
-    """The options that SGLang servers need for this run's adapters; none for a run without adapters.
+    """The options that SGLang and vLLM servers need for this run's adapters; none for a run without adapters.
 
     A server computes several adapters at once: max_staleness + 1 versions in flight, the bare model for its health
     checks, and one more so that a new version does not wait for a place.
     """
     if not isinstance(config.weights, AdapterWeightsConfig) or (lora := config.train.lora) is None:
         return []
+    num_adapters = str(config.rollout.max_staleness + 3)
+    if config.engine.protocol == "vllm":
+        rank = next((rank for rank in _VLLM_RANKS if rank >= lora.rank), None)
+        if rank is None:
+            raise ConfigError(f"train.lora.rank is {lora.rank}; vLLM takes at most {_VLLM_RANKS[-1]}")
+        return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", num_adapters]
     is_every = lora.target_modules == "all-linear"
     targets = ["all"] if is_every else sorted({name.rpartition(".")[2] for name in lora.target_modules})
     options = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
-    options += ["--max-loras-per-batch", str(config.rollout.max_staleness + 3)]
-    is_on_cpu = isinstance(config.engine, SGLangProcessesConfig) and config.engine.gpus_per_server == 0
+    options += ["--max-loras-per-batch", num_adapters]
+    is_on_cpu = isinstance(config.engine, ServerProcessesConfig) and config.engine.gpus_per_server == 0
     return [*options, "--lora-backend", "torch_native"] if is_on_cpu else options
 
 
-def _gpus(config: SGLangProcessesConfig, index: int) -> str:
+def _gpus(config: ServerProcessesConfig, index: int) -> str:
     """CUDA_VISIBLE_DEVICES for server `index`: its share of the GPUs that this process may use, in order."""
     first = config.first_gpu + index * config.gpus_per_server
     last = first + config.gpus_per_server

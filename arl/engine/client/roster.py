@@ -72,7 +72,7 @@ class _Change:
 
 
 class Roster:
-    """add, remove: as in RemoteSGLangEngine; called for the servers that the file has more or less than `pool`."""
+    """add, remove: as in RemoteInferenceEngine; called for the servers that the file has more or less than `pool`."""
 
     def __init__(
         self,

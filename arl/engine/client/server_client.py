@@ -1,86 +1,60 @@
-"""One inference server that speaks SGLang's HTTP protocol: its calls, its answers, and what it says of itself.
+"""The calls to one inference server, whatever its kind: the contract of a client, its records, and what clients share.
+
+`SGLangClient` speaks to stock SGLang and to embedded servers, `VLLMClient` to vLLM. The rest of this package knows
+servers by this class alone.
 
 A call raises ServerFailedError if the server could not answer; another, or the same one later, may (UnfitServerError:
 it must not go on as it is). It raises ServerError if the server refused, and would refuse again (NoSuchPathError: it
-has no such path), and PromptTooLongError if the prompt does not fit.
-Timeouts are the caller's, by asyncio.timeout.
+has no such path), and PromptTooLongError if the prompt does not fit. Timeouts are the caller's, by asyncio.timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
 import math
-import re
-from base64 import b64decode
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import msgspec
 import numpy as np
-import orjson
+from yarl import URL
 
-from arl.api.engine import TensorSpec, WeightGroup
+from arl.api.engine import MODEL_SIZES, TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
-from arl.api.errors import (
-    ArlError,
-    NoSuchPathError,
-    PromptTooLongError,
-    RefusedRequestError,
-    ServerError,
-    ServerFailedError,
-)
+from arl.api.errors import ArlError, NoSuchPathError, ServerError, ServerFailedError
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
-from arl.api.routes import Routes
-from arl.engine.client.frame_client import FrameClient, Left
-from arl.engine.frames import MAX_NAME_BYTES, PATH, Result
-from arl.web.client import JsonClient, Reply, encoded
-from arl.web.connections import Connections, NotConnectedError
+from arl.api.types import SamplingParams
+from arl.engine.client.frame_client import Left
+from arl.web.client import JsonClient, Reply
+from arl.web.connections import Connections
+from arl.web.process import is_loopback
 
-_PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
-_NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
-"""A server that refuses a request for its adapter was started again: this engine names only what it has loaded."""
-_MIXTURE = "mixture"
+MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""
-_CONNECT_TIMEOUT_S = 30.0
 
-
-_MAX_LOGPROB = 1e-4
-"""Rounding may lift a logprob a little above 0; trajectories refuse more."""
-
-
-_SETTINGS = (
-    "sampling_params",
-    "extra_key",
-    "lora_path",
-    "continued_tokens",
-    "return_sampling_mask",
-    "return_routed_experts",
-    "routed_experts_start_len",
-)
-"""The part of a request that frames carry besides its tokens and its name."""
-
-_MAX_CACHED_BYTES = 1024
-
-Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
-
-_ENDING_S = 5.0
-"""How long a server may take to answer a request that was cancelled, before the connection is cut."""
+MOST_KEPT = 1024
+"""The top_k of a request that needs kept ids and names none, to a server that lists them under a top_k alone."""
 
 NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """The errors of reading an answer that does not have the expected form."""
 
+CONNECT_TIMEOUT_S = 30.0
+_PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
+_MAX_LOGPROB = 1e-4
+"""Rounding may lift a logprob a little above 0; trajectories refuse more."""
+_ENDING_S = 5.0
+"""How long a server may take to answer a request that was cancelled, before the connection is cut."""
 
-logger = logging.getLogger(__name__)
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
 class UnfitServerError(ServerFailedError):
-    """An answer of /generate shows that its server must not go on as it is: it is impossible, or an adapter is gone."""
+    """An answer shows that its server must not go on as it is: it is impossible, or an adapter is gone."""
 
 
 class SharedFaultError(ServerFailedError):
@@ -88,8 +62,29 @@ class SharedFaultError(ServerFailedError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """A request for tokens: a prompt, the tokens of its response so far, and how to go on."""
+
+    rid: str
+    input_ids: np.ndarray
+    """int32: the prompt, and the response so far."""
+    num_continued: int
+    """How many of the last input_ids belong to the response."""
+    sampling: SamplingParams
+    max_new_tokens: int
+    """At most this many tokens more."""
+    cache_key: str
+    """Prefixes are shared among calls of one key alone."""
+    adapter: str | None = None
+    wants_kept_ids: bool = False
+    """The answer must say among which ids each token was sampled."""
+    routes_from: int | None = None
+    """The first of input_ids whose routes are wanted; None: none are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of one call of /generate."""
+    """The result of one GenerateCall."""
 
     output_ids: list[int]
     output_logprobs: list[float]
@@ -109,6 +104,24 @@ class Answer:
     """The experts of each token except the last, from the first that was asked for: [tokens, layers, experts per
     token], or these numbers flat."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, or another of NONSENSE, for what no server can mean."""
+        ids, logprobs = self.output_ids, self.output_logprobs
+        if self.finish not in ("stop", "length", "abort"):
+            raise ValueError(f"finish_reason is {self.finish!r}")
+        if set(map(type, ids)) - {int} or min(ids, default=0) < 0:
+            raise ValueError(f"token id {next(i for i in ids if type(i) is not int or i < 0)!r}")
+        are_numbers = set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs))
+        if not are_numbers or max(logprobs, default=0) > _MAX_LOGPROB:
+            raise ValueError(f"logprob {next(value for value in logprobs if not _is_logprob(value))!r}")
+        if wrong := [s for s in self.spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:
+            raise ValueError(f"the span {wrong[0]} of weight_versions")
+        if len(logprobs) != len(ids):
+            raise ValueError(f"{len(logprobs)} logprobs for {len(ids)} output_ids")
+        kept = self.kept_ids
+        if kept is not None and not (len(kept) == len(ids) and kept.allows(np.array(ids, np.int32)).all()):
+            raise ValueError("the ids that its tokens were sampled among (output_token_sampling_mask) lack a token")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
@@ -119,215 +132,146 @@ class Holding:
     """The adapters beside them, if it was asked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """A server's description of itself."""
+
+    address: str
+    label: str
+    """The version label of its weights."""
+    num_late: int
+    """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
+    unreached: str | None = None
+    """The setting that keeps updates from reaching all of the server, and what to do instead."""
+    device: str = ""
+    """The device on which it computes: cpu, GPU 0, GPUs 0-3; empty if it does not say."""
+    returns_routes: bool = False
+    """It can say which experts computed a token."""
+    traits: Mapping[str, Any]
+    """Traits that servers of the same model share; absent or None if this server does not report it."""
+
+
 class ServerClient(JsonClient):
     """The HTTP calls to one server. Borrows the connections."""
 
     key_hint = "set engine.api_key to the key that the server was started with"
-    path_hint = "is it an SGLang server?"
+    program: ClassVar[str]
+    """The name of the servers' program, for messages."""
+    greeting_timeout_s: ClassVar[float] = 10.0
+    """The longest that a healthy server takes to describe itself and to sample a first token."""
+    routes_flag: ClassVar[str] = "--enable-return-routed-experts"
+    """The option with which a server returns routes."""
 
     def __init__(
         self, connections: Connections, address: str, api_key: str | None = None, spawn: Spawn | None = None
     ) -> None:
-        """spawn: starts a task that lasts as long as the client; without it, calls of /generate are HTTP requests."""
+        """spawn: starts a task that lasts as long as the client. In it, an answer outlives a cancelled caller."""
         super().__init__(
             address,
             api_key=api_key,
             max_concurrent=None,
             timeout_s=None,
-            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
             connections=connections,
         )
         self.address = address
         self.num_ranks = 1
-        """Until `greet` has asked."""
-        self.takes_frames = False
-        """It speaks arl.engine.frames; until `greet` has asked, it does not."""
-        self.is_embedded = False
-        """It is arl's own; until `greet` has asked, it is not."""
-        self.most_kept: int | None = None
-        """How many kept ids of a token it can list; None if it is SGLang and too old to, or until `greet` has asked."""
+        """Until `describe` has asked."""
+        self.continues_grammars = False
+        """It goes on in the middle of a constrained response; otherwise such a response begins again."""
         self._spawn = spawn
-        self._frames: FrameClient | None = None
-        self._opening = asyncio.Lock()
 
     async def aclose(self) -> None:
-        self._spawn = None  # from now on no connection for frames is opened: nobody would close it
-        if self._frames is not None:
-            await self._frames.aclose()
+        self._spawn = None
         await super().aclose()
 
-    async def generate(
-        self, payload: dict[str, Any], session_id: str | None = None, left: Left = lambda _: None
-    ) -> Answer:
-        """session_id: of the requests whose prompts continue one another.
+    # Tokens
+
+    @abstractmethod
+    async def generate(self, call: GenerateCall, session_id: str | None = None, left: Left = lambda _: None) -> Answer:
+        """session_id: of the calls whose prompts continue one another.
 
         A caller that is cancelled aborts the request, by `abort`; `left` is called in that case.
         """
-        try:
-            frames = await self._frame_client() if self.takes_frames else None
-        except asyncio.CancelledError:
-            left(0)
-            raise
-        if frames is not None and frames.fits(payload["rid"], len(payload["input_ids"])):
-            answer = await self._ask_in_frames(frames, payload, session_id, left)
-        else:
-            answer = await self._ask_over_http(payload, left)
-        try:
-            return _answer_of(answer) if isinstance(answer, Result) else _parse_answer(answer.json_object())
-        except NONSENSE as error:
-            what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
-            message = f"{what}; it must be SGLang and return output_token_logprobs"
-            raise UnfitServerError(message, num_tokens=_num_tokens(answer)) from error
 
-    async def _ask_over_http(self, payload: dict[str, Any], left: Left) -> Reply:
-        """In a task of its own, which outlives a cancelled caller: the server's answer is to be counted."""
-        asking, call = self._outcome(payload), None
-        with suppress(RuntimeError):  # a TaskGroup that ends takes no more tasks
-            call = self._spawn(asking) if self._spawn is not None else None
-        try:
-            if call is None:
-                asking.close()
-                return await self.call("POST", "/generate", payload)
-            outcome = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if call is None:
-                left(None)
-            else:
-                asyncio.get_running_loop().call_later(_ENDING_S, call.cancel)
-                call.add_done_callback(lambda call: left(_tokens_left(call)))
-            raise
-        if isinstance(outcome, ArlError):
-            raise outcome
-        return outcome
+    @abstractmethod
+    async def abort(self, rid: str) -> None: ...
 
-    async def _outcome(self, payload: dict[str, Any]) -> Reply | ArlError:
-        try:
-            return await self.call("POST", "/generate", payload)
-        except ArlError as error:  # in a TaskGroup, a task that raises would end all
-            return error
-        except asyncio.CancelledError:  # nobody waits any more, or the engine ends
-            return ServerFailedError("the call was cut off")
+    @abstractmethod
+    def check_kept_ids(self, sampling: SamplingParams) -> None:
+        """Raise ServerError if the server cannot say among which ids it samples with these settings."""
 
-    async def _ask_in_frames(
-        self, frames: FrameClient, payload: Mapping[str, Any], session_id: str | None, left: Left
-    ) -> Result:
-        settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
-        session = (session_id or "").encode(errors="surrogatepass")
-        if len(session) > MAX_NAME_BYTES:
-            session = b""
-        try:
-            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, left)
-        except ConnectionError as error:
-            failure = self._unreached("/generate", error)
-            shared = SharedFaultError(str(failure), num_tokens=failure.num_tokens)
-            raise (failure if frames.takes_blame() else shared) from error
-        if result.status == 200:
-            return result
-        path = "/generate"
-        raise self.error_of(Reply(url=self.url + path, path=path, status=result.status, headers=(), body=result.head))
+    # Weights
 
-    async def _frame_client(self) -> FrameClient | None:
-        """The connection for frames, opened if there is none; None if the server, or something before it, refuses."""
-        if self._frames is not None and self._frames.is_open:
-            return self._frames
-        async with self._opening:
-            if (self._frames is None or not self._frames.is_open) and self._spawn is not None and self.takes_frames:
-                try:
-                    self._frames = await FrameClient.opened(self._base, self._api_key, _CONNECT_TIMEOUT_S)
-                except OSError as error:
-                    raise self._unreached(PATH, NotConnectedError(str(error))) from error
-                self.takes_frames = self._frames is not None
-                if self._frames is not None:
-                    await self._begin(self._frames)
-        return self._frames
-
-    async def _begin(self, frames: FrameClient) -> None:
-        """Let it run beside; or to its end, which is here, if the client was closed meanwhile, or its engine ends."""
-        running = frames.run()
-        with suppress(RuntimeError):  # a TaskGroup that ends takes no more tasks
-            if self._spawn is not None:
-                self._spawn(running)
-                return
-        await frames.aclose()
-        await running
-
-    async def abort(self, rid: str) -> None:
-        await self._post("abort_request", {"rid": rid})
-
+    @abstractmethod
     async def pause(self, mode: PauseMode) -> ServerWorked | None:
         """Returns what it has done so far, if it says: an embedded server does."""
-        told = (await self._post("pause_generation", {"mode": mode})).get("work")
-        try:
-            return msgspec.convert({"server": self.address, **told}, ServerWorked) if told else None
-        except (msgspec.ValidationError, TypeError) as error:  # another version of arl; it is for statistics alone
-            logger.debug("%s says what it has done in a way that makes no sense: %s", self.address, error)
-            return None
 
-    async def resume(self) -> None:
-        await self._post("continue_generation", {})
+    @abstractmethod
+    async def resume(self) -> None: ...
 
+    @abstractmethod
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
         """Load a model directory (an absolute path), and label it with the version."""
-        body = {
-            "model_path": str(directory),
-            "weight_version": str(version),
-            "flush_cache": flush_cache,
-            "abort_all_requests": False,
-        }
-        answer = await self._post("update_weights_from_disk", body)
-        if not answer.get("success", False):
-            raise ServerError(f"{self.address} did not load {directory}: {answer.get('message', answer)}")
 
+    @abstractmethod
     async def join_group(self, group: WeightGroup) -> None:
         """Returns when the sender and all receivers have met."""
-        body = {
-            "master_address": group.address,
-            "master_port": group.port,
-            "rank_offset": group.rank_offset,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        await self._do("init_weights_update_group", body)
 
-    async def leave_group(self, name: str) -> None:
-        await self._do("destroy_weights_update_group", {"group_name": name})
+    @abstractmethod
+    async def leave_group(self, name: str) -> None: ...
 
-    async def begin_update(self) -> None:
-        await self._do("begin_weight_update", {})
+    @abstractmethod
+    async def begin_update(self) -> None: ...
 
+    @abstractmethod
     async def receive(
         self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
     ) -> None:
         """Receive tensors in one broadcast; see WeightServer.receive."""
-        body = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "group_name": group.name,
-            "load_format": "flattened_bucket",
-            "weight_version": _MIXTURE if version is None else str(version),
-            "flush_cache": flush_cache,
-            "abort_all_requests": False,
-        }
-        await self._do("update_weights_from_distributed", body)
 
-    async def end_update(self) -> None:
-        await self._do("end_weight_update", {})
+    @abstractmethod
+    async def end_update(self) -> None: ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter beside the model, unless it is there already; see WeightServer.load_adapter."""
-        if (label := await self.weight_label()).isdecimal() or label == _MIXTURE:
+        if (label := await self.weight_label()).isdecimal() or label == MIXTURE:
             what = f"{self.address} serves weights {label!r}, which another run loaded"
             raise ServerError(f"{what}; adapters need the model that the server was started with: start it again")
         if name not in await self.adapters():
-            body = {"lora_name": name, "lora_path": str(directory), "pinned": False}
-            await self._do("load_lora_adapter", body)
+            await self._add_adapter(name, directory)
 
     async def unload_adapter(self, name: str) -> None:
-        """Returns when the requests that name it have ended. Until then SGLang loads no other adapter."""
+        """Returns when the requests that name it have ended."""
         if name in await self.adapters():
-            await self._do("unload_lora_adapter", {"lora_name": name})
+            await self._remove_adapter(name)
+
+    @abstractmethod
+    async def _add_adapter(self, name: str, directory: Path) -> None: ...
+
+    @abstractmethod
+    async def _remove_adapter(self, name: str) -> None: ...
+
+    # What it says of itself
+
+    @abstractmethod
+    async def describe(self, *, sets_going: bool) -> Greeting:
+        """Ask a server what it serves, and note what this client needs to know.
+
+        sets_going: resume a server that a killed run left paused, and have it generate. An answer that makes no sense
+        raises one of NONSENSE.
+        """
+
+    @abstractmethod
+    async def check_alive(self) -> None:
+        """Returns if it answers, also while it is paused. Raises ServerError if it is a server of another kind."""
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Returns if the server generates: it samples a token, so a paused server does not answer."""
+
+    @abstractmethod
+    async def weight_label(self) -> str: ...
 
     async def holding(self, *, with_adapters: bool) -> Holding:
         adapters = await self.adapters() if with_adapters else frozenset[str]()
@@ -340,19 +284,12 @@ class ServerClient(JsonClient):
         except NONSENSE as error:
             raise ServerFailedError(f"{self.address}/v1/models makes no sense ({error}): {str(cards)[:200]}") from error
 
-    async def model_info(self) -> dict[str, Any]:
-        """The description of its model, also while it is paused. Raises ServerError if it is not an SGLang server."""
-        info = (await self.call("GET", "/model_info")).json_object()
-        if "model_path" not in info:
-            raise ServerError(f"{self.address} is not an SGLang server: GET /model_info gave no model_path")
-        return info
-
-    async def weight_label(self) -> str:
-        return str((await self.model_info()).get("weight_version", "default"))
-
-    async def check_health(self) -> None:
-        """Returns if the server generates: SGLang samples a token first, so a paused server does not answer."""
-        await self.call("GET", "/health")
+    async def tokens_of(self, text: str) -> list[int] | None:
+        """The text as the server tokenizes it, without special tokens of its own; None without a tokenizer."""
+        try:
+            return (await self.look_up("tokenize", {"prompt": text, "add_special_tokens": False})).get("tokens")
+        except ServerError:
+            return None
 
     async def look_up(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         """GET a path that not every server has, or POST the payload to it; {} from a server without it."""
@@ -361,120 +298,91 @@ class ServerClient(JsonClient):
         except NoSuchPathError:
             return {}
 
-    async def _do(self, path: str, payload: dict[str, Any]) -> None:
-        answer = await self._post(path, payload)
-        if not answer.get("success", True):
-            reason = answer.get("message") or answer.get("error_message") or answer
-            raise ServerError(f"{self.address} refused /{path}: {reason}")
+    # What clients share
 
-    async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return (await self.call("POST", f"/{path}", payload)).json_object()
+    async def _ask_over_http(self, path: str, payload: dict[str, Any], left: Left) -> Reply:
+        """In a task of its own, which outlives a cancelled caller: the server's answer is to be counted."""
+        asking, call = self._outcome(path, payload), None
+        with suppress(RuntimeError):  # a TaskGroup that ends takes no more tasks
+            call = self._spawn(asking) if self._spawn is not None else None
+        try:
+            if call is None:
+                asking.close()
+                return await self.call("POST", path, payload)
+            outcome = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if call is None:
+                left(None)
+            else:
+                asyncio.get_running_loop().call_later(_ENDING_S, call.cancel)
+                call.add_done_callback(lambda call: left(self._tokens_left(call)))
+            raise
+        if isinstance(outcome, ArlError):
+            raise outcome
+        return outcome
 
-    def error_of(self, reply: Reply) -> ArlError:
-        if reply.status == 400 and _PROMPT_TOO_LONG.search(reply.reason):
-            return PromptTooLongError(f"{self.address}: {reply.reason}")
-        if reply.status == 400 and reply.path == "/generate" and _NO_ADAPTER.search(reply.reason):
-            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}", num_tokens=0)
-        if reply.status == 400 and reply.path == "/generate":
-            return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
-        return super().error_of(reply)
+    async def _outcome(self, path: str, payload: dict[str, Any]) -> Reply | ArlError:
+        try:
+            return await self.call("POST", path, payload)
+        except ArlError as error:  # in a TaskGroup, a task that raises would end all
+            return error
+        except asyncio.CancelledError:  # nobody waits any more, or the engine ends
+            return ServerFailedError("the call was cut off")
 
+    def _tokens_left(self, call: asyncio.Task[Reply | ArlError]) -> int | None:
+        """How many tokens a call had got whose caller has gone; None if nobody knows."""
+        match None if call.cancelled() else call.result():
+            case Reply() as reply:
+                return self._num_tokens(reply)
+            case ServerFailedError() as failure:
+                return failure.num_tokens
+            case refusal:
+                return None if refusal is None else 0
 
-def _tokens_left(call: asyncio.Task[Reply | ArlError]) -> int | None:
-    """How many tokens a call had got whose caller has gone; None if nobody knows."""
-    match None if call.cancelled() else call.result():
-        case Reply() as reply:
-            return _num_tokens(reply)
-        case ServerFailedError() as failure:
-            return failure.num_tokens
-        case refusal:
-            return None if refusal is None else 0
-
-
-def _num_tokens(answer: Reply | Result) -> int | None:
-    """How many tokens an answer has, be it of use or not; None if it does not say."""
-    if isinstance(answer, Result):
-        return len(answer.ids)
-    try:
-        return int(answer.json_object()["meta_info"]["completion_tokens"])
-    except NONSENSE:
-        return None
-
-
-def _parse_answer(body: dict[str, Any]) -> Answer:
-    """Raises LookupError, TypeError or ValueError for an impossible answer."""
-    meta = body["meta_info"]
-    is_abort = meta["finish_reason"]["type"] == "abort"
-    # An abort before the first token has no logprobs at all.
-    entries = meta.get("output_token_logprobs") or [] if is_abort else meta["output_token_logprobs"]
-    ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
-    if (entries or not is_abort) and len(body.get("output_ids", ids)) != len(ids):
-        raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
-    kept_ids = None
-    if (masks := meta.get("output_token_sampling_mask")) is not None:
-        # The other logprobs are of the distribution before top_k, top_p and min_p.
-        kept_ids, logprobs = KeptIds.of(masks), meta["output_token_sampling_logprobs"]
-    experts = None
-    if (encoded_experts := meta.get("routed_experts")) is not None:
-        experts = np.frombuffer(b64decode(encoded_experts, validate=True), "<i4")
-    return _answer(meta, body.get("text") or "", ids, logprobs, meta.get("e2e_latency"), kept_ids, experts)
+    @abstractmethod
+    def _num_tokens(self, reply: Reply) -> int | None:
+        """How many tokens an answer has, be it of use or not; None if it does not say."""
 
 
-@lru_cache(maxsize=256)
-def _cached_meta(head: bytes) -> dict[str, Any]:
-    """The JSON of a result's head: the same for many results. To be read alone."""
-    return orjson.loads(head)
+def spans_of(told: Any) -> list[tuple[str, int, int]]:
+    """Answer's spans, as SGLang and vLLM send them."""
+    return [(str(span["version"]), span["start"], span["end"]) for span in told or ()]
 
 
-def _answer_of(result: Result) -> Answer:
-    """Raises as `_answer` does."""
-    is_short = len(result.head) <= _MAX_CACHED_BYTES
-    meta = _cached_meta(result.head) if is_short else orjson.loads(result.head)
-    kept_ids = KeptIds.decode(result.kept_ids) if result.kept_ids else None
-    experts = Routes.decode(result.routes).experts if result.routes else None
-    text, server_s = meta.get("text") or "", result.microseconds / 1e6
-    return _answer(meta, text, result.ids.tolist(), result.logprobs.tolist(), server_s, kept_ids, experts)
+def count_of(told: Any) -> int:
+    return told if type(told) is int and told > 0 else 0
 
 
-def _answer(
-    meta: Mapping[str, Any],
-    text: str,
-    ids: list[int],
-    logprobs: list[float],
-    server_s: float | None,
-    kept_ids: KeptIds | None,
-    experts: np.ndarray | None,
-) -> Answer:
-    """Raises LookupError, TypeError or ValueError for an impossible answer."""
-    finish = meta["finish_reason"]["type"]
-    if finish not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason is {finish!r}")
-    if set(map(type, ids)) - {int} or min(ids, default=0) < 0:
-        raise ValueError(f"token id {next(i for i in ids if type(i) is not int or i < 0)!r}")
-    types = set(map(type, logprobs))
-    if not (types <= {float, int} and all(map(math.isfinite, logprobs)) and max(logprobs, default=0) <= _MAX_LOGPROB):
-        raise ValueError(f"logprob {next(value for value in logprobs if not _is_logprob(value))!r}")
-    spans = [(str(span["version"]), span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
-    if wrong := [s for s in spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:
-        raise ValueError(f"the span {wrong[0]} of weight_versions")
-    if len(logprobs) != len(ids):
-        raise ValueError(f"{len(logprobs)} logprobs for {len(ids)} output_ids")
-    if kept_ids is not None and not (len(kept_ids) == len(ids) and kept_ids.allows(np.array(ids, np.int32)).all()):
-        raise ValueError("the ids that its tokens were sampled among (output_token_sampling_mask) lack a token")
-    cached = meta.get("cached_tokens")
-    return Answer(
-        output_ids=ids,
-        output_logprobs=logprobs,
-        finish=finish,
-        text=text,
-        label=str(meta.get("weight_version", "")),
-        spans=spans,
-        cached_tokens=cached if type(cached) is int and cached > 0 else 0,
-        kept_ids=kept_ids,
-        experts=experts,
-        server_s=server_s if type(server_s) is float and 0 < server_s < math.inf else 0.0,
-    )
+def seconds_of(told: Any) -> float:
+    return told if type(told) is float and 0 < told < math.inf else 0.0
 
 
 def _is_logprob(value: Any) -> bool:
     return type(value) in (float, int) and math.isfinite(value) and value <= _MAX_LOGPROB
+
+
+def is_here(address: str) -> bool:
+    """Whether a server's address says that it is on this machine."""
+    return is_loopback(URL(address).host or "")
+
+
+async def described(client: ServerClient, model_path: str, context_length: Any) -> dict[str, Any]:
+    """Traits that a server of any kind may tell: its tokenizer's work, and its model's shape if that is on this
+    machine."""
+    return {
+        **_shape(client.address, model_path),
+        "context length": context_length,
+        f"tokenization of {_PROBE_TEXT!r}": await client.tokens_of(_PROBE_TEXT),
+    }
+
+
+def _shape(address: str, model_path: str) -> dict[str, Any]:
+    """The shape of a server's model, if server and model are on this machine; else empty."""
+    if not is_here(address):
+        return {}
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_bytes())
+        text = config.get("text_config") or config
+        return {name: text.get(name) for name in MODEL_SIZES}
+    except (OSError, ValueError, AttributeError):
+        return {}

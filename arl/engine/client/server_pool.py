@@ -48,9 +48,8 @@ from arl.api.events import (
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.generated_tokens import GeneratedTokens
-from arl.engine.client.greeting import Greeting
 from arl.engine.client.loads import Loads, Versions
-from arl.engine.client.server_client import Holding, ServerClient
+from arl.engine.client.server_client import Greeting, Holding, ServerClient
 
 
 class ServerState(StrEnum):

@@ -149,7 +149,7 @@ class ServerWatch:
         for _ in range(2):  # one connection may have been dropped silently, though the server is well
             try:
                 async with asyncio.timeout(_SILENCE_S / 2):
-                    await server.client.model_info()
+                    await server.client.check_alive()
             except TimeoutError:
                 continue
             except ServerError as error:

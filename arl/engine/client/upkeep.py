@@ -14,7 +14,8 @@ from typing import Any
 from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError, ProcessLostError, ServerError, ServerFailedError, TransportError, first_error
-from arl.engine.client.greeting import Greeting, difference, expected_of, greet
+from arl.engine.client.greeting import difference, expected_of, greet
+from arl.engine.client.server_client import Greeting
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import ServerUpdates, leave_running
 from arl.engine.client.server_watch import ServerWatch
@@ -120,7 +121,7 @@ class Upkeep:
         if self._needs_routes and not greeting.returns_routes:
             raise ServerError(
                 f"{server.address} does not return the routes of a mixture of experts, with which it is trained; start "
-                "SGLang with --enable-return-routed-experts, or set engine.replay_routing=false to do without"
+                f"it with {server.client.routes_flag}, or set engine.replay_routing=false to do without"
             )
         known = [other.greeting for other in self._pool.servers if other.greeting is not None]
         if sentence := difference([self._expected, *known, greeting]):
@@ -233,7 +234,7 @@ class Upkeep:
     async def _check(self, server: Server, reason: str) -> None:
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                await server.client.model_info()
+                await server.client.check_alive()
         except (ServerError, TimeoutError):
             self.fence(server, reason)
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from arl.api.engine import ServedModel
 from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 T = TypeVar("T")
 
@@ -317,11 +317,11 @@ class Server:
 @asynccontextmanager
 async def over(
     *servers: Server, api_key: str | None = None, version: int = 0, model: ServedModel | None = None, **settings: Any
-) -> AsyncIterator[RemoteSGLangEngine]:
+) -> AsyncIterator[RemoteInferenceEngine]:
     """An engine over these servers, with settings of ClientConfig; they have forgotten the calls of its start."""
     addresses = [server.address for server in servers]
     config = ClientConfig(**{"request_timeout_s": 20.0, **settings})
-    async with RemoteSGLangEngine(addresses, config, api_key=api_key, version=version, model=model) as engine:
+    async with RemoteInferenceEngine(addresses, config, api_key=api_key, version=version, model=model) as engine:
         for server in servers:
             server.calls.clear()
         yield engine

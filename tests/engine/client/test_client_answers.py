@@ -15,7 +15,7 @@ from arl.api.engine import ServedModel
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError, TrajectoryError
 from arl.api.types import ModelRequest
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 Answer = dict[str, Any]
 MODEL = ServedModel(name="m", vocab_size=31)
@@ -153,7 +153,7 @@ async def test_a_prompt_with_a_token_that_the_model_lacks_is_refused_and_not_sen
 async def refused(*servers: Server, model: ServedModel | None = None) -> str:
     """What the start of an engine over these servers is refused with."""
     with pytest.raises(ServerError) as raised:
-        async with RemoteSGLangEngine([server.address for server in servers], ClientConfig(), model=model):
+        async with RemoteInferenceEngine([server.address for server in servers], ClientConfig(), model=model):
             pytest.fail("it opened")
     return str(raised.value)
 

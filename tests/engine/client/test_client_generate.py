@@ -12,7 +12,7 @@ from arl.api.engine import ServedModel
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, RefusedRequestError, ServerError
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 
 async def test_a_request_travels_under_sglangs_names_and_its_answer_becomes_a_response(server: Server):
@@ -94,19 +94,19 @@ async def test_a_refusal_is_passed_on_in_the_servers_words_and_not_repeated(
 async def test_servers_that_are_not_there_are_named_at_the_start(server: Server):
     addresses = [server.address, "http://127.0.0.1:9"]
     with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9 .*engine\.addresses"):
-        async with RemoteSGLangEngine(addresses, ClientConfig()):
+        async with RemoteInferenceEngine(addresses, ClientConfig()):
             pytest.fail("it opened")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:30000", "localhost", "ftp://host", "http://", ""])
 def test_an_address_that_is_no_url_is_named(address: str):
     with pytest.raises(ConfigError, match=r"engine\.addresses holds .* such as http://127\.0\.0\.1:30000"):
-        RemoteSGLangEngine([address], ClientConfig())
+        RemoteInferenceEngine([address], ClientConfig())
 
 
 def test_an_address_with_a_password_is_refused_and_the_password_not_shown():
     with pytest.raises(ConfigError, match=r"names a user for http://127\.0\.0\.1:9.*engine\.api_key") as caught:
-        RemoteSGLangEngine(["http://joe:hidden@127.0.0.1:9"], ClientConfig())
+        RemoteInferenceEngine(["http://joe:hidden@127.0.0.1:9"], ClientConfig())
     assert "hidden" not in str(caught.value)
 
 
@@ -120,7 +120,7 @@ async def test_a_server_that_repeats_the_key_gets_it_into_no_error(server: Serve
 
 async def test_a_server_left_paused_by_a_killed_run_is_set_going(server: Server):
     await server._on_pause_generation({"mode": "in_place"})
-    async with RemoteSGLangEngine([server.address], ClientConfig()) as engine:
+    async with RemoteInferenceEngine([server.address], ClientConfig()) as engine:
         assert (await engine.agenerate(ask())).stop_reason == "length"
 
 
@@ -134,7 +134,7 @@ async def test_an_engine_answers_while_it_is_open_and_closing_aborts_what_runs(s
     server.is_automatic = False
     before = asyncio.all_tasks()
     with pytest.raises(EngineClosedError, match="async with"):
-        await RemoteSGLangEngine([server.address], ClientConfig()).agenerate(ask())
+        await RemoteInferenceEngine([server.address], ClientConfig()).agenerate(ask())
     async with over(server) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, outcome(engine.agenerate(ask())))
         for _ in range(2):

@@ -9,7 +9,7 @@ from scripted_weights import ScriptedWeights, raising, waiting, weights
 from arl.api.engine import WeightServer
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, ProcessLostError, ServerError, ServerFailedError, TransportError
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 
 async def test_rolling_updates_one_server_after_another(server: Server, other: Server):
@@ -196,7 +196,7 @@ async def test_an_error_in_a_background_task_is_raised_as_it_is_unless_the_block
             if block_error is not None:
                 raise block_error
 
-    engine = RemoteSGLangEngine([server.address, other.address], ClientConfig())
+    engine = RemoteInferenceEngine([server.address, other.address], ClientConfig())
     try:
         async with engine:
             await block()

@@ -17,7 +17,7 @@ from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError
 from arl.engine.client import processes
-from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
+from arl.engine.client.processes import adapter_options, local_servers, stock_servers
 
 Play = Callable[[str], None]
 
@@ -239,7 +239,7 @@ from arl.engine.client import processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 notes, tmp, script = sys.argv[1:]
 processes._local_command = lambda model, config, port: [sys.executable, "-c", script, str(port), notes]
-processes._sglang_command = lambda python, model, config, port: [python, "-c", script, str(port), notes]
+processes._sglang_command = lambda model, config, port: ["-c", script, str(port), notes]
 async def main():
     async with {servers}("m", {config}, Path(tmp)):
         print("up", flush=True)
@@ -265,7 +265,7 @@ def test_an_interrupted_run_leaves_no_server_behind(notes: Path, tmp_path: Path)
 
 
 async def test_a_killed_run_leaves_no_stock_server_behind(notes: Path, tmp_path: Path):
-    _interrupt("processes.sglang_servers", "SGLangProcessesConfig(gpus_per_server=0)", signal.SIGKILL, notes, tmp_path)
+    _interrupt("processes.stock_servers", "SGLangProcessesConfig(gpus_per_server=0)", signal.SIGKILL, notes, tmp_path)
     assert len(pids(notes)) == 1
     await until(lambda: not any(map(is_running, pids(notes))))
 
@@ -274,7 +274,7 @@ def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch:
     config = SGLangProcessesConfig(num_servers=2, gpus_per_server=2, first_gpu=1, arguments=("--mem", "0.8"))
     assert [processes._gpus(config, index) for index in range(2)] == ["1,2", "3,4"]
     command = "-m sglang.launch_server --model-path /m --host 127.0.0.1 --port 7 --tp-size 2 --mem 0.8"
-    assert processes._sglang_command("python", "/m", config, 7) == ["python", *command.split()]
+    assert processes._sglang_command("/m", config, 7) == command.split()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     config = SGLangProcessesConfig(num_servers=2, first_gpu=1)
     assert [processes._gpus(config, index) for index in range(2)] == ["6", "7"]
@@ -286,7 +286,7 @@ def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch:
     ("lora", "targets"),
     [({"rank": 8}, "all"), ({"rank": 8, "target_modules": ["v_proj", "self_attn.q_proj"]}, "q_proj v_proj")],
 )
-def test_sglang_servers_are_started_for_the_runs_adapters(lora: dict[str, object], targets: str):
+def test_stock_servers_are_started_for_the_runs_adapters(lora: dict[str, object], targets: str):
     settings = {"model": "m", "engine": {"kind": "sglang_processes"}, "train": {"lora": lora}}
     config = Config.model_validate({**settings, "weights": {"transport": "adapter"}, "rollout": {"max_staleness": 4}})
     options = f"--enable-lora --max-lora-rank 8 --lora-target-modules {targets} --max-loras-per-batch 7"
@@ -308,5 +308,5 @@ async def test_an_interpreter_that_cannot_run_sglang_is_an_error(
     tmp_path: Path, python: str, error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
-        async with sglang_servers("m", SGLangProcessesConfig(python=Path(python), gpus_per_server=0), tmp_path):
+        async with stock_servers("m", SGLangProcessesConfig(python=Path(python), gpus_per_server=0), tmp_path):
             pytest.fail("it started")

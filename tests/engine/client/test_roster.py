@@ -24,8 +24,8 @@ from arl.cluster.servers_file import (
     read_servers,
     read_state,
 )
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.roster import RosterFiles
-from arl.engine.client.sglang import RemoteSGLangEngine
 
 NONE = ServerRow(address="", state="")
 A, B, C = "http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://10.0.0.3:30000"
@@ -218,11 +218,11 @@ def test_a_file_that_is_too_long_cannot_be_edited(tmp_path: Path):
 
 
 @asynccontextmanager
-async def following(run_dir: Path, first: list[str], **settings: Any) -> AsyncIterator[RemoteSGLangEngine]:
+async def following(run_dir: Path, first: list[str], **settings: Any) -> AsyncIterator[RemoteInferenceEngine]:
     """An engine that follows run_dir/servers.txt."""
     files = RosterFiles(run_dir=run_dir, named=run_dir / "servers.txt", needs_all=False)
     config = ClientConfig(**{"request_timeout_s": 30.0, **settings})
-    async with RemoteSGLangEngine(first, config, files=files) as engine:
+    async with RemoteInferenceEngine(first, config, files=files) as engine:
         yield engine
 
 
@@ -231,7 +231,7 @@ def name(run_dir: Path, *servers: Server | str) -> None:
     (run_dir / "servers.txt").write_text("".join(f"{line}\n" for line in lines))
 
 
-def serving(engine: RemoteSGLangEngine) -> set[str]:
+def serving(engine: RemoteInferenceEngine) -> set[str]:
     return {server.address for server in engine._pool.in_service}
 
 

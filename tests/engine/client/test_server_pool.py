@@ -10,8 +10,8 @@ import pytest
 
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.line import Line
-from arl.engine.client.server_client import ServerClient
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
+from arl.engine.client.sglang_client import SGLangClient
 
 Calls = tuple[str, ...]
 
@@ -35,7 +35,7 @@ async def pool() -> ServerPool:
 
 def brought(pool: ServerPool, *calls: str) -> Server:
     """A server that went through these calls."""
-    server = pool.join(ServerClient(cast(Any, None), "http://127.0.0.1:9"))
+    server = pool.join(SGLangClient(cast(Any, None), "http://127.0.0.1:9"))
     for call in calls:
         getattr(pool, call)(server, *ARGUMENTS.get(call, ()))
     return server

@@ -15,7 +15,7 @@ from arl.api.engine_config import ClientConfig, LocalEngineConfig
 from arl.api.errors import ServerError
 from arl.engine.client import processes
 from arl.engine.client.processes import local_servers
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ async def test_a_started_server_that_hangs_is_killed_and_started_again_unless_it
         monkeypatch.setattr("arl.engine.client.server_watch._HUNG_S", 600.0)
     async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path) as servers:
         config = ClientConfig(min_servers=2)
-        async with RemoteSGLangEngine(servers.addresses, config, processes=servers) as engine, asyncio.timeout(20):
+        async with RemoteInferenceEngine(servers.addresses, config, processes=servers) as engine, asyncio.timeout(20):
             process = next(iter(servers._servers.values())).process
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
@@ -186,7 +186,7 @@ async def test_a_started_server_that_loads_too_slowly_each_time_is_given_up_with
     async def run() -> None:
         async with local_servers("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
             addresses, config = [*servers.addresses, server.address], ClientConfig(update_timeout_s=0.3)
-            async with RemoteSGLangEngine(addresses, config, processes=servers) as engine:
+            async with RemoteInferenceEngine(addresses, config, processes=servers) as engine:
                 await engine.update_weights(weights(1))
                 await asyncio.Event().wait()
 

@@ -16,7 +16,7 @@ from arl.api.engine_config import ClientConfig, OptimizerConfig, TrainConfig
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
@@ -135,9 +135,9 @@ class HookedEngine(ScriptedTrainEngine):
         return snapshot
 
 
-def client(*servers: ServerProcess, version: int = 0, **settings: Any) -> RemoteSGLangEngine:
+def client(*servers: ServerProcess, version: int = 0, **settings: Any) -> RemoteInferenceEngine:
     config = ClientConfig(**{"request_timeout_s": 60.0, **settings})
-    return RemoteSGLangEngine([server.address for server in servers], config, version=version)
+    return RemoteInferenceEngine([server.address for server in servers], config, version=version)
 
 
 def request(count: int, seed: int = 0) -> ModelRequest:

@@ -13,13 +13,13 @@ from arl.api.engine_config import PauseMode
 from arl.api.token_records import Fate
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
 
 
-async def told(engine: RemoteSGLangEngine) -> float:
+async def told(engine: RemoteInferenceEngine) -> float:
     """What servers say, since the first call. One that a busy machine has put out of service says nothing."""
     while not engine.counters()["servers/serving"]:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.05)

@@ -17,8 +17,8 @@ from arl.api.engine import WeightTransport
 from arl.api.engine_config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.errors import ServerError, TransportError
 from arl.api.types import ModelResponse
-from arl.engine.client.server_client import ServerClient
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.fsdp.snapshot import ShardGatherer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
@@ -126,14 +126,14 @@ async def test_weights_that_cannot_be_put_together_leave_the_servers_as_they_wer
 
 
 @asynccontextmanager
-async def patient(*servers: ServerProcess, version: int = 0, **settings: float) -> AsyncIterator[RemoteSGLangEngine]:
+async def patient(*servers: ServerProcess, version: int = 0, **settings: float) -> AsyncIterator[RemoteInferenceEngine]:
     given = {"pause_mode": "abort", "max_retries": 20, **settings}
     async with asyncio.timeout(90), client(*servers, version=version, **given) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def busy(engine: RemoteSGLangEngine, trainer: Trainee) -> AsyncIterator[None]:
+async def busy(engine: RemoteInferenceEngine, trainer: Trainee) -> AsyncIterator[None]:
     """Requests on all servers while the block runs; afterwards each token is checked against the version it bears."""
     is_over = asyncio.Event()
 
@@ -152,7 +152,7 @@ async def busy(engine: RemoteSGLangEngine, trainer: Trainee) -> AsyncIterator[No
 async def until_served(server: ServerProcess, version: int) -> ModelResponse:
     """An answer of this server by itself, once it calls its weights this version: newer ones are refused to others."""
     async with Connections() as connections, asyncio.timeout(90):
-        while await label_of(ServerClient(connections, server.address)) != str(version):  # noqa: ASYNC110 - it tells nobody
+        while await label_of(SGLangClient(connections, server.address)) != str(version):  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.1)
     async with patient(server, version=version) as alone:
         response = await alone.agenerate(request(20, 9))
@@ -160,7 +160,7 @@ async def until_served(server: ServerProcess, version: int) -> ModelResponse:
         return response
 
 
-async def label_of(server: ServerClient) -> str:
+async def label_of(server: SGLangClient) -> str:
     try:
         async with asyncio.timeout(1):
             return await server.weight_label()

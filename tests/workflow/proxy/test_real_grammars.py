@@ -11,7 +11,7 @@ from workflow.scripted_answers import TOKENIZER
 
 from arl.api.engine_config import ClientConfig
 from arl.api.types import SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2)
@@ -23,7 +23,7 @@ async def test_an_untrained_model_calls_a_tool_and_a_grammar_that_cannot_be_comp
     model = write_tiny_model(tmp_path / "model", shape=SHAPE)
     with server_here(str(model)) as url:
         async with (
-            RemoteSGLangEngine([url], ClientConfig()) as engine,
+            RemoteInferenceEngine([url], ClientConfig()) as engine,
             opened(engine, sampling=SamplingParams(max_new_tokens=400)) as episode,
         ):
             said = (await episode.ask(tools=[ADD], tool_choice="required", parallel_tool_calls=False, seed=1)).choices[

@@ -19,9 +19,9 @@ from arl.api.engine_config import ClientConfig
 from arl.api.errors import EngineClosedError, PromptTooLongError, ServerError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.frame_client import FrameClient
-from arl.engine.client.server_client import ServerClient
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.server_pool import Server
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.frames import (
     PATH,
     BrokenFrameError,
@@ -40,20 +40,22 @@ LONG = SamplingParams(max_new_tokens=4000, ignore_eos=True)
 
 
 @asynccontextmanager
-async def engine_over(url: str, *, takes_frames: bool = True) -> AsyncIterator[tuple[RemoteSGLangEngine, ServerClient]]:
-    async with RemoteSGLangEngine([url], ClientConfig(request_timeout_s=60.0)) as engine:
+async def engine_over(
+    url: str, *, takes_frames: bool = True
+) -> AsyncIterator[tuple[RemoteInferenceEngine, SGLangClient]]:
+    async with RemoteInferenceEngine([url], ClientConfig(request_timeout_s=60.0)) as engine:
         client = engine._pool.servers[0].client
         assert client.takes_frames
         client.takes_frames = takes_frames
         yield engine, client
 
 
-def connection_of(client: ServerClient) -> FrameClient:
+def connection_of(client: SGLangClient) -> FrameClient:
     assert client._frames is not None
     return client._frames
 
 
-async def turns(engine: RemoteSGLangEngine, session: str, num_turns: int = 3) -> list[ModelResponse]:
+async def turns(engine: RemoteInferenceEngine, session: str, num_turns: int = 3) -> list[ModelResponse]:
     """An episode whose prompt grows by answers and by what a tool says, and at last branches."""
     prompt, responses = [place % 31 for place in range(300)], list[ModelResponse]()
     for turn in range(num_turns):
@@ -111,7 +113,7 @@ async def test_a_prefix_that_the_server_keeps_no_more_is_sent_again(shared_url: 
 
 
 async def test_stop_strings_and_refusals_are_as_over_http(shared_url: str, client: Client) -> None:
-    async def outcomes(engine: RemoteSGLangEngine) -> list[object]:
+    async def outcomes(engine: RemoteInferenceEngine) -> list[object]:
         stopping = SamplingParams(max_new_tokens=30, stop=("a", "e"), seed=3)
         answer = await engine.agenerate(ModelRequest(input_ids=[5, 6], sampling=stopping))
         errors: list[object] = []
@@ -168,7 +170,7 @@ async def test_settings_and_names_that_json_takes_are_taken(shared_url: str, cli
 async def test_a_name_that_frames_cannot_hold_is_taken_or_refused_as_over_http(
     shared_url: str, client: Client, rid: str
 ) -> None:
-    async def outcome(engine: RemoteSGLangEngine) -> object:
+    async def outcome(engine: RemoteInferenceEngine) -> object:
         try:
             return await engine.agenerate(
                 ModelRequest(input_ids=[1, 2], sampling=SamplingParams(max_new_tokens=3, seed=1), rid=rid)
@@ -269,7 +271,7 @@ async def test_a_connection_to_a_server_that_reads_nothing_can_be_closed() -> No
 async def test_a_client_that_was_closed_leaves_no_connection_behind(shared_url: str, client: Client) -> None:
     spawned: list[object] = []
     async with Connections() as connections:
-        there = ServerClient(connections, shared_url, spawn=spawned.append)
+        there = SGLangClient(connections, shared_url, spawn=spawned.append)
         there.takes_frames = True
         opening = asyncio.ensure_future(there._frame_client())
         await asyncio.sleep(0)
@@ -285,7 +287,7 @@ async def test_a_connection_that_opens_while_its_engine_fails_is_closed(shared_u
     await tasks.__aenter__()
     tasks._abort()  # pyright: ignore[reportAttributeAccessIssue] (as the failure of one of them does)
     async with Connections() as connections:
-        there = ServerClient(connections, shared_url, spawn=tasks.create_task)
+        there = SGLangClient(connections, shared_url, spawn=tasks.create_task)
         there.takes_frames = True
         connection = await there._frame_client()
         assert connection is not None

@@ -18,7 +18,7 @@ from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError
 from arl.api.grammar import Grammar
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.local import grammars
 from arl.engine.tiny import tiny_tokenizer
 
@@ -46,12 +46,12 @@ def ids_of(text: str) -> set[int]:
 
 
 @asynccontextmanager
-async def engine_over(url: str, **config: Any) -> AsyncIterator[RemoteSGLangEngine]:
-    async with RemoteSGLangEngine([url], ClientConfig(request_timeout_s=60.0, **config)) as engine:
+async def engine_over(url: str, **config: Any) -> AsyncIterator[RemoteInferenceEngine]:
+    async with RemoteInferenceEngine([url], ClientConfig(request_timeout_s=60.0, **config)) as engine:
         yield engine
 
 
-async def answer(engine: RemoteSGLangEngine, grammar: Grammar | None, **sampling: Any) -> ModelResponse:
+async def answer(engine: RemoteInferenceEngine, grammar: Grammar | None, **sampling: Any) -> ModelResponse:
     params = SamplingParams(**{"max_new_tokens": 64, "grammar": grammar, "seed": 7, **sampling})
     return await engine.agenerate(ModelRequest(input_ids=PROMPT, sampling=params))
 

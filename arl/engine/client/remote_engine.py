@@ -1,4 +1,4 @@
-"""RemoteSGLangEngine: one InferenceEngine over one or many servers that speak SGLang's protocol.
+"""RemoteInferenceEngine: one InferenceEngine over one or many servers of a kind (embedded and SGLang, or vLLM).
 
     agenerate --> wait for a server --> attempt --> tokens kept --> done? --> response
                         ^                  |                          |
@@ -13,22 +13,23 @@ first version. Any other label, or one older than the request, means that somebo
 newer than all that this engine has sent means that another training updates it. The engine throws such an answer away,
 like one with too many or impossible tokens, and fences the server until it holds the current weights.
 
-**Prefix caches.** Each request names its server's weights as `extra_key`, which SGLang makes part of the cache's key.
-Otherwise a later turn would silently be sampled on old weights' KV, and its logprobs would have no version. Under
-retract and abort an update flushes the cache too: a retracted request keeps its key and would find its own old KV.
+**Prefix caches.** Each request names its server's weights (`extra_key`, `cache_salt`), which servers make part of the
+cache's key. Otherwise a later turn would silently be sampled on old weights' KV, and its logprobs would have no
+version. Under retract and abort an update flushes the cache too: a retracted request keeps its key and would find its
+own old KV.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import numpy as np
 
 from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
-from arl.api.engine_config import ClientConfig
+from arl.api.engine_config import ClientConfig, Protocol
 from arl.api.errors import (
     ArlError,
     ConfigError,
@@ -44,7 +45,7 @@ from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.unreceived import Loss, Unreceived
 from arl.cluster.servers_file import DRAIN_S, base_url
-from arl.engine.client.continuation import Attempt, PartialResponse, most_kept_of, version_of
+from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
 from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
@@ -53,7 +54,9 @@ from arl.engine.client.roster import Roster, RosterFiles
 from arl.engine.client.server_client import Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch
+from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.upkeep import Upkeep
+from arl.engine.client.vllm_client import VLLMClient
 from arl.web.connections import Connections
 from arl.web.process import allow_many_connections
 
@@ -64,9 +67,16 @@ _SHARE_OF_TIMEOUT = 0.5
 _KEEPALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which SGLang runs on, closes them from its side (5 s)."""
 
+_CLIENTS: Mapping[Protocol, type[ServerClient]] = {"sglang": SGLangClient, "vllm": VLLMClient}
 
-class RemoteSGLangEngine:
-    """An InferenceEngine that asks the SGLang-protocol servers at `addresses` (base URLs), within `async with`.
+
+def client_class(config: ClientConfig) -> type[ServerClient]:
+    """What speaks to servers of this kind."""
+    return _CLIENTS[config.protocol]
+
+
+class RemoteInferenceEngine:
+    """An InferenceEngine that asks the servers at `addresses` (base URLs) of config's kind, within `async with`.
 
     Entering raises ServerError if a server does not answer, or serves another model than the others. `version` is the
     version of the servers' weights at the start.
@@ -215,7 +225,7 @@ class RemoteSGLangEngine:
     async def add_server(self, address: str) -> None:
         """Let one more server serve, as soon as it holds the current weights.
 
-        Raises ServerError if it can't be reached, is no SGLang server, serves another model or refuses the weights; the
+        Raises ServerError if it can't be reached, is of another kind, serves another model or refuses the weights; the
         engine is then as it was.
         """
         connections = self._check_open()
@@ -253,7 +263,7 @@ class RemoteSGLangEngine:
             await self._connections.aclose()
 
     def _client_of(self, connections: Connections, address: str) -> ServerClient:
-        return ServerClient(connections, address, self._api_key, self._tasks.create_task)
+        return client_class(self._config)(connections, address, self._api_key, self._tasks.create_task)
 
     async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
         """A serving server, if possible not `avoid`. Waits in line for one until the deadline."""
@@ -279,10 +289,12 @@ class RemoteSGLangEngine:
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
-        most_kept = most_kept_of(server.client, partial.sampling) if partial.needs_kept_ids else None
+        if partial.needs_kept_ids:
+            server.client.check_kept_ids(partial.sampling)
         attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
         cache_key = self._pool.cache_key(server)
-        payload = partial.payload(rid, cache_key, attempt.adapter, most_kept=most_kept)
+        continues_grammars = server.client.continues_grammars
+        call = partial.call(rid, cache_key, attempt.adapter, continues_grammars=continues_grammars)
         self.unreceived.begin()
 
         def left(tokens: int | None) -> None:
@@ -290,9 +302,9 @@ class RemoteSGLangEngine:
 
         try:
             async with attempt.scope:
-                if partial.may_cut and not (partial.is_constrained and most_kept):  # the cut would lose its tokens
+                if partial.may_cut and (continues_grammars or not partial.is_constrained):  # else a cut loses tokens
                     self._patience.begin(attempt)
-                answer = await server.client.generate(payload, partial.session_id, left)
+                answer = await server.client.generate(call, partial.session_id, left)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
             is_unfit = isinstance(failure, UnfitServerError)

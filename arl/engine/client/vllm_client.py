@@ -1,0 +1,327 @@
+"""vLLM's HTTP protocol, spoken to one server. docs/vllm_protocol.md records what vLLM answers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from arl.api.engine import TensorSpec, WeightGroup
+from arl.api.engine_config import PauseMode
+from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, RefusedRequestError, ServerError
+from arl.api.kept_ids import KeptIds
+from arl.api.types import SamplingParams
+from arl.engine.client.frame_client import Left
+from arl.engine.client.server_client import (
+    MIXTURE,
+    MOST_KEPT,
+    NONSENSE,
+    Answer,
+    GenerateCall,
+    Greeting,
+    ServerClient,
+    UnfitServerError,
+    count_of,
+    described,
+    is_here,
+    spans_of,
+)
+from arl.offload import offload
+from arl.web.client import Reply
+
+_GENERATE = "/inference/v1/generate"
+_PROMPT_TOO_LONG = re.compile(r"maximum model length|context length", re.IGNORECASE)
+_ID_PREFIX = "generate-tokens-"
+"""vLLM puts this before a request's name, and expects it in calls that abort the request."""
+_LEAST_TEMPERATURE = 0.01
+"""vLLM lifts temperatures between 0 and this one to it, for the samples and for their logprobs."""
+_FLAGS = {
+    _GENERATE: "--enable-scale-out",
+    "/inference/v1/abort_requests": "--enable-scale-out",
+    "/pause": "VLLM_SERVER_DEV_MODE=1",
+    "/resume": "VLLM_SERVER_DEV_MODE=1",
+    "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
+    "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
+    "/weight_info": "VLLM_SERVER_DEV_MODE=1",
+    "/update_weight_version": "VLLM_SERVER_DEV_MODE=1",
+    "/server_info": "VLLM_SERVER_DEV_MODE=1",
+}
+"""The paths that arl asks, and what makes a server of _TESTED offer them."""
+_TESTED = "0.32"
+
+
+class VLLMClient(ServerClient):
+    """The calls to one vLLM server, of one engine process group behind one API process."""
+
+    program = "vLLM"
+    path_hint = "is it a vLLM server? engine.kind=sglang is for SGLang"
+    greeting_timeout_s = 120.0  # its first request compiles kernels, which took 17 s on two busy cores
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lists_kept_ids = False
+        """It says for every request among which ids it sampled, until `describe` has asked: it does not."""
+        self._update_version: int | None = None
+        """The version of the tensors that it is receiving."""
+
+    # Tokens
+
+    async def generate(self, call: GenerateCall, session_id: str | None = None, left: Left = lambda _: None) -> Answer:
+        reply = await self._ask_over_http(_GENERATE, self._payload(call), left)
+        try:
+            return _parse_answer(reply.json_object(), call.routes_from)
+        except NONSENSE as error:
+            what = f"{self.address} answered {_GENERATE} with what cannot be trained on"
+            message = f"{what} ({type(error).__name__}: {error}); it must be vLLM {_TESTED} or newer"
+            raise UnfitServerError(message, num_tokens=self._num_tokens(reply)) from error
+
+    def _payload(self, call: GenerateCall) -> dict[str, Any]:
+        sampling = call.sampling
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise RefusedRequestError(
+                f"temperature is {sampling.temperature:g}, and vLLM samples at {_LEAST_TEMPERATURE} instead of a lower "
+                f"one; use 0, or {_LEAST_TEMPERATURE} and more"
+            )
+        return {
+            "request_id": call.rid,
+            "token_ids": call.input_ids,
+            "sampling_params": self._sampling_params(call),
+            "cache_salt": call.cache_key,
+            "output_mode": "text" if sampling.stop else "tokens",
+            **({} if call.adapter is None else {"model": call.adapter}),
+        }
+
+    def _sampling_params(self, call: GenerateCall) -> dict[str, Any]:
+        sampling = call.sampling
+        temperature, top_k = sampling.temperature, max(sampling.top_k, 0)
+        if self.lists_kept_ids:  # then it takes no greedy request, and none without top_k
+            temperature, top_k = (temperature, top_k or MOST_KEPT) if temperature > 0 else (1.0, 1)
+        params: dict[str, Any] = {
+            "max_tokens": call.max_new_tokens,
+            "temperature": temperature,
+            "top_p": sampling.top_p,
+            "top_k": top_k,
+            "min_p": sampling.min_p,
+            "ignore_eos": sampling.ignore_eos,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": bool(sampling.stop),
+        }
+        if sampling.stop:
+            # The text is only ever searched for stop strings, so it has to hold everything they may match.
+            params |= {"stop": list(sampling.stop), "skip_special_tokens": False, "include_stop_str_in_output": True}
+        if sampling.stop_token_ids and not sampling.ignore_eos:  # as SGLang does
+            params["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.seed is not None:
+            params["seed"] = _seed(sampling.seed, call.num_continued)
+        if (grammar := sampling.grammar) is not None:
+            kind = "json" if grammar.kind == "json_schema" else grammar.kind
+            params["structured_outputs"] = {kind: grammar.text}
+        return params
+
+    async def abort(self, rid: str) -> None:
+        await self._post("inference/v1/abort_requests", {"request_ids": [_ID_PREFIX + rid]})
+
+    def check_kept_ids(self, sampling: SamplingParams) -> None:
+        if not self.lists_kept_ids:
+            what = "top_p, top_k and min_p" if sampling.grammar is None else "a grammar"
+            raise ServerError(
+                f"{self.address} does not say among which tokens it samples under {what}, and training needs to know: "
+                "start vLLM with --return-sampling-mask, which needs its model runner V2 (GPUs), or sample without"
+            )
+
+    # Weights
+
+    async def pause(self, mode: PauseMode) -> None:
+        kept = "abort" if mode == "abort" else "keep"
+        await self._post(f"pause?mode={kept}&clear_cache=false")
+        if mode == "retract":
+            await self._flush()
+
+    async def resume(self) -> None:
+        await self._post("resume")
+
+    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
+        if is_here(self.address) and not await offload(
+            directory.is_dir
+        ):  # vLLM would take it for a model of the hub, and end
+            raise ServerError(f"{self.address} was not told to load {directory}, because that is no directory")
+        await self._label(MIXTURE)
+        await self._rpc("reload_weights", weights_path=str(directory))
+        if flush_cache:
+            await self._flush()
+        await self._label(str(version))
+
+    async def join_group(self, group: WeightGroup) -> None:
+        await self._post("init_weight_transfer_engine", {"init_info": group_facts(group)})
+
+    async def leave_group(self, name: str) -> None:
+        """vLLM has one group at a time."""
+        await self._post("shutdown_weight_transfer_engine")
+
+    async def begin_update(self) -> None:
+        await self._label(MIXTURE)
+        await self._post("start_weight_update")
+
+    async def receive(
+        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
+    ) -> None:
+        names, dtypes = [spec.name for spec in specs], [spec.dtype for spec in specs]
+        shapes = [list(spec.shape) for spec in specs]
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        await self._post("update_weights", {"update_info": info})
+        if flush_cache:
+            await self._flush()
+        self._update_version = version
+
+    async def end_update(self) -> None:
+        version, self._update_version = self._update_version, None
+        await self._post("finish_weight_update", {"weight_version": MIXTURE if version is None else str(version)})
+
+    async def _add_adapter(self, name: str, directory: Path) -> None:
+        await self._post("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    async def _remove_adapter(self, name: str) -> None:
+        await self._post("v1/unload_lora_adapter", {"lora_name": name})
+
+    async def _flush(self) -> None:
+        """Forget all cached prefixes; requests that run are computed again from their tokens."""
+        await self._post("reset_prefix_cache?reset_running_requests=true")
+
+    async def _label(self, label: str) -> None:
+        await self._post("update_weight_version", {"new_version": label})
+
+    async def _rpc(self, method: str, **options: str) -> None:
+        await self._post("collective_rpc", {"method": method, "kwargs": options})
+
+    # What it says of itself
+
+    async def describe(self, *, sets_going: bool) -> Greeting:
+        version = str((await self.call("GET", "/version")).json_object()["version"])
+        await self._check_paths(version)
+        if sets_going:
+            await self.resume()
+            await self.check_health()
+        settings = (await self.call("GET", "/server_info?config_format=json")).json_object()["vllm_config"]
+        model, parallel = settings["model_config"], settings["parallel_config"]
+        cards = (await self.look_up("v1/models")).get("data") or [{}]
+        if (mode := model["logprobs_mode"]) != "processed_logprobs":
+            raise ServerError(
+                f"{self.address} returns {mode}, which are not those of the distribution that it samples from; start "
+                "vLLM with --logprobs-mode processed_logprobs"
+            )
+        self.num_ranks = int((await self.look_up("get_world_size")).get("world_size") or 1)
+        self.lists_kept_ids = model.get("return_sampling_mask") is True
+        return Greeting(
+            address=self.address,
+            label=await self.weight_label(),
+            num_late=0,  # a pause ends after the step that runs, and the label changes while it is paused
+            unreached=_unreached(parallel),
+            device=str(settings.get("device_config", {}).get("device_type", "")),
+            returns_routes=(settings.get("aux_output_config") or {}).get("enable_return_routed_experts") is True,
+            traits={
+                "precision": model.get("dtype"),
+                **await described(self, str(model["model"]), cards[0].get("max_model_len")),
+            },
+        )
+
+    async def _check_paths(self, version: str) -> None:
+        known = (await self.look_up("openapi.json")).get("paths")  # a server can be told to hide it
+        missing = [path for path in _FLAGS if path not in known] if known else []
+        if missing:
+            flags = " and ".join(sorted({_FLAGS[path] for path in missing}))
+            raise ServerError(
+                f"{self.address} is vLLM {version} without {', '.join(missing)}; vLLM {_TESTED} has it, started with "
+                f"{flags}"
+            )
+
+    async def check_alive(self) -> None:
+        """vLLM answers /health while it is paused, and not after its engine has died."""
+        await self.call("GET", "/health")
+
+    async def check_health(self) -> None:
+        sampling = {"max_tokens": 1, "detokenize": False, "top_k": 1}
+        await self.call("POST", _GENERATE, {"token_ids": [0], "sampling_params": sampling, "cache_salt": "health"})
+
+    async def weight_label(self) -> str:
+        return str((await self.call("GET", "/weight_info")).json_object()["weight_version"])
+
+    async def _post(self, path: str, payload: dict[str, Any] | None = None) -> None:
+        await self.call("POST", f"/{path}", payload or {})
+
+    def _num_tokens(self, reply: Reply) -> int | None:
+        try:
+            return int(reply.json_object()["usage"]["completion_tokens"])
+        except NONSENSE:
+            return None
+
+    def error_of(self, reply: Reply) -> ArlError:
+        if reply.path != _GENERATE or reply.status not in (400, 404):
+            return super().error_of(reply)
+        if _PROMPT_TOO_LONG.search(reply.reason):
+            return PromptTooLongError(f"{self.address}: {reply.reason}")
+        if reply.status == 404 and reply.json_object().get("error"):  # it has the path, and not the adapter
+            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}", num_tokens=0)
+        if reply.status == 404:
+            return NoSuchPathError(f"{self.address} has no {_GENERATE}: start vLLM {_TESTED} with {_FLAGS[_GENERATE]}")
+        return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
+
+
+def group_facts(group: WeightGroup) -> dict[str, Any]:
+    """What a server needs to join: each call of /update_weights is one broadcast of all its bytes."""
+    return {
+        "nccl_unique_id_b64": group.unique_id,
+        "rank_offset": group.rank_offset,
+        "world_size": group.world_size,
+        "packed": True,
+        "packed_buffer_size_bytes": 1 << 62,
+        "packed_num_buffers": 1,
+    }
+
+
+def _unreached(parallel: Mapping[str, Any]) -> str | None:
+    processes = int(parallel.get("_api_process_count") or 1)
+    if processes == 1:
+        return None
+    return f"--api-server-count={processes}: an abort reaches only one of them; leave the option out"
+
+
+def _seed(seed: int, num_continued: int) -> int:
+    """vLLM draws a request's noise from its seed in order. A continuation needs noise that was not drawn before."""
+    if num_continued == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {num_continued}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _parse_answer(body: Mapping[str, Any], routes_from: int | None) -> Answer:
+    """Raises LookupError, TypeError or ValueError for an impossible answer."""
+    choice = body["choices"][0]
+    ids = choice.get("token_ids") or []
+    logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+    spans = choice.get("weight_versions") or []
+    masks = choice.get("sampling_mask")
+    return Answer(
+        output_ids=ids,
+        output_logprobs=logprobs,
+        finish=choice["finish_reason"],
+        text=choice.get("text") or "",
+        label=str(spans[-1]["version"]) if spans else "",
+        spans=spans_of(spans),
+        cached_tokens=count_of(((body.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")),
+        kept_ids=KeptIds.of(masks) if masks is not None else None,
+        experts=_experts(choice.get("routed_experts"), routes_from),
+    )
+
+
+def _experts(encoded: str | None, routes_from: int | None) -> np.ndarray | None:
+    """[tokens from routes_from on, layers, experts per token]: vLLM returns those of all tokens but the last."""
+    if encoded is None or routes_from is None:
+        return None
+    array = cast("np.ndarray", np.load(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False))
+    return array[routes_from:].astype(np.int32)
