@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 TEST_WORKERS ?= 2
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 GPU_VENV ?= .venv-gpu
@@ -17,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-runs test-slow test-browser test-cluster test-sglang test-frameworks test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
+.PHONY: quickstart test test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -99,6 +101,14 @@ $(SGLANG_STAMP): $(wildcard scripts/sglang_cpu/* scripts/sglang_cpu/shim/*.pth s
 test-sglang: $(STAMP) $(SGLANG_STAMP)
 	ARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(BIN)/python -m pytest -m sglang
 
+# vLLM, likewise.
+$(VLLM_STAMP): $(wildcard scripts/vllm_cpu/* scripts/vllm_cpu/shim/*.pth scripts/vllm_cpu/shim/*/*)
+	PYTHON=$(PYTHON) scripts/vllm_cpu/install $(VLLM_VENV)
+	touch $(VLLM_STAMP)
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	ARL_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(BIN)/python -m pytest -m vllm
+
 # Agent frameworks pin other versions than arl's too; those for Node.js go to tests/frameworks/node_modules.
 $(FRAMEWORKS_STAMP): tests/frameworks/requirements.txt tests/frameworks/package-lock.json
 	@echo 'Installing agent frameworks (600 MB) into $(FRAMEWORKS_VENV): minutes, once.'
@@ -130,4 +140,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) $(GPU_VENV) tests/frameworks/node_modules runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(FRAMEWORKS_VENV) $(GPU_VENV) tests/frameworks/node_modules runs

@@ -1,4 +1,7 @@
-"""Each test runs against the embedded server (in `make test`) and against stock SGLang (in `make test-sglang`)."""
+"""Each test runs against the embedded server (in `make test`), and against stock SGLang (in `make test-sglang`).
+
+Tests of arl's own client also run against stock vLLM (in `make test-vllm`), whose protocol is another.
+"""
 
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +15,7 @@ from embedded_server import server_here, server_process
 from mixtures import write_mixture
 from protocol_client import Client
 from reference import Reference
-from servers import Server, sglang, sglang_python
+from servers import Server, VLLMWatch, sglang, sglang_python, vllm, vllm_python
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from arl.api.engine_config import TrainConfig
@@ -22,7 +25,7 @@ from arl.finetuning import warm_starts
 CONTEXT_LENGTH = 8192
 # Weights so large that the next token is seldom nearly a tie, and that other weights say something else.
 SHAPE = TinyShape(
-    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
     context_length=CONTEXT_LENGTH, initializer_range=0.3,
 )  # fmt: skip
 
@@ -34,6 +37,22 @@ SGLANG_OPTIONS = {
         "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8", "--lora-target-modules", "all",
     ),
 }  # fmt: skip
+
+
+VLLM_OPTIONS = {
+    "mixture": ("--enable-return-routed-experts",),
+    "lora": ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4"),
+}
+ON_EACH_KIND = pytest.mark.parametrize(
+    "server",
+    [
+        "embedded",
+        pytest.param("sglang", marks=pytest.mark.sglang),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
+    ],
+    indirect=True,
+)
+"""For tests that speak to a server by arl's client alone."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +123,22 @@ def server(
 ) -> Iterator[Server]:
     """One server at a time: stock SGLang keeps a core busy.
 
-    A test can ask for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`: reward_model,
-    `embedded-mixture` and `sglang-mixture`: mixture_model, or `sglang-lora`, which takes adapters.
+    A test can ask for `vllm`; for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`:
+    reward_model, `embedded-mixture`, `sglang-mixture` and `vllm-mixture`: mixture_model, or `sglang-lora` and
+    `vllm-lora`, which take adapters.
     """
     kind, _, other = request.param.partition("-")
-    if kind == "sglang":
-        sglang_python()
+    if kind != "embedded":
+        {"sglang": sglang_python, "vllm": vllm_python}[kind]()
     is_own = other in ("", "lora")
     model = models.directory_a if is_own else request.getfixturevalue(f"{other}_model")
     limit = ("--context-length", str(CONTEXT_LENGTH if is_own else 1024))
-    if kind == "sglang":
+    if kind == "vllm":
+        limit = ("--max-model-len", limit[1])
+        log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
+        with vllm(model, log, *limit, *VLLM_OPTIONS.get(other, ())) as running:
+            yield running
+    elif kind == "sglang":
         log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
         with sglang(model, log, *limit, *SGLANG_OPTIONS.get(other, ())) as running:
             yield running
@@ -126,9 +151,13 @@ def server(
 
 
 @pytest.fixture
-async def client(server: Server, models: Models) -> AsyncIterator[Client]:
+async def client(server: Server, models: Models) -> AsyncIterator[Client | VLLMWatch]:
     """A client of the server, which afterwards runs again, idle, with weights a under the label `a`."""
     async with aiohttp.ClientSession(server.url) as session:
+        if server.kind == "vllm":
+            await (watch := VLLMWatch(session)).hold(models.directory_a, "a")
+            yield watch
+            return
         client = Client(session)
         if (await client.get("/model_info")).body["weight_version"] != "a":
             await client.post(

@@ -1,5 +1,6 @@
-"""Stock SGLang as a process group of its own: started, awaited, and gone afterwards."""
+"""Stock SGLang and vLLM as process groups of their own: started, awaited, and gone afterwards."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -10,22 +11,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import aiohttp
 import pytest
 from embedded_server import environment, free_port
+from protocol_client import DEADLINE_S
+
+from arl.api.engine_config import ClientConfig, VLLMEngineConfig
 
 SGLANG_PYTHON = "ARL_SGLANG_PYTHON"
 """The environment variable that names the Python interpreter which has SGLang."""
-_SERVE = Path(__file__).parents[2] / "scripts" / "sglang_cpu" / "serve"
+VLLM_PYTHON = "ARL_VLLM_PYTHON"
+"""The one that has vLLM."""
+_SCRIPTS = Path(__file__).parents[2] / "scripts"
 _START_TIMEOUT_S = 180.0
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Server:
-    kind: Literal["embedded", "sglang"]
+    kind: Literal["embedded", "sglang", "vllm"]
     url: str
+
+    def config(self, **settings: Any) -> ClientConfig:
+        """The settings of an engine that speaks to it."""
+        settings = {"request_timeout_s": 60.0, **settings}
+        if self.kind == "vllm":
+            return VLLMEngineConfig(addresses=(self.url,), **settings)
+        return ClientConfig(**settings)
 
 
 def sglang_python() -> str:
@@ -36,15 +50,38 @@ def sglang_python() -> str:
     return python
 
 
+def vllm_python() -> str:
+    """The interpreter that has vLLM; the test is skipped where none is named."""
+    python = os.environ.get(VLLM_PYTHON)
+    if not python:
+        pytest.skip(f"no vLLM here: `make test-vllm` installs it and names its interpreter in {VLLM_PYTHON}")
+    return python
+
+
 @contextmanager
 def sglang(model: Path, log: Path, *options: str) -> Iterator[Server]:
     """Stock SGLang, ready to answer. Every process that it started ends with it. Its output goes to `log`."""
-    port = free_port()
-    command = [str(_SERVE), sglang_python(), str(model), str(port), *options]
-    with log.open("wb") as stream, _group(command, stream.fileno()) as process:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process, log)
+    with _served(_SCRIPTS / "sglang_cpu" / "serve", sglang_python(), model, log, options) as url:
         yield Server("sglang", url)
+
+
+@contextmanager
+def vllm(model: Path, log: Path, *options: str) -> Iterator[Server]:
+    """Stock vLLM, likewise."""
+    with _served(_SCRIPTS / "vllm_cpu" / "serve", vllm_python(), model, log, options) as url:
+        yield Server("vllm", url)
+
+
+@contextmanager
+def _served(serve: Path, python: str, model: Path, log: Path, options: Sequence[str]) -> Iterator[str]:
+    port = free_port()
+    with (
+        log.open("wb") as stream,
+        _group([str(serve), python, str(model), str(port), *options], stream.fileno()) as group,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(url, group, log)
+        yield url
 
 
 @contextmanager
@@ -69,3 +106,39 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
         time.sleep(_POLL_S)
     end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
     raise RuntimeError(f"the server did not start; the end of {log}:\n{end}")
+
+
+class VLLMWatch:
+    """What tests ask a vLLM server beside the engine: how much it does, and to hold certain weights."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        async with self.session.post(path, json=body or {}) as response:
+            assert response.status == 200, await response.text()
+            return await response.json(content_type=None)
+
+    async def hold(self, directory: Path, label: str) -> None:
+        """Run, idle, with these weights and no cached prefix."""
+        await self.post("/pause?mode=abort")
+        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        await self.post("/update_weight_version", {"new_version": label})
+        await self.post("/resume")
+        await self.until_gained(0)  # what it tells of its requests is as of its last step
+        await self.until_running(0)
+
+    async def until_running(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while await self._metric("vllm:num_requests_running") != count:  # noqa: ASYNC110 - it wakes nobody
+                await asyncio.sleep(0.01)
+
+    async def until_gained(self, num_tokens: int) -> None:
+        """Wait until each running request has so many more tokens: a request beside them has as many, and a few."""
+        sampling = {"max_tokens": num_tokens + 5, "temperature": 0, "ignore_eos": True}
+        await self.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling})
+
+    async def _metric(self, name: str) -> float:
+        async with self.session.get("/metrics") as response:
+            text = await response.text()
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{"))

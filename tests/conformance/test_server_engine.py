@@ -4,22 +4,23 @@ import asyncio
 
 import pytest
 import torch
-from conformance.conftest import Models
+from conformance.conftest import ON_EACH_KIND, Models
 from protocol_client import Client
 from reference import close, logprobs_across
 from servers import Server
 
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import ClientConfig, PauseMode
+from arl.api.engine_config import PauseMode
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
-NUM_TOKENS = {"embedded": 500, "sglang": 100}
+NUM_TOKENS = {"embedded": 500, "sglang": 100, "vllm": 2000}
 """Enough that both updates come in the middle."""
 NUM_BEFORE = 5
 """The fewest tokens of each response before each update."""
+pytestmark = ON_EACH_KIND
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
@@ -28,7 +29,7 @@ async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
 ) -> None:
     num_tokens = NUM_TOKENS[server.kind]
     sampling = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, ignore_eos=True)
-    config = ClientConfig(pause_mode=mode, request_timeout_s=60.0)
+    config = server.config(pause_mode=mode)
     async with RemoteInferenceEngine([server.url], config) as engine, asyncio.TaskGroup() as group:
         calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=p, sampling=sampling))) for p in PROMPTS]
         for version, directory in ((1, models.directory_b), (2, models.directory_a)):
@@ -56,14 +57,14 @@ async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
 
 async def test_a_prompt_longer_than_the_context_is_told(client: Client, server: Server) -> None:
     request = ModelRequest(input_ids=(7,) * 9000, sampling=SamplingParams(max_new_tokens=4))
-    async with RemoteInferenceEngine([server.url], ClientConfig()) as engine:
-        with pytest.raises(PromptTooLongError, match="9000 tokens"):
+    async with RemoteInferenceEngine([server.url], server.config()) as engine:
+        with pytest.raises(PromptTooLongError, match="9000"):
             await engine.agenerate(request)
 
 
 async def test_the_tokens_of_a_cancelled_request_are_counted(client: Client, server: Server) -> None:
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS[server.kind], ignore_eos=True)
-    async with RemoteInferenceEngine([server.url], ClientConfig()) as engine:
+    async with RemoteInferenceEngine([server.url], server.config()) as engine:
         call = asyncio.create_task(engine.agenerate(ModelRequest(input_ids=PROMPTS[0], sampling=sampling)))
         await client.until_running(1)
         await client.until_gained(NUM_BEFORE)

@@ -1,0 +1,107 @@
+"""What arl asks of vLLM, and what it reads in its answers, where no vLLM runs; tests/conformance asks a real one."""
+
+import base64
+import io
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from arl.api.errors import PromptTooLongError, RefusedRequestError, ServerError, ServerFailedError
+from arl.api.grammar import Grammar
+from arl.api.types import SamplingParams
+from arl.engine.client.server_client import GenerateCall, UnfitServerError
+from arl.engine.client.vllm_client import VLLMClient, _parse_answer
+from arl.web.client import Reply
+
+
+def client(**facts: Any) -> VLLMClient:
+    made = VLLMClient(cast(Any, None), "http://127.0.0.1:9")
+    for name, value in facts.items():
+        setattr(made, name, value)
+    return made
+
+
+def asked(made: VLLMClient, *, num_continued: int = 0, **sampling: Any) -> dict[str, Any]:
+    call = GenerateCall(
+        rid="r", input_ids=np.arange(4, dtype=np.int32), num_continued=num_continued,
+        sampling=SamplingParams(**sampling), max_new_tokens=9, cache_key="k",
+    )  # fmt: skip
+    return made._payload(call)["sampling_params"]
+
+
+def answered(**choice: Any) -> dict[str, Any]:
+    whole = {
+        "finish_reason": "length", "token_ids": [3, 4], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+        "weight_versions": [{"version": "5", "start": 0, "end": 1}, {"version": "6", "start": 1, "end": 2}], **choice,
+    }  # fmt: skip
+    return {"choices": [whole], "usage": {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}}
+
+
+def test_a_continued_request_draws_other_noise_than_its_beginning() -> None:
+    seeds = [asked(client(), num_continued=count, seed=5)["seed"] for count in (0, 1, 2, 1)]
+    assert seeds[0] == 5
+    assert seeds[1] == seeds[3]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_a_server_that_lists_what_it_sampled_from_gets_a_top_k_with_each_request() -> None:
+    lists = client(lists_kept_ids=True)
+    assert [asked(lists, top_k=k)["top_k"] for k in (-1, 7)] == [1024, 7]
+    greedy = asked(lists, temperature=0.0)
+    assert (greedy["temperature"], greedy["top_k"]) == (1.0, 1)
+    assert (asked(client())["top_k"], asked(client(), temperature=0.0)["temperature"]) == (0, 0.0)
+
+
+def test_grammars_and_stop_tokens_are_asked_for_in_its_words() -> None:
+    grammar = asked(client(), grammar=Grammar(kind="json_schema", text='{"type": "object"}'))
+    assert grammar["structured_outputs"] == {"json": '{"type": "object"}'}
+    assert asked(client(), stop_token_ids=(7,))["stop_token_ids"] == [7]
+    assert "stop_token_ids" not in asked(client(), stop_token_ids=(7,), ignore_eos=True)
+
+
+def test_an_answer_has_versions_sets_and_routes() -> None:
+    file = io.BytesIO()
+    np.save(file, np.arange(5 * 2 * 2, dtype=np.uint8).reshape(5, 2, 2))  # four prompt tokens and the first sampled one
+    routes = base64.b64encode(file.getvalue()).decode()
+    answer = _parse_answer(answered(sampling_mask=[[3, 9], [4]], routed_experts=routes), routes_from=1)
+    assert (answer.output_ids, answer.output_logprobs, answer.cached_tokens) == ([3, 4], [-1.0, -2.0], 16)
+    assert (answer.spans, answer.label) == ([("5", 0, 1), ("6", 1, 2)], "6")
+    assert answer.kept_ids is not None
+    assert answer.kept_ids.allows(np.array([9, 4], np.int32)).all()
+    assert answer.experts is not None
+    assert answer.experts.shape == (4, 2, 2)
+    assert answer.experts[0].tolist() == [[4, 5], [6, 7]]
+
+
+def test_an_abort_before_the_first_token_is_an_empty_answer() -> None:
+    answer = _parse_answer(answered(finish_reason="abort", token_ids=[], logprobs=None, weight_versions=[]), None)
+    assert (answer.output_ids, answer.finish, answer.label) == ([], "abort", "")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_ids": [3]}, {"finish_reason": "error"}, {"token_ids": [3, -4]}, {"sampling_mask": [[3], [5]]},
+        {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": 0.5}]}}, {"weight_versions": [{"version": "5"}]},
+    ],
+)  # fmt: skip
+def test_an_impossible_answer_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        _parse_answer(answered(**wrong), None)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "error"),
+    [
+        (400, "The decoder prompt (length 9) is longer than the maximum model length of 8.", PromptTooLongError),
+        (400, "Token id 9999 is out of vocabulary", RefusedRequestError),
+        (404, "The model `v3` does not exist.", UnfitServerError),
+        (500, "EngineCore encountered an issue.", ServerFailedError),
+    ],
+)
+def test_errors_say_whether_another_server_may_answer(status: int, said: str, error: type[ServerError]) -> None:
+    body = b'{"error": {"message": "%s"}}' % said.encode()
+    reply = Reply(url="u", path="/inference/v1/generate", status=status, headers=(), body=body)
+    assert type(client().error_of(reply)) is error
