@@ -65,7 +65,15 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False) -> LearnerHost
         learner = load_learner(config)
     try:
         placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
-        return LearnerHost(learner, frames_of, placed, config.train.num_ranks, has_room, is_recorded=config.record)
+        return LearnerHost(
+            learner,
+            frames_of,
+            placed,
+            config.train.num_ranks,
+            has_room,
+            is_recorded=config.record,
+            is_exact=config.train.dtype == "float32",
+        )
     except BaseException:
         learner.close()
         raise

@@ -11,6 +11,7 @@ from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence, fill_unset, unse
 from arl.api.types import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from arl.api.routes import Routing
@@ -43,6 +44,18 @@ class WeightGroup:
     """NCCL's id of the group, in base64, for servers that meet by it instead of at address:port."""
     rank_offset: int = 1
     """The first of a server's ranks; the others follow it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightProbe:
+    """A trainer's logprobs of fixed tokens under one version: a server that holds the version has the same."""
+
+    version: int
+    token_ids: tuple[int, ...]
+    logprobs: np.ndarray
+    """float64[T - 1]: of each token except the first, at temperature 1."""
+    is_exact: bool
+    """The trainer computes in float32."""
 
 
 class WeightServer(Protocol):

@@ -108,7 +108,15 @@ def _key(given: SecretStr | None, variable: str) -> str | None:
     return given.get_secret_value() if given is not None else os.environ.get(variable) or None
 
 
-class RunningServersConfig(ClientConfig):
+class StockServersConfig(ClientConfig):
+    """Servers that others wrote."""
+
+    check_weights: bool = True
+    """Compare each server's logprobs of a few tokens with the trainer's after its first load of new weights, and again
+    1, 2, 4, 8, ... versions later. A server that computes with other weights than it was given ends the run."""
+
+
+class RunningServersConfig(StockServersConfig):
     """Servers that already run."""
 
     addresses: tuple[str, ...] = ()
@@ -146,7 +154,7 @@ class VLLMEngineConfig(RunningServersConfig):
     kind: Literal["vllm"] = "vllm"
 
 
-class ServerProcessesConfig(StartedServersConfig):
+class ServerProcessesConfig(StockServersConfig, StartedServersConfig):
     """Stock servers that arl starts on this machine and stops."""
 
     python: Path = Path(sys.executable)

@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
-from arl.api.engine import InferenceEngine, PublishStats, WeightSource, WeightTransport, WeightUpdate
+from arl.api.engine import InferenceEngine, PublishStats, WeightProbe, WeightSource, WeightTransport, WeightUpdate
 from arl.api.errors import ProcessLostError, TransportError
 from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
+from arl.training.weight_probe import CheckedEngine, ProbedWeights
 
 _PAUSES_S = (1.0, 10.0)
 """How long to wait after each failed delivery in a row before trying another. One more failure ends the run."""
@@ -32,6 +33,8 @@ class RenewableWeights(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
     update: WeightUpdate
+    probe: WeightProbe | None
+    """What the servers that take it are compared with, if any is due."""
     taken: float
     """When the snapshot was complete."""
     snapshot_s: float
@@ -73,19 +76,25 @@ class Delivery:
 
     async def _take(self, engine: WeightSource) -> None:
         began = time.monotonic()
-        update = await self.thread(self._snapshot, engine)
+        update, probe = await self.thread(self._snapshot, engine)
         if self._waiting:
             self.transport.discard(self._waiting.update)
         now = time.monotonic()
-        self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
+        self._waiting = _Snapshot(update=update, probe=probe, taken=now, snapshot_s=now - began)
         self.newest = update.version
         self.events.emit(SnapshotTaken(version=update.version, seconds=now - began))
 
-    def _snapshot(self, engine: WeightSource) -> WeightUpdate:
+    def _snapshot(self, engine: WeightSource) -> tuple[WeightUpdate, WeightProbe | None]:
         """Raises TrainingError, which ends this, once the engine has been lost too often."""
         while True:
             with suppress(ProcessLostError):  # between the snapshot and what the transport asks of it
-                return self.transport.snapshot(engine)
+                return self.transport.snapshot(engine), self._probe(engine)
+
+    def _probe(self, engine: WeightSource) -> WeightProbe | None:
+        servers = self.inference_engine
+        if not (isinstance(servers, CheckedEngine) and isinstance(engine, ProbedWeights)):
+            return None
+        return engine.probe() if servers.wants_probe(engine.version) else None
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
@@ -114,6 +123,8 @@ class Delivery:
             snapshot, self._waiting = self._waiting, None
             try:
                 cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+                if snapshot.probe and isinstance(self.inference_engine, CheckedEngine):
+                    await self.inference_engine.check_weights(snapshot.probe)
             except ProcessLostError:
                 self.transport.discard(snapshot.update)
                 version = snapshot.update.version

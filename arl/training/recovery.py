@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from arl.api.engine import ModelLimits
+from arl.api.engine import ModelLimits, WeightProbe
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ArlError, CheckpointError, ProcessLostError, TrainingError
 from arl.api.events import NOWHERE, Events, TrainerRecovered, short
@@ -273,6 +273,9 @@ class RecoveringWeights:
 
     def snapshot(self) -> KeptSnapshot:
         return self._learner.call(lambda learner: learner.engine.snapshot())
+
+    def probe(self) -> WeightProbe:
+        return self._learner.call(lambda learner: learner.engine.probe())
 
     def snapshot_adapter(self) -> KeptSnapshot:
         """Raises ConfigError without train.lora."""

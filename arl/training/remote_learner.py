@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arl.api.engine import ModelLimits
+from arl.api.engine import ModelLimits, WeightProbe
 from arl.api.errors import ArlError
 from arl.api.placed import Placed
 from arl.api.types import Group, new_id
@@ -23,6 +23,7 @@ from arl.object_process import ObjectProcess
 from arl.remote_calls import Kept, KeptSaving, KeptSnapshot
 from arl.training.flat_groups import FlatBatch
 from arl.training.kept_tokens import Pack, ReportedBatch, StepWeights, reported
+from arl.training.weight_probe import probe_of
 
 if TYPE_CHECKING:
     from arl.training.learner import Learner, PreparedBatch
@@ -43,9 +44,10 @@ class LearnerHost:
         has_room: Callable[[], bool] = lambda: False,
         *,
         is_recorded: bool = False,
+        is_exact: bool = False,
     ) -> None:
         """pack: packs tokens for the event log. has_room: whether there is room for the ranks that are missing.
-        is_recorded: take the weights' fingerprints with each step.
+        is_recorded: take the weights' fingerprints with each step. is_exact: the policy computes in float32.
         """
         self._placed = placed
         self._learner = learner
@@ -56,6 +58,7 @@ class LearnerHost:
         self._batch: tuple[PreparedBatch, Sequence[Group]] | None = None
         self._cpu_began = 0.0
         self._is_recorded = is_recorded
+        self._is_exact = is_exact
         self._digest = ""
         """The digest of the weights, if it is known."""
         self.ask, self.forget = self._kept.ask, self._kept.forget
@@ -68,6 +71,9 @@ class LearnerHost:
 
     def limits(self) -> ModelLimits:
         return self._learner.engine.limits
+
+    def probe(self) -> WeightProbe:
+        return probe_of(self._learner.engine, is_exact=self._is_exact)
 
     def placed(self) -> Placed:
         return self._placed
@@ -198,6 +204,9 @@ class RemoteWeights:
     @cached_property
     def limits(self) -> ModelLimits:
         return self._process.call("limits")
+
+    def probe(self) -> WeightProbe:
+        return self._process.call("probe")
 
     def snapshot(self) -> KeptSnapshot:
         return self._snapshot("snapshot")

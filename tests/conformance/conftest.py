@@ -5,12 +5,13 @@ Tests of arl's own client also run against stock vLLM (in `make test-vllm`), who
 
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
+from adapter_files import write_adapter
 from embedded_server import server_here, server_process
 from mixtures import write_mixture
 from protocol_client import Client
@@ -25,7 +26,7 @@ from arl.finetuning import warm_starts
 CONTEXT_LENGTH = 8192
 # Weights so large that the next token is seldom nearly a tie, and that other weights say something else.
 SHAPE = TinyShape(
-    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     context_length=CONTEXT_LENGTH, initializer_range=0.3,
 )  # fmt: skip
 
@@ -39,10 +40,7 @@ SGLANG_OPTIONS = {
 }  # fmt: skip
 
 
-VLLM_OPTIONS = {
-    "mixture": ("--enable-return-routed-experts",),
-    "lora": ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4"),
-}
+VLLM_OPTIONS = {"lora": ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")}
 ON_EACH_KIND = pytest.mark.parametrize(
     "server",
     [
@@ -66,14 +64,34 @@ class Models:
     tokenizer: PreTrainedTokenizerFast
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("models")
-    a, b = (write_tiny_model(root / name, shape=SHAPE, seed=seed) for seed, name in enumerate(("a", "b")))
-    yield Models(a, b, Reference(a), Reference(b), tiny_tokenizer())
+    yield
     torch.set_num_threads(before)
+
+
+def write_models(root: Path, shape: TinyShape) -> Models:
+    a, b = (write_tiny_model(root / name, shape=shape, seed=seed) for seed, name in enumerate(("a", "b")))
+    return Models(a, b, Reference(a), Reference(b), tiny_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return write_models(tmp_path_factory.mktemp("models"), SHAPE)
+
+
+@pytest.fixture(scope="session")
+def wide_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """vLLM's attention on a CPU takes no heads of 16."""
+    return write_models(tmp_path_factory.mktemp("wide"), replace(SHAPE, head_dim=32))
+
+
+@pytest.fixture
+def served(server: Server, request: pytest.FixtureRequest) -> Models:
+    """The models that this server can serve."""
+    return request.getfixturevalue("wide_models" if server.kind == "vllm" else "models")
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +135,17 @@ def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mixture(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe")
 
 
+def write_adapters(root: Path, models: Models) -> Path:
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(root / name, models.directory_a, seed, merged=root / f"merged-{name}")
+    return root
+
+
+@pytest.fixture(scope="session")
+def written(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapters(tmp_path_factory.mktemp("adapters"), models)
+
+
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def server(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
@@ -124,13 +153,15 @@ def server(
     """One server at a time: stock SGLang keeps a core busy.
 
     A test can ask for `vllm`; for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`:
-    reward_model, `embedded-mixture`, `sglang-mixture` and `vllm-mixture`: mixture_model, or `sglang-lora` and
-    `vllm-lora`, which take adapters.
+    reward_model, `embedded-mixture` and `sglang-mixture`: mixture_model, or `sglang-lora` and `vllm-lora`, which take
+    adapters.
     """
     kind, _, other = request.param.partition("-")
     if kind != "embedded":
         {"sglang": sglang_python, "vllm": vllm_python}[kind]()
     is_own = other in ("", "lora")
+    if kind == "vllm":
+        models = request.getfixturevalue("wide_models")
     model = models.directory_a if is_own else request.getfixturevalue(f"{other}_model")
     limit = ("--context-length", str(CONTEXT_LENGTH if is_own else 1024))
     if kind == "vllm":
@@ -151,11 +182,11 @@ def server(
 
 
 @pytest.fixture
-async def client(server: Server, models: Models) -> AsyncIterator[Client | VLLMWatch]:
+async def client(server: Server, models: Models, request: pytest.FixtureRequest) -> AsyncIterator[Client | VLLMWatch]:
     """A client of the server, which afterwards runs again, idle, with weights a under the label `a`."""
     async with aiohttp.ClientSession(server.url) as session:
         if server.kind == "vllm":
-            await (watch := VLLMWatch(session)).hold(models.directory_a, "a")
+            await (watch := VLLMWatch(session)).hold(request.getfixturevalue("wide_models").directory_a, "a")
             yield watch
             return
         client = Client(session)

@@ -25,14 +25,14 @@ pytestmark = ON_EACH_KIND
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
-    client: Client, server: Server, models: Models, mode: PauseMode
+    client: Client, server: Server, served: Models, mode: PauseMode
 ) -> None:
     num_tokens = NUM_TOKENS[server.kind]
     sampling = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, ignore_eos=True)
     config = server.config(pause_mode=mode)
     async with RemoteInferenceEngine([server.url], config) as engine, asyncio.TaskGroup() as group:
         calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=p, sampling=sampling))) for p in PROMPTS]
-        for version, directory in ((1, models.directory_b), (2, models.directory_a)):
+        for version, directory in ((1, served.directory_b), (2, served.directory_a)):
             await client.until_running(len(PROMPTS))
             await client.until_gained(NUM_BEFORE)
             await engine.update_weights(DiskWeights(version=version, directory=directory))
@@ -45,7 +45,7 @@ async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
         assert counts[0] >= NUM_BEFORE
         assert counts[1] > 0
         assert counts[2] > 0
-        parts = [(r, count) for r, count in zip((models.a, models.b, models.a), counts, strict=True) if count]
+        parts = [(r, count) for r, count in zip((served.a, served.b, served.a), counts, strict=True) if count]
         if mode == "in_place":
             wanted = logprobs_across(parts, prompt, response.output_ids)
         else:

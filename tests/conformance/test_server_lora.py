@@ -9,32 +9,15 @@ from typing import Any
 import pytest
 import torch
 from adapter_files import write_adapter
-from agent_script import SayDigits
 from conformance.conftest import Models
 from protocol_client import Client, spans
-from reference import Reference, close
-from servers import Server
-
-from arl.api.config import Config
-from arl.api.engine import DiskWeights
-from arl.api.engine_config import ClientConfig
-from arl.api.types import ModelRequest, SamplingParams
-from arl.assembly import launch
-from arl.engine.client.remote_engine import RemoteInferenceEngine
+from reference import Reference
 
 SERVERS = ["embedded", pytest.param("sglang-lora", marks=pytest.mark.sglang)]
 pytestmark = pytest.mark.parametrize("server", SERVERS, indirect=True)
 
 PROMPT = torch.randint(256, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 SAMPLED = {"max_new_tokens": 8, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def written(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("one", "two")):
-        write_adapter(root / name, models.directory_a, seed, merged=root / f"merged-{name}")
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -175,54 +158,3 @@ async def test_what_cannot_be_loaded_or_unloaded_is_refused_and_changes_nothing(
     assert not {"x", "y", "z"} & loaded
     said = await refusal(shelf.client, "/unload_lora_adapter", lora_name="nobody")
     assert said.startswith("LoRA with name nobody does not exist")
-
-
-async def test_arls_client_publishes_adapters_beside_requests_that_end_under_their_own(
-    client: Client, server: Server, written: Path, references: dict[str | None, Reference]
-) -> None:
-    run = uuid.uuid4().hex[:8]
-    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
-    names = ("one", "two", "one", "two")
-    async with RemoteInferenceEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
-        calls: list[asyncio.Task[Any]] = []
-        async with asyncio.TaskGroup() as group:
-            for version, name in enumerate(names):
-                adapter = f"{run}-v{version}"
-                update = DiskWeights(version=version, adapter=adapter, directory=written / name)
-                assert (await engine.update_weights(update)).pause_s == 0
-                request = ModelRequest(input_ids=(version, *PROMPT), sampling=sampling)
-                calls.append(group.create_task(engine.agenerate(request)))
-                await client.until_running(version + 1)
-        loaded = await engine._pool.servers[0].client.adapters()
-        assert {f"{run}-v{version}" for version in range(4)} <= loaded, "all were in use"
-        await engine.update_weights(DiskWeights(version=4, adapter=f"{run}-v4", directory=written / "one"))
-        async with asyncio.timeout(30):
-            while {name for name in loaded if run in name} != {f"{run}-v3", f"{run}-v4"}:  # in the background
-                loaded = await engine._pool.servers[0].client.adapters()
-    assert not any(run in card["id"] for card in (await client.get("/v1/models")).body["data"])
-    for version, (name, call) in enumerate(zip(names, calls, strict=True)):
-        response = call.result()
-        assert response.output_versions == (version,) * sampling.max_new_tokens
-        wanted = references[name].logprobs((version, *PROMPT), response.output_ids)
-        close(response.output_logprobs, wanted, atol=2e-4)
-
-
-async def test_a_training_of_adapters_sees_the_samplers_logprobs_again(
-    client: Client, server: Server, models: Models, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {
-        "model": str(models.directory_a),
-        "run_dir": tmp_path,
-        "steps": 3,
-        "engine": {"kind": "sglang", "addresses": [server.url]},
-        "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
-        "train": {"optimizer": {"lr": 0.01}, "lora": {"rank": 4}},
-        "weights": {"transport": "adapter"},
-        "log": {"console": False},
-    }
-    config = Config.model_validate(settings)
-    async with launch(config, workflow=SayDigits(), dataset=[{"number": n} for n in range(9)]) as trainer:
-        steps = [step async for step in trainer]
-    assert [step.max_staleness_seen for step in steps] == [0, 0, 0]
-    for step in steps:
-        assert step.metrics["behavior_weight_max"] == pytest.approx(1.0, abs=1e-3)

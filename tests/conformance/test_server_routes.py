@@ -1,5 +1,5 @@
-"""Routes of a mixture of experts on either server: the experts that the model's routers choose, for every token but the
-last, also after new weights; and sampler and trainer agree with them."""
+"""Routes of a mixture of experts on each kind of server: the experts that the model's routers choose, for every token
+but the last, also after new weights; and sampler and trainer agree with them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mixtures import load_mixture, own_routes, write_mixture
 from servers import Server
 
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import ClientConfig, TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.routes import Routes
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
@@ -22,7 +22,12 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import served_model
 
 pytestmark = pytest.mark.parametrize(
-    "server", ["embedded-mixture", pytest.param("sglang-mixture", marks=pytest.mark.sglang)], indirect=True
+    "server",
+    [
+        "embedded-mixture",
+        pytest.param("sglang-mixture", marks=pytest.mark.sglang),
+    ],
+    indirect=True,
 )
 SAMPLING = SamplingParams(max_new_tokens=30, ignore_eos=True)
 PROMPTS = [list(range(40))] * 4 + [[*range(40), 5], [*range(100, 200)]]
@@ -66,7 +71,7 @@ async def test_routes_are_those_of_the_weights_that_sampled_and_the_trainer_agre
 ) -> None:
     """Then other weights are loaded, whose experts files hold apart and the trainer in one tensor."""
     model = served_model(mixture_model, replay_routing=True)
-    async with RemoteInferenceEngine([server.url], ClientConfig(), model=model) as engine:
+    async with RemoteInferenceEngine([server.url], server.config(), model=model) as engine:
         said = await answers(engine)
         check(load_mixture(mixture_model), PROMPTS, said)
         for replays in (True, False):
@@ -92,7 +97,7 @@ async def test_a_response_that_pauses_cut_has_a_route_for_each_token_but_the_las
     server: Server, mixture_model: Path
 ) -> None:
     model = served_model(mixture_model, replay_routing=True)
-    async with RemoteInferenceEngine([server.url], ClientConfig(pause_mode="abort"), model=model) as engine:
+    async with RemoteInferenceEngine([server.url], server.config(pause_mode="abort"), model=model) as engine:
         calls = asyncio.ensure_future(answers(engine))
         for _ in range(10):  # where pauses fall is the server's to say
             await engine.pause()

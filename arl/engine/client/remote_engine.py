@@ -28,8 +28,8 @@ from typing import Self
 
 import numpy as np
 
-from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
-from arl.api.engine_config import ClientConfig, Protocol
+from arl.api.engine import ServedModel, UpdateStats, WeightProbe, WeightUpdate
+from arl.api.engine_config import ClientConfig, Protocol, StockServersConfig
 from arl.api.errors import (
     ArlError,
     ConfigError,
@@ -57,6 +57,7 @@ from arl.engine.client.server_watch import ServerWatch
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.upkeep import Upkeep
 from arl.engine.client.vllm_client import VLLMClient
+from arl.engine.client.weight_check import WeightCheck
 from arl.web.connections import Connections
 from arl.web.process import allow_many_connections
 
@@ -115,6 +116,7 @@ class RemoteInferenceEngine:
         self._membership = Membership(self._pool, config, self._upkeep)
         self._patience = Patience(self._pool, self._upkeep.abort)
         self._roster = Roster(self._pool, config, files, self.add_server, self.remove_server) if files else None
+        self._check = WeightCheck(self._pool)
         self._connections: Connections | None = None
         self._is_closed = False
         self._numbers = itertools.count()
@@ -217,6 +219,17 @@ class RemoteInferenceEngine:
         self._check_open()
         async with self._updating:
             return await self._upkeep.update(update)
+
+    def wants_probe(self, version: int) -> bool:
+        """Whether a server's logprobs are to be compared with the trainer's once it holds this version."""
+        is_wanted = isinstance(self._config, StockServersConfig) and self._config.check_weights
+        return is_wanted and self._check.is_due(version)
+
+    async def check_weights(self, probe: WeightProbe) -> None:
+        """Compare the servers that hold probe.version and are due. Raises ServerError if one computes otherwise."""
+        self._check_open()
+        async with self._updating:
+            await self._check.run(probe)
 
     def counters(self) -> dict[str, float]:
         """The metrics servers/NAME; totals count since this process began."""

@@ -147,6 +147,8 @@ class Greeting:
     """The device on which it computes: cpu, GPU 0, GPUs 0-3; empty if it does not say."""
     returns_routes: bool = False
     """It can say which experts computed a token."""
+    is_exact: bool = False
+    """It says that it computes in float32."""
     traits: Mapping[str, Any]
     """Traits that servers of the same model share; absent or None if this server does not report it."""
 
@@ -193,6 +195,10 @@ class ServerClient(JsonClient):
 
         A caller that is cancelled aborts the request, by `abort`; `left` is called in that case.
         """
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """[T - 1] The logprob of each token except the first, at temperature 1, computed without a cached prefix."""
 
     @abstractmethod
     async def abort(self, rid: str) -> None: ...
@@ -347,6 +353,14 @@ class ServerClient(JsonClient):
 def spans_of(told: Any) -> list[tuple[str, int, int]]:
     """Answer's spans, as SGLang and vLLM send them."""
     return [(str(span["version"]), span["start"], span["end"]) for span in told or ()]
+
+
+def scored(address: str, logprobs: list[float], num_tokens: int) -> list[float]:
+    """Raises ServerError unless there is one for each token but the first."""
+    if len(logprobs) != num_tokens - 1:
+        said = f"{len(logprobs)} logprobs for a prompt of {num_tokens} tokens"
+        raise ServerError(f"{address} gave {said}; it must give one for each token but the first")
+    return logprobs
 
 
 def count_of(told: Any) -> int:

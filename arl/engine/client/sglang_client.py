@@ -25,7 +25,7 @@ from arl.api.errors import ArlError, PromptTooLongError, RefusedRequestError, Se
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
-from arl.api.types import SamplingParams
+from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import FrameClient, Left
 from arl.engine.client.server_client import (
     CONNECT_TIMEOUT_S,
@@ -41,6 +41,7 @@ from arl.engine.client.server_client import (
     UnfitServerError,
     count_of,
     described,
+    scored,
     seconds_of,
     spans_of,
 )
@@ -191,6 +192,21 @@ class SGLangClient(ServerClient):
         await frames.aclose()
         await running
 
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        payload = {
+            "rid": f"arl-score-{(key := new_id())}",
+            "input_ids": [*token_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": False,
+            "extra_key": key,
+            **({} if adapter is None else {"lora_path": adapter}),
+        }
+        meta = (await self.call("POST", "/generate", payload)).json_object().get("meta_info") or {}
+        entries = (meta.get("input_token_logprobs") or [])[1:]
+        return scored(self.address, [entry[0] for entry in entries], len(token_ids))
+
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
 
@@ -276,6 +292,7 @@ class SGLangClient(ServerClient):
             unreached=_unreached(settings),
             device=_device(settings),
             returns_routes=settings.get("enable_return_routed_experts") is True,
+            is_exact=settings.get("dtype") == "float32",
             traits={
                 "model type": info.get("model_type"),
                 "vocabulary's size": info.get("vocab_size"),

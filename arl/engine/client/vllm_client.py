@@ -16,7 +16,7 @@ from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, RefusedRequestError, ServerError
 from arl.api.kept_ids import KeptIds
-from arl.api.types import SamplingParams
+from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import Left
 from arl.engine.client.server_client import (
     MIXTURE,
@@ -30,6 +30,7 @@ from arl.engine.client.server_client import (
     count_of,
     described,
     is_here,
+    scored,
     spans_of,
 )
 from arl.offload import offload
@@ -123,6 +124,14 @@ class VLLMClient(ServerClient):
             kind = "json" if grammar.kind == "json_schema" else grammar.kind
             params["structured_outputs"] = {kind: grammar.text}
         return params
+
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "top_k": 1}
+        payload = {"token_ids": [*token_ids], "sampling_params": sampling, "cache_salt": f"arl-score-{new_id()}"}
+        answer = await self.call("POST", _GENERATE, payload if adapter is None else {**payload, "model": adapter})
+        entries = (answer.json_object().get("prompt_logprobs") or [])[1:]
+        told = [entry[str(i)]["logprob"] for entry, i in zip(entries, token_ids[1:], strict=False)]
+        return scored(self.address, told, len(token_ids))
 
     async def abort(self, rid: str) -> None:
         await self._post("inference/v1/abort_requests", {"request_ids": [_ID_PREFIX + rid]})
@@ -224,8 +233,8 @@ class VLLMClient(ServerClient):
             unreached=_unreached(parallel),
             device=str(settings.get("device_config", {}).get("device_type", "")),
             returns_routes=(settings.get("aux_output_config") or {}).get("enable_return_routed_experts") is True,
+            is_exact=model.get("dtype") == "torch.float32",
             traits={
-                "precision": model.get("dtype"),
                 **await described(self, str(model["model"]), cards[0].get("max_model_len")),
             },
         )

@@ -3,11 +3,12 @@
 On a CPU vLLM packs the weights of linear layers when it loads a model, and computes from the packed copies. A reload
 (`reload_weights`) writes new weights beside them, which no layer reads: embeddings and norms are new, linear layers are
 old. `watch`, which the .pth file beside this package calls at the start of each interpreter, waits for the module that
-packs, and has it compute each layer from its weight.
+packs, and has it compute each layer from its weight. With ARL_LEAVE_PACKED=1 vLLM stays as it is.
 """
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 
 _PACKS = "vllm.model_executor.layers.utils"
@@ -32,6 +33,8 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def watch():
+    if os.environ.get("ARL_LEAVE_PACKED") == "1":
+        return
     sys.meta_path.insert(0, _Watch())
 
 

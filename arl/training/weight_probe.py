@@ -1,0 +1,49 @@
+"""The trainer's logprobs of a few fixed tokens, with which servers that take its weights must agree."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from arl.api.engine import TrainEngine, WeightProbe
+from arl.api.train_sequence import TrainSequence
+
+_NUM_TOKENS = 64
+
+
+@runtime_checkable
+class ProbedWeights(Protocol):
+    """A WeightSource that gives probes."""
+
+    def probe(self) -> WeightProbe:
+        """Of the current weights. Blocks."""
+        ...
+
+
+@runtime_checkable
+class CheckedEngine(Protocol):
+    """An inference engine that compares its servers with probes."""
+
+    def wants_probe(self, version: int) -> bool:
+        """Whether a server is to be compared once it holds this version."""
+        ...
+
+    async def check_weights(self, probe: WeightProbe) -> None:
+        """Raises ServerError for a server that computes with other weights than the probe's."""
+        ...
+
+
+def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:
+    """is_exact: whether the trainer computes in float32. Tokens are random ones, the same in every run of a model."""
+    import torch  # importing arl's controller must not load it
+
+    limits = engine.limits
+    length = min(_NUM_TOKENS, limits.context_length or _NUM_TOKENS)
+    token_ids = np.random.default_rng(0).integers(limits.vocab_size, size=length)
+    mask = torch.arange(length) > 0
+    (row,) = engine.forward([TrainSequence(token_ids=torch.from_numpy(token_ids), loss_mask=mask)])
+    logprobs = row[1:].double().numpy()
+    return WeightProbe(
+        version=engine.version, token_ids=tuple(token_ids.tolist()), logprobs=logprobs, is_exact=is_exact
+    )
