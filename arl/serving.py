@@ -15,7 +15,7 @@ from pathlib import Path
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, ServedModel
-from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, RunningServersConfig
+from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, LocalEngineConfig, RunningServersConfig
 from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events
 from arl.api.unreceived import Unreceived
@@ -107,7 +107,15 @@ async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> Ope
         servers = local_servers(directory, config.engine, logs, api_key)
     else:
         of_routes = ["--enable-return-routed-experts"] if routing is not None else []
-        arguments = (*adapter_options(config), *of_routes, *config.engine.arguments)  # the user's own prevail
+        of_tensors = []
+        if config.engine.protocol == "vllm" and isinstance(config.weights, DistributedWeightsConfig):
+            of_tensors = ["--weight-transfer-config", '{"backend": "nccl"}']
+        arguments = (
+            *adapter_options(config),
+            *of_routes,
+            *of_tensors,
+            *config.engine.arguments,
+        )  # the user's own prevail
         servers = stock_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
     processes = await stack.enter_async_context(servers)
     files = RosterFiles(run_dir=config.run_dir)

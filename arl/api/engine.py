@@ -39,7 +39,7 @@ class WeightGroup:
     world_size: int
     """The sender, and the ranks of all servers."""
     backend: str
-    """gloo (CPU tensors) or nccl."""
+    """gloo (CPU tensors), nccl, or nccl_by_id."""
     unique_id: str | None = None
     """NCCL's id of the group, in base64, for servers that meet by it instead of at address:port."""
     rank_offset: int = 1
@@ -67,6 +67,11 @@ class WeightServer(Protocol):
     @property
     def num_ranks(self) -> int:
         """How many processes of the server take part in a WeightGroup: its tensor-parallel size."""
+        ...
+
+    @property
+    def meets_by_id(self) -> bool:
+        """It takes part in groups that have a unique_id, and in no others."""
         ...
 
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:

@@ -68,7 +68,9 @@ def sglang(model: Path, log: Path, *options: str) -> Iterator[Server]:
 @contextmanager
 def vllm(model: Path, log: Path, *options: str) -> Iterator[Server]:
     """Stock vLLM, likewise."""
-    with _served(_SCRIPTS / "vllm_cpu" / "serve", vllm_python(), model, log, options) as url:
+    with _served(
+        _SCRIPTS / "vllm_cpu" / "serve", vllm_python(), model, log, ("--enable-server-load-tracking", *options)
+    ) as url:
         yield Server("vllm", url)
 
 
@@ -125,12 +127,12 @@ class VLLMWatch:
         await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         await self.post("/update_weight_version", {"new_version": label})
         await self.post("/resume")
-        await self.until_gained(0)  # what it tells of its requests is as of its last step
         await self.until_running(0)
 
     async def until_running(self, count: int) -> None:
+        """Wait until it has so many requests."""
         async with asyncio.timeout(DEADLINE_S):
-            while await self._metric("vllm:num_requests_running") != count:  # noqa: ASYNC110 - it wakes nobody
+            while await self._num_requests() != count:  # noqa: ASYNC110 - it wakes nobody
                 await asyncio.sleep(0.01)
 
     async def until_gained(self, num_tokens: int) -> None:
@@ -138,7 +140,6 @@ class VLLMWatch:
         sampling = {"max_tokens": num_tokens + 5, "temperature": 0, "ignore_eos": True}
         await self.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling})
 
-    async def _metric(self, name: str) -> float:
-        async with self.session.get("/metrics") as response:
-            text = await response.text()
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{"))
+    async def _num_requests(self) -> int:
+        async with self.session.get("/load") as response:
+            return (await response.json())["server_load"]

@@ -161,6 +161,7 @@ class ServerClient(JsonClient):
     """The name of the servers' program, for messages."""
     greeting_timeout_s: ClassVar[float] = 10.0
     """The longest that a healthy server takes to describe itself and to sample a first token."""
+    meets_by_id = False
     routes_flag: ClassVar[str] = "--enable-return-routed-experts"
     """The option with which a server returns routes."""
 

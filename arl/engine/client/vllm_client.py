@@ -55,12 +55,14 @@ _FLAGS = {
 }
 """The paths that arl asks, and what makes a server of _TESTED offer them."""
 _TESTED = "0.32"
+TENSORS_FLAG = """--weight-transfer-config '{"backend": "nccl"}'"""
 
 
 class VLLMClient(ServerClient):
     """The calls to one vLLM server, of one engine process group behind one API process."""
 
     program = "vLLM"
+    meets_by_id = True
     path_hint = "is it a vLLM server? engine.kind=sglang is for SGLang"
     greeting_timeout_s = 120.0  # its first request compiles kernels, which took 17 s on two busy cores
 
@@ -68,6 +70,8 @@ class VLLMClient(ServerClient):
         super().__init__(*args, **options)
         self.lists_kept_ids = False
         """It says for every request among which ids it sampled, until `describe` has asked: it does not."""
+        self.takes_tensors = False
+        """It was started to receive weights over NCCL; until `describe` has asked, it was not."""
         self._update_version: int | None = None
         """The version of the tensors that it is receiving."""
 
@@ -167,6 +171,8 @@ class VLLMClient(ServerClient):
         await self._label(str(version))
 
     async def join_group(self, group: WeightGroup) -> None:
+        if not self.takes_tensors:
+            raise ServerError(f"{self.address} takes no tensors: start vLLM with {TENSORS_FLAG}")
         await self._post("init_weight_transfer_engine", {"init_info": group_facts(group)})
 
     async def leave_group(self, name: str) -> None:
@@ -226,6 +232,7 @@ class VLLMClient(ServerClient):
             )
         self.num_ranks = int((await self.look_up("get_world_size")).get("world_size") or 1)
         self.lists_kept_ids = model.get("return_sampling_mask") is True
+        self.takes_tensors = (settings.get("weight_transfer_config") or {}).get("backend") == "nccl"
         return Greeting(
             address=self.address,
             label=await self.weight_label(),

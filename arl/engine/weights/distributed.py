@@ -381,7 +381,8 @@ class DistributedWeights:
             self._met.add(server.address)
 
     async def _meet(self, server: WeightServer) -> WeightGroup:
-        where = (server.address, server.num_ranks, self._backend, self._transport.address)
+        backend = f"{self._backend}_by_id" if server.meets_by_id else self._backend
+        where = (server.address, server.num_ranks, backend, self._transport.address)
         opening = submitted(self._transport.threads, self.snapshot.open_group, *where)
         try:
             group = await asyncio.wrap_future(opening)

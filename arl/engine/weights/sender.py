@@ -7,10 +7,11 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import ServerFailedError, TransportError
 from arl.api.types import new_id
 from arl.engine.local.received_weights import first_line, form_group, run_into
+from arl.engine.weights.id_groups import BACKEND, IdGroup
 from arl.engine.weights.tensor_ranges import byte_size
 
 _JOIN_TIMEOUT_S = 60.0
@@ -59,9 +61,11 @@ def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
 class _Link:
     """One group: first a store that waits for the servers' ranks, then also the group that they form."""
 
-    store: TCPStore
+    store: TCPStore | None
     num_keys: int
     is_nccl: bool
+    by_id: IdGroup | None = None
+    """In the place of a store, and then of the group."""
     left: threading.Event = field(default_factory=threading.Event)
     sending: threading.Lock = field(default_factory=threading.Lock)
     """Held during a send over NCCL, which ends soon after `left` is set."""
@@ -79,9 +83,15 @@ class WeightSender:
 
     def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         """Listen for num_ranks ranks, where the server with this base URL sees it; see SendableSnapshot.open_group."""
-        if not dist.is_backend_available(backend):
+        if not dist.is_backend_available(backend.partition("_")[0]):
             raise TransportError(f"this torch was built without {backend}, which weights.transport=distributed needs")
         name = f"arl-{new_id()}"
+        if backend == BACKEND:
+            by_id = IdGroup(self._device, 1 + num_ranks)
+            self._links[name] = _Link(None, num_keys=0, is_nccl=True, by_id=by_id)
+            return WeightGroup(
+                name=name, address="", port=0, world_size=1 + num_ranks, backend=backend, unique_id=by_id.unique_id
+            )
         address = address or _own_address(server)
         store = _open_store(address, 1 + num_ranks)
         self._links[name] = _Link(store, num_keys=store.num_keys(), is_nccl=backend == "nccl")
@@ -90,11 +100,15 @@ class WeightSender:
     def join(self, group: WeightGroup) -> None:
         """Wait until the servers' ranks have joined. Raises ServerFailedError if they do not in time."""
         link = self._link(group.name)
+        if link.by_id is not None:
+            met: Future[None] = Future()
+            self._in_time(link, met, _JOIN_TIMEOUT_S, link.by_id.meet)
+            return
         if not link.is_nccl:  # NCCL's ranks meet at the first broadcast
             _await_arrival(link, group)
         try:
             timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
-            link.group = form_group(link.store, group, 0, timeout)
+            link.group = form_group(_store_of(link), group, 0, timeout)
         except (RuntimeError, ValueError) as error:
             raise ServerFailedError(f"no group formed at {group.address}:{group.port}: {first_line(error)}") from error
         if link.left.is_set():
@@ -103,14 +117,14 @@ class WeightSender:
     def send(self, name: str, data: torch.Tensor) -> None:
         """Broadcast `data` (uint8, on the CPU) and wait until it is sent. Raises ServerFailedError."""
         link = self._link(name)
-        if (group := link.group) is None:
+        if (group := link.group or link.by_id) is None:
             raise ServerFailedError(f"the group {name} has not been joined")
         try:
             if link.is_nccl:
                 with link.sending:
                     self._send_from_gpu(link, group, data)
             else:
-                dist.broadcast(data, group_src=0, group=group)
+                dist.broadcast(data, group_src=0, group=link.group)
         except RuntimeError as error:
             raise ServerFailedError(f"sending weights failed: {first_line(error)}") from error
 
@@ -132,25 +146,34 @@ class WeightSender:
         except KeyError:
             raise ServerFailedError(f"the group {name} was left") from None
 
-    def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup, data: torch.Tensor) -> None:
+    def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup | IdGroup, data: torch.Tensor) -> None:
         """Send on a separate stream, so that training and the sends to other servers go on.
 
         A group's first broadcast waits within NCCL for all ranks. If one has died it waits for ever, and nothing can
         end that. So each broadcast runs on a separate thread, which is abandoned in that case.
         """
         begun: Future[torch.Event] = Future()
-        threading.Thread(target=run_into, args=(begun, self._broadcast_from_gpu, group, data), daemon=True).start()
-        deadline = time.monotonic() + _SEND_TIMEOUT_S
-        while not (begun.done() and begun.result().query()):
-            if link.left.wait(_POLL_S) or time.monotonic() > deadline:
-                if begun.done():
-                    group.abort()
-                else:
-                    link.group = None  # aborting or destroying it would wait as well
-                raise ServerFailedError(f"the server did not take weights within {_SEND_TIMEOUT_S:g} s")
+        try:
+            self._in_time(link, begun, _SEND_TIMEOUT_S, self._broadcast_from_gpu, group, data)
+        except ServerFailedError:
+            if begun.done() and link.group is not None:
+                link.group.abort()
+            else:
+                link.group = link.by_id = None  # aborting or destroying it would wait as well
+            raise
 
-    def _broadcast_from_gpu(self, group: dist.ProcessGroup, data: torch.Tensor) -> torch.Event:
+    def _in_time(self, link: _Link, begun: Future[Any], limit_s: float, call: Callable[..., Any], *args: Any) -> None:
+        """Make a call on a thread of its own, until it has returned, and the event that it may return is recorded."""
+        threading.Thread(target=run_into, args=(begun, call, *args), daemon=True).start()
+        deadline = time.monotonic() + limit_s
+        while not (begun.done() and ((event := begun.result()) is None or event.query())):
+            if link.left.wait(_POLL_S) or time.monotonic() > deadline:
+                raise ServerFailedError(f"the server did not take weights within {limit_s:g} s")
+
+    def _broadcast_from_gpu(self, group: dist.ProcessGroup | IdGroup, data: torch.Tensor) -> torch.Event:
         """Returns an event that the GPU records once `data` is sent."""
+        if isinstance(group, IdGroup):
+            return group.broadcast(data)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             on_gpu = data.to(self._device, non_blocking=True)
             dist.broadcast(on_gpu, group_src=0, group=group)
@@ -159,8 +182,9 @@ class WeightSender:
 
 def _await_arrival(link: _Link, group: WeightGroup) -> None:
     """Wait until each rank of the servers has written to the store. Gloo's own wait could not be ended."""
+    store = _store_of(link)
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while link.store.num_keys() < link.num_keys + group.world_size - 1:
+    while store.num_keys() < link.num_keys + group.world_size - 1:
         if link.left.wait(_POLL_S):
             raise ServerFailedError(f"the group {group.name} was left before the server had joined it")
         if time.monotonic() > deadline:
@@ -168,7 +192,14 @@ def _await_arrival(link: _Link, group: WeightGroup) -> None:
             raise ServerFailedError(f"{what}; if it can't reach the trainer there, set weights.address")
 
 
+def _store_of(link: _Link) -> TCPStore:
+    if link.store is None:
+        raise RuntimeError("this group has no store")
+    return link.store
+
+
 def _destroy(link: _Link) -> None:
+    link.by_id = None
     group, link.group = link.group, None
     if group is None:
         return

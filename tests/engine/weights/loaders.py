@@ -29,6 +29,7 @@ class Receiver:
 
     address: str = "http://127.0.0.1:1"
     num_ranks: int = 1
+    meets_by_id: bool = False
     calls: list[str] = field(default_factory=list[str])
     errors: dict[str, Exception] = field(default_factory=dict[str, Exception])
     names: list[int | str | None] = field(default_factory=list[int | str | None])
