@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.conversation import Conversation
+    from arl.workflow.harbor.harbor_task import harbor_tasks
+    from arl.workflow.harbor.harbor_workflow import HarborWorkflow
     from arl.workflow.mcp_tools import MCPTools
     from arl.workflow.proxy.openai_proxy import OpenAIProxy
     from arl.workflow.sdk_agent import Command, SDKWorkflow
@@ -82,6 +84,8 @@ _HOMES = {
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.conversation": "Conversation",
+    "arl.workflow.harbor.harbor_task": "harbor_tasks",
+    "arl.workflow.harbor.harbor_workflow": "HarborWorkflow",
     "arl.workflow.mcp_tools": "MCPTools",
     "arl.workflow.proxy.openai_proxy": "OpenAIProxy",
     "arl.workflow.sdk_agent": "Command SDKWorkflow",

@@ -160,6 +160,10 @@ class ProgramError(ArlError):
     """A program that ran as an agent ended with an error, or with nothing that can be rewarded."""
 
 
+class EnvironmentFailedError(ArlError):
+    """Somebody else's environment failed or did not answer, left no reward, or got no answer of the model."""
+
+
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that ended a TaskGroup, out of its groups. It gets a note for each error that came with it."""
     first, *others = _leaves(group)

@@ -119,16 +119,18 @@ class BubblewrapSandbox(LocalSandbox):
     python: the interpreter that runs programs, with its installed packages. The default is this process's interpreter
         with only the standard library.
     read_only: further directories of the host that programs may read, at the same paths.
+    directories: absolute paths that lead to directories of a program's working directory: "/app" to its `app`.
     limits: for runs that name none. concurrency: programs at once; one per processor by default.
 
     Entering runs a program. If that fails, SandboxError says what to install or allow.
     """
 
     def __init__(
-        self, *, python: str | None = None, read_only: Sequence[str] = (), limits: Limits | None = None,
-        concurrency: int | None = None,
+        self, *, python: str | None = None, read_only: Sequence[str] = (), directories: Sequence[str] = (),
+        limits: Limits | None = None, concurrency: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(limits=limits, concurrency=concurrency)
+        self._directories = directories
         self._python = python
         self._read_only = read_only
         self._filter = seccomp_filter()
@@ -144,7 +146,7 @@ class BubblewrapSandbox(LocalSandbox):
         staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
         sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}
         self._bwrap = [bwrap, *_namespaces()]
-        self._tree = _tree(sources, interpreter.packages)
+        self._tree = _tree(sources, interpreter.packages, self._directories)
         self._interpreter = interpreter.path
         self._keeping = Keeping(places=self._concurrency, staged=staged)
         opened.push_async_callback(self._keeping.aclose)
@@ -284,12 +286,14 @@ def _namespaces() -> list[str]:
     return [*own, *identity, "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
 
 
-def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
+def _tree(sources: dict[str, str], hidden: Sequence[str], directories: Sequence[str]) -> list[str]:
     """Options that build the tree around the working directory. sources: path in it -> path on the host."""
     options = ["--clearenv"]
     for name, value in _ENVIRONMENT.items():
         options += ["--setenv", name, value]
-    options += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    options += ["--ro-bind", "/usr", "/usr"]
+    for path in ("/etc/ld.so.cache", "/etc/alternatives"):  # the latter leads from awk to the awk that is installed
+        options += ["--ro-bind-try", path, path]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if (top := Path("/", name)).is_symlink():
             options += ["--symlink", os.readlink(top), str(top)]
@@ -308,6 +312,8 @@ def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
         options += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
     if not any(Path(path).is_relative_to("/tmp") for path in sources):
         options += ["--symlink", WORK, "/tmp"]
+    for path in directories:
+        options += ["--symlink", f"{WORK}{path}", path]
     return [*options, "--symlink", WORK, "/dev/shm", "--chdir", WORK, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 

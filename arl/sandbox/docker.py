@@ -27,7 +27,7 @@ _KILLED = 137
 """docker's exit code when the kernel kills the container's first process for lack of memory."""
 _START_S = 120.0
 """The longest that a container may take from `docker run` until its program runs."""
-_ENGINE_S = 20.0
+ENGINE_S = 20.0
 """The longest that the engine may take to answer a question."""
 _REPORT_BYTES = 4096
 """Room for the report of container.py at the end of stderr."""
@@ -57,15 +57,15 @@ class DockerSandbox(LocalSandbox):
         if docker is None:
             raise SandboxError("docker is not installed; see https://docs.docker.com/engine/install/")
         try:
-            async with asyncio.timeout(_ENGINE_S):
-                code, _, complaint = await _call(docker, "version", "--format", "{{.Server.Version}}")
-                lacks_image, _, _ = await _call(docker, "image", "inspect", self._image)
+            async with asyncio.timeout(ENGINE_S):
+                code, _, complaint = await call_docker(docker, "version", "--format", "{{.Server.Version}}")
+                lacks_image, _, _ = await call_docker(docker, "image", "inspect", self._image)
         except TimeoutError:
-            raise SandboxError(f"no Docker engine answered within {_ENGINE_S:g} s; is it running?") from None
+            raise SandboxError(f"no Docker engine answered within {ENGINE_S:g} s; is it running?") from None
         if code != 0:
             raise SandboxError(f"no Docker engine answers: {complaint}; start one, or allow this user to use it")
         if lacks_image:
-            code, _, complaint = await _call(docker, "pull", "--quiet", self._image)
+            code, _, complaint = await call_docker(docker, "pull", "--quiet", self._image)
             if code != 0:
                 raise SandboxError(f"docker cannot pull the image {self._image}: {complaint}")
         self._docker, self._places = docker, asyncio.Semaphore(self._concurrency)
@@ -97,10 +97,10 @@ class DockerSandbox(LocalSandbox):
             if not is_over and process.returncode is None:
                 process.kill()
                 try:
-                    async with asyncio.timeout(_ENGINE_S):
-                        await _call(self._docker, "rm", "--force", name)
+                    async with asyncio.timeout(ENGINE_S):
+                        await call_docker(self._docker, "rm", "--force", name)
                 except TimeoutError:
-                    log.warning("docker did not remove the container %s within %g s", name, _ENGINE_S)
+                    log.warning("docker did not remove the container %s within %g s", name, ENGINE_S)
 
         ended_by, stdout, stderr = await finish(
             process,
@@ -147,16 +147,16 @@ def _options(limits: Limits, runtime: str | None) -> list[str]:
     ]
 
 
-async def _call(docker: str, *arguments: str) -> tuple[int, str, str]:
+async def call_docker(docker: str, *arguments: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
     """Run one short command; returns exit code, stdout, stderr. Cancelling the call kills it."""
     process = await asyncio.create_subprocess_exec(
-        docker, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        docker, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        stdout, stderr = await process.communicate()
+        stdout, stderr = await process.communicate(stdin)
     except BaseException:
         process.kill()
         await process.wait()
         raise
-    return process.returncode or 0, stdout.decode(errors="replace").strip(), stderr.decode(errors="replace").strip()
+    return process.returncode or 0, stdout, stderr.decode(errors="replace").strip()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any
 
-from arl.api.errors import ArlError
+from arl.api.errors import ArlError, EnvironmentFailedError
 from arl.api.installing import install_command
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
@@ -34,10 +34,6 @@ HARNESS = "arl-chat"
 """The id of arl.workflow.verifiers_harness, which runs an agent in this process."""
 _NO_KEY = "ARL_HAS_NO_API_KEY"
 """verifiers reads keys from environment variables. arl sends its key in KEY_HEADER, and leaves this variable unset."""
-
-
-class EnvironmentFailedError(ArlError):
-    """A rollout failed in the environment's code, in its agents' code, or because the model did not answer."""
 
 
 def local_environment(config: Mapping[str, Any]) -> vf.Env:

@@ -1,0 +1,180 @@
+"""Terminals: a sandbox whose files stay from one command to the next, for an agent that works with a shell.
+
+A BubblewrapTerminal holds nothing between two commands but the files, as an archive in arl's memory: no process, no
+directory of the host. Each command is a program of the sandbox (command.py), which unpacks them, runs, and packs them.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import posixpath
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from arl.api.errors import SandboxError
+from arl.sandbox import command
+from arl.sandbox.contract import NO_FILES, EndedBy, Files, Limits, ProgramOutcome, Sandbox
+
+_PROGRAM = Path(command.__file__).read_text(encoding="utf-8")
+_BEYOND_S = 30.0
+"""Seconds for unpacking, packing, and Python's start, beyond a command's time."""
+_ANSWER_BYTES = 1 << 20
+"""Bytes of an answer beside the files and the output."""
+_EXECUTABLE = 0o755
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandOutcome:
+    """What a command wrote, and how it ended."""
+
+    output: str
+    """stdout and stderr as they came, up to the terminal's limit. Bytes that are not UTF-8 become U+FFFD."""
+    num_dropped: int = 0
+    """Bytes of output beyond that limit."""
+    exit_code: int | None
+    """None if a limit ended the command; above 128 for a signal, as in shells."""
+    ended_by: EndedBy = "exit"
+    """"timeout", or the limit of the sandbox at which it ended. After any but "exit" and "timeout" the files are as
+    they were before the command."""
+    wall_s: float = 0.0
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """The files that `read` named, as far as they are there."""
+
+
+class Terminal(Protocol):
+    """Runs commands by bash, one after another, over files that stay."""
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        env: Mapping[str, str] = ...,
+        files: Files = ...,
+        fresh: Sequence[str] = ...,
+        read: Sequence[str] = ...,
+    ) -> CommandOutcome:
+        """Run a command and wait for its end. Processes that it leaves behind end with it.
+
+        timeout_s: ends the command; what it has written stays. files: absolute path -> contents, put there before it,
+        executable by all. fresh: absolute paths to remove before that. read: absolute paths of files to return.
+        Raises SandboxError if no command can be run.
+        """
+        ...
+
+
+class BubblewrapTerminal:
+    """A Terminal in a BubblewrapSandbox whose `directories` hold every path of it.
+
+    workdir: the directory that commands start in, made if it is not there. files: what is there at first, by absolute
+    paths. env: variables of every command. limits: of each command; disk_bytes must hold the files twice, and wall_s is
+    the command's timeout_s and some seconds. most_bytes: the most output of a command that is kept, and the most of a
+    file that is read.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, *, workdir: str, files: Files = NO_FILES, env: Mapping[str, str] | None = None,
+        limits: Limits = Limits(), most_bytes: int = 1 << 16,  # noqa: B008 - it is frozen
+    ) -> None:  # fmt: skip
+        self._sandbox = sandbox
+        self._workdir = workdir
+        self._limits = limits
+        self._env = dict(env or {})
+        self._most_bytes = most_bytes
+        self._kept = packed(_inside(files))
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        files: Files = NO_FILES,
+        fresh: Sequence[str] = (),
+        read: Sequence[str] = (),
+    ) -> CommandOutcome:
+        """See Terminal.run."""
+        request = {
+            "command": command,
+            "workdir": self._workdir,
+            "directory": _within(self._workdir),
+            "timeout_s": timeout_s,
+            "env": {**self._env, **(env or {})},
+            "fresh": [*map(_within, fresh)],
+            "read": [*map(_within, read)],
+            "most_bytes": self._most_bytes,
+        }
+        archives = {"kept.tar": self._kept, "added.tar": packed(_inside(files))}
+        outcome = await self._sandbox.run(
+            _PROGRAM,
+            stdin=json.dumps(request),
+            files={name: content for name, content in archives.items() if content},
+            limits=self._limits_of(timeout_s),
+        )
+        return self._answered(outcome, read)
+
+    def _limits_of(self, timeout_s: float) -> Limits:
+        given = self._limits
+        return replace(
+            given,
+            wall_s=timeout_s + _BEYOND_S,
+            output_bytes=2 * (given.disk_bytes + self._most_bytes) + _ANSWER_BYTES,
+        )
+
+    def _answered(self, outcome: ProgramOutcome, read: Sequence[str]) -> CommandOutcome:
+        """Keep the files, and say how the command ended."""
+        line, newline, encoded = outcome.stdout.partition("\n")
+        if not newline or not outcome.succeeded:
+            if outcome.ended_by in ("exit", "signal"):
+                raise SandboxError(f"a command could not be run: {outcome.stderr[-1000:].strip() or outcome.ended_by}")
+            return CommandOutcome(output="", exit_code=None, ended_by=outcome.ended_by, wall_s=outcome.wall_s)
+        answer = json.loads(line)
+        self._kept = base64.b64decode(encoded)
+        code: int | None = answer["code"]
+        found: dict[str, str] = answer["files"]
+        return CommandOutcome(
+            output=base64.b64decode(answer["output"]).decode(errors="replace"),
+            num_dropped=answer["num_dropped"],
+            exit_code=code if code is None or code >= 0 else 128 - code,
+            ended_by="timeout" if code is None else "exit",
+            wall_s=answer["wall_s"],
+            files={path: base64.b64decode(found[inside]) for path in read if (inside := _within(path)) in found},
+        )
+
+
+def _inside(files: Files) -> Files:
+    return {_within(path): content for path, content in files.items()}
+
+
+def _within(path: str) -> str:
+    """Where the working directory holds an absolute path of the terminal. /tmp is the working directory itself."""
+    plain = checked_path(path)
+    return plain.removeprefix("/tmp/").lstrip("/") or "."
+
+
+def checked_path(path: str) -> str:
+    """The path. Raises SandboxError if it is not absolute and plain."""
+    if not posixpath.isabs(path) or posixpath.normpath(path) != path:
+        raise SandboxError(
+            f"{path!r:.300} is no path of a terminal; it must be absolute, without .. and a slash at its end"
+        )
+    return path
+
+
+def packed(files: Files) -> bytes:
+    """A tar of files that everybody may execute; nothing for no files."""
+    if not files:
+        return b""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path, content in files.items():
+            raw = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+            entry = tarfile.TarInfo(path.lstrip("/"))
+            entry.size, entry.mode = len(raw), _EXECUTABLE
+            tar.addfile(entry, io.BytesIO(raw))
+    return archive.getvalue()
