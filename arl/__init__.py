@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from arl.workflow.harbor.harbor_task import harbor_tasks
     from arl.workflow.harbor.harbor_workflow import HarborWorkflow
     from arl.workflow.mcp_tools import MCPTools
+    from arl.workflow.openenv.openenv_workflow import OpenEnvWorkflow
     from arl.workflow.proxy.openai_proxy import OpenAIProxy
     from arl.workflow.sdk_agent import Command, SDKWorkflow
     from arl.workflow.served_workflow import ServedWorkflow
@@ -87,6 +88,7 @@ _HOMES = {
     "arl.workflow.harbor.harbor_task": "harbor_tasks",
     "arl.workflow.harbor.harbor_workflow": "HarborWorkflow",
     "arl.workflow.mcp_tools": "MCPTools",
+    "arl.workflow.openenv.openenv_workflow": "OpenEnvWorkflow",
     "arl.workflow.proxy.openai_proxy": "OpenAIProxy",
     "arl.workflow.sdk_agent": "Command SDKWorkflow",
     "arl.workflow.served_workflow": "ServedWorkflow",

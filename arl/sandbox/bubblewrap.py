@@ -130,7 +130,7 @@ class BubblewrapSandbox(LocalSandbox):
         limits: Limits | None = None, concurrency: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(limits=limits, concurrency=concurrency)
-        self._directories = directories
+        self.directories = tuple(directories)
         self._python = python
         self._read_only = read_only
         self._filter = seccomp_filter()
@@ -146,7 +146,7 @@ class BubblewrapSandbox(LocalSandbox):
         staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
         sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}
         self._bwrap = [bwrap, *_namespaces()]
-        self._tree = _tree(sources, interpreter.packages, self._directories)
+        self._tree = _tree(sources, interpreter.packages, self.directories)
         self._interpreter = interpreter.path
         self._keeping = Keeping(places=self._concurrency, staged=staged)
         opened.push_async_callback(self._keeping.aclose)

@@ -31,6 +31,8 @@ def main():
     _unpack("kept.tar")
     for path in request["fresh"]:
         _remove(path)
+    for path in request["directories"]:
+        os.makedirs(path, exist_ok=True)
     _unpack("added.tar")
     answer = _run(request)
     answer["files"] = _read(request["read"], request["most_bytes"])
@@ -57,7 +59,6 @@ def _remove(path):
 
 def _run(request):
     """Run the command and end every process that it started. At most `most_bytes` of its output are kept."""
-    os.makedirs(request["directory"], exist_ok=True)
     path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
     process = subprocess.Popen(
         ["bash", "-c", request["command"]],

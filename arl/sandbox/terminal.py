@@ -18,7 +18,8 @@ from typing import Protocol
 
 from arl.api.errors import SandboxError
 from arl.sandbox import command
-from arl.sandbox.contract import NO_FILES, EndedBy, Files, Limits, ProgramOutcome, Sandbox
+from arl.sandbox.bubblewrap import BubblewrapSandbox
+from arl.sandbox.contract import NO_FILES, EndedBy, Files, Limits, ProgramOutcome
 
 _PROGRAM = Path(command.__file__).read_text(encoding="utf-8")
 _BEYOND_S = 30.0
@@ -78,8 +79,9 @@ class BubblewrapTerminal:
     """
 
     def __init__(
-        self, sandbox: Sandbox, *, workdir: str, files: Files = NO_FILES, env: Mapping[str, str] | None = None,
-        limits: Limits = Limits(), most_bytes: int = 1 << 16,  # noqa: B008 - it is frozen
+        self, sandbox: BubblewrapSandbox, *, workdir: str, files: Files = NO_FILES,
+        env: Mapping[str, str] | None = None, limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        most_bytes: int = 1 << 16,
     ) -> None:  # fmt: skip
         self._sandbox = sandbox
         self._workdir = workdir
@@ -103,6 +105,7 @@ class BubblewrapTerminal:
             "command": command,
             "workdir": self._workdir,
             "directory": _within(self._workdir),
+            "directories": [*map(_within, (*self._sandbox.directories, self._workdir))],
             "timeout_s": timeout_s,
             "env": {**self._env, **(env or {})},
             "fresh": [*map(_within, fresh)],

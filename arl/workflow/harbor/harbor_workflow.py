@@ -14,6 +14,7 @@ import posixpath
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Literal
 
 from arl.api.errors import ConfigError, DatasetError, EnvironmentFailedError
@@ -21,14 +22,15 @@ from arl.api.types import Example
 from arl.rewards.adapt import RewardLike
 from arl.rewards.score import Score
 from arl.sandbox.bubblewrap import BubblewrapSandbox
-from arl.sandbox.contract import Limits, Sandbox
+from arl.sandbox.contract import Limits
 from arl.sandbox.docker_terminal import DockerImages
 from arl.sandbox.terminal import BubblewrapTerminal, CommandOutcome, Terminal
 from arl.workflow.agent import with_system
+from arl.workflow.harbor.dockerfile import PlainImage
 from arl.workflow.harbor.harbor_task import HarborTask, task_at
 from arl.workflow.messages import Message
 from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode
-from arl.workflow.tools import Tool, cut
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, cut
 
 DIRECTORIES = ("/app", "/workspace", "/work", "/data", "/logs", "/tests", "/solution")
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
@@ -37,6 +39,10 @@ _TESTS = f"mkdir -p /logs/verifier /logs/agent /logs/artifacts; /tests/test.sh >
 _HIDDEN = ("/tests", "/logs/verifier", "/solution")
 """Removed before the tests, so that none of it is the agent's."""
 _MIB = 1 << 20
+_NO_LIMIT_S = 1e6
+"""command_timeout_s ends a command; a wait for a place to run does not count."""
+_NOTE_CHARS = 200
+"""Room for the notes after a command's output."""
 SANDBOXES = ("auto", "bubblewrap", "docker")
 
 
@@ -52,6 +58,9 @@ class HarborWorkflow(ToolAgentWorkflow):
     reward: RewardLike = field(default_factory=lambda: _decided_by_tests, init=False)
     system: str | None = "Solve the task in the terminal. When you are done, answer without a call."
     max_turns: int = 20
+    limits: ToolLimits = field(default=DEFAULT_LIMITS, init=False)
+    max_output_chars: int = 4000
+    """Characters of a command's output that the model reads: the first ones, and how many are missing."""
     sandbox: Literal["auto", "bubblewrap", "docker"] = "auto"
     """Where tasks run: "bubblewrap" has this machine's programs and no image, "docker" the task's image. "auto" takes
     bubblewrap for tasks whose Dockerfile only copies files onto an ordinary Linux, and Docker for others."""
@@ -68,11 +77,12 @@ class HarborWorkflow(ToolAgentWorkflow):
     """Commands at once; by default as many as there are processors."""
 
     def __post_init__(self) -> None:
+        self.limits = ToolLimits(timeout_s=_NO_LIMIT_S, max_output_chars=self.max_output_chars + _NOTE_CHARS)
         super().__post_init__()
         if self.sandbox not in SANDBOXES:
             raise ConfigError(f"there is no sandbox {self.sandbox!r} for tasks; it is auto, bubblewrap or docker")
         self._docker = DockerImages(network=self.network, concurrency=self.concurrency)
-        self._bubblewrap: Sandbox | None = None
+        self._bubblewrap: BubblewrapSandbox | None = None
 
     async def _open(self, opened: AsyncExitStack) -> None:
         await super()._open(opened)
@@ -94,7 +104,7 @@ class HarborWorkflow(ToolAgentWorkflow):
         if self._runs_in_docker(task):
             self._docker.check()
         else:
-            self._plain_terminal(task, None)
+            self._plain_image(task)
 
     @asynccontextmanager
     async def episode_tools(self, data: Example) -> AsyncIterator[list[Tool]]:
@@ -102,9 +112,13 @@ class HarborWorkflow(ToolAgentWorkflow):
         if not self.is_open:
             raise ConfigError(f"{type(self).__name__} is not open; run episodes in `async with workflow`")
         async with super().episode_tools(data) as others, self._terminal(task_at(data["path"])) as terminal:
-            shell = Shell(terminal, task_at(data["path"]), self.command_timeout_s, self.limits.max_output_chars)
-            tool = replace(Tool.from_function(shell.bash), max_output_chars=2 * self.limits.max_output_chars)
-            yield [tool, *others]
+            shell = Shell(terminal, task_at(data["path"]), self.command_timeout_s, self.max_output_chars)
+            yield [Tool.from_function(shell.bash), *others]
+
+    @staticmethod
+    def tool() -> Tool:
+        """The tool bash as models see it, for demonstrations; it cannot be called."""
+        return Tool.from_function(MethodType(Shell.bash, Shell))
 
     async def ascore_episode(self, episode: ToolEpisode) -> Score:
         """The reward of the tests. Raises EnvironmentFailedError if they end by themselves and leave none."""
@@ -134,27 +148,27 @@ class HarborWorkflow(ToolAgentWorkflow):
                 yield terminal
         else:
             assert self._bubblewrap is not None
-            yield self._plain_terminal(task, self._bubblewrap)
+            image = self._plain_image(task)
+            yield BubblewrapTerminal(
+                self._bubblewrap,
+                workdir=image.workdir,
+                files={path: source.read_bytes() for path, source in image.sources.items()},
+                env={**image.env, **task.env},
+                limits=self._limits_of(task),
+            )
 
-    def _plain_terminal(self, task: HarborTask, sandbox: Sandbox | None) -> BubblewrapTerminal:
-        """Raises DatasetError for a task that bubblewrap cannot play."""
+    def _plain_image(self, task: HarborTask) -> PlainImage:
+        """What bubblewrap gives the task. Raises DatasetError if that is not what it needs."""
         image = task.plain_image()
+        places = (*self.directories, "/tmp")
         for path in (image.workdir, *image.sources):
-            if not path.startswith(tuple(f"{place}/" for place in (*self.directories, "/tmp"))):
-                if path in self.directories:
-                    continue
+            if path not in places and not path.startswith(tuple(f"{place}/" for place in places)):
                 raise DatasetError(
-                    f"the task {task.directory} has {path}, which is not below {', '.join(self.directories)}; "
-                    f"pass directories=[..., '/{path.split('/')[1]}'] if that is no directory of the system, or "
+                    f"the task {task.directory} has {path}, which is not below {', '.join(self.directories)}; pass "
+                    f"directories=[..., '/{path.split('/')[1]}'] unless that is a directory of the system, or "
                     "sandbox='docker'"
                 )
-        return BubblewrapTerminal(
-            sandbox,  # pyright: ignore[reportArgumentType]  (None only to check)
-            workdir=image.workdir,
-            files={path: source.read_bytes() for path, source in image.sources.items()},
-            env={**image.env, **task.env},
-            limits=self._limits_of(task),
-        )
+        return image
 
     def _limits_of(self, task: HarborTask) -> Limits:
         given = self.terminal_limits
@@ -178,10 +192,10 @@ class Shell:
         self._left_s = math.inf if task.agent_timeout_s is None else task.agent_timeout_s
 
     async def bash(self, command: str) -> str:
-        """Run a command in bash and return its output. Files stay; the directory and variables do not.
+        """Run a command in bash and return its output. Files stay; a change of directory and variables do not.
 
         Args:
-            command: the command, or several lines of them.
+            command: one line or several
         """
         if self._left_s <= 0:
             return "[no time is left for commands]"

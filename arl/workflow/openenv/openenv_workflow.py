@@ -1,0 +1,230 @@
+"""OpenEnvWorkflow: episodes in an environment of OpenEnv (Meta's and Hugging Face's), which lives on a server.
+
+    workflow = OpenEnvWorkflow(tokenizer, "http://127.0.0.1:8000")
+    dataset = [{"seed": seed} for seed in range(1000)]
+
+reset -> observation -> turn -> action -> step -> observation, reward -> turn -> ... -> done
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import aiohttp
+
+from arl.api.errors import ArlError, ConfigError, DatasetError, EnvironmentFailedError, ToolError
+from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow, Shared
+from arl.workflow.agent import with_system
+from arl.workflow.call_formats import CallFormat, MalformedCall, ToolCall, call_format_of
+from arl.workflow.conversation import Conversation
+from arl.workflow.dialogue import Rewriting
+from arl.workflow.messages import Message
+from arl.workflow.openenv.openenv_client import EnvSession, action_field, opened_session
+from arl.workflow.openenv.openenv_play import Play, plain, tool_text
+from arl.workflow.tools import DEFAULT_LIMITS, ToolLimits, cut, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arl.api.engine import Sampler
+
+log = logging.getLogger(__name__)
+
+_COLUMNS = ("messages", "prompt", "question")
+"""Columns that tell the model something; all others are arguments of reset."""
+_CLOSE_S = 10.0
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OpenEnvWorkflow(Shared, RolloutWorkflow):
+    """Plays an episode of an OpenEnv environment, and rewards it as the environment does.
+
+    An example's columns are the arguments of reset, `seed` for instance, so that a group's episodes are the same task;
+    its `messages`, `prompt` or `question`, if it has one, come before the first observation. An action that the
+    environment refuses is a message to the model. Metrics: turns, steps, invalid_actions, done and context_full.
+    Raises EnvironmentFailedError if the environment fails, or does not answer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(kw_only=False)
+    """Must have a chat template."""
+    env: str | Callable[[Example], Any] = field(kw_only=False)
+    """The server's address; or a function that makes a client for an episode, an EnvClient of OpenEnv's."""
+    headers: Mapping[str, str] | None = None
+    """Sent to the server's address: an Authorization, for instance."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    system: str | None = None
+    """The system prompt, unless the example's messages have one."""
+    action: str | Callable[[str], Any] | None = None
+    """Makes an action of a turn's text, and may raise ToolError, which the model reads; or the name of the action's
+    field that takes the text. If unset, the only one that the server's schema requires."""
+    observation: Callable[[Any], str] | None = None
+    """The text of an observation. If unset, its only text, or all of it as JSON, metadata apart."""
+    tools: bool = False
+    """Whether the environment has MCP tools: the model calls them, each call is a step, and a turn without a call ends
+    the episode."""
+    reward: Literal["sum", "last"] = "sum"
+    """The episode's reward: the sum of its steps' rewards, or the last reward that a step had."""
+    max_turns: int = 16
+    """How often the model may speak."""
+    timeout_s: float = 60.0
+    """The longest that connecting, reset and each step may take."""
+    max_sessions: int | None = None
+    """Episodes that have a session with the server at once; others wait. None: any number."""
+    limits: ToolLimits = DEFAULT_LIMITS
+    """Its max_output_chars: characters of an observation that the model reads."""
+    call_format: CallFormat | None = None
+    """How the model writes calls; if unset, as the chat template asks."""
+    template_options: Mapping[str, Any] | None = None
+    """Passed to the chat template."""
+    rewriting: Rewriting = "branch"
+    """What to do when the chat template rewrites an earlier turn (see Conversation)."""
+
+    def __post_init__(self) -> None:
+        Shared.__init__(self)
+        if self.reward not in ("sum", "last") or self.max_turns < 1 or self.timeout_s <= 0:
+            raise ConfigError(
+                f"reward is {self.reward!r}, max_turns {self.max_turns} and timeout_s {self.timeout_s}; they must be "
+                "sum or last, at least 1, and above 0"
+            )
+        if self.action is None and not self.tools and not isinstance(self.env, str):
+            raise ConfigError("with a client of your own, pass action=, which makes an action of a text, or tools=True")
+        self._format = (self.call_format or call_format_of(self.tokenizer)) if self.tools else None
+        self._places = nullcontext() if self.max_sessions is None else asyncio.Semaphore(self.max_sessions)
+        self._act = _action_in(self.action) if isinstance(self.action, str) else self.action
+        self._client: aiohttp.ClientSession | None = None
+
+    async def _open(self, opened: AsyncExitStack) -> None:
+        self._client = await opened.enter_async_context(aiohttp.ClientSession(headers=self.headers))
+        if isinstance(self.env, str) and self._act is None and not self.tools:
+            self._act = _action_in(await action_field(self._client, self.env, self.timeout_s))
+
+    def check_example(self, data: Example) -> None:
+        """Raise DatasetError for an example without arguments for reset."""
+        if not _reset_arguments(data):
+            raise DatasetError(
+                f"an example has the columns {', '.join(map(str, data)) or 'none'}, and none for reset, so that the "
+                'episodes of its group would be different tasks; give it a seed: {"seed": 7}'
+            )
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
+        if self._client is None or not self.is_open:
+            raise ArlError("this OpenEnvWorkflow is not open; use it within `async with`")
+        async with self._places, self._session(data) as session:
+            play = Play(session=session, timeout_s=self.timeout_s)
+            first = await play.answered("reset", session.reset(**_reset_arguments(data)))
+            tools = await play.tools() if self.tools else []
+            messages = with_system(self.system, self._beginning(data, self._text(first.observation)))
+            chat = Conversation(
+                self.tokenizer,
+                messages,
+                tools=tools,
+                template_options=self.template_options,
+                rewriting=self.rewriting,
+            )
+            play.done = bool(first.done)
+            if play.done:
+                raise EnvironmentFailedError(f"reset with {_reset_arguments(data)} began an episode that is done")
+            await self._play(engine, chat, play)
+        return chat.trajectories(play.reward(self.reward), {"turns": chat.num_turns, **play.metrics})
+
+    async def _play(self, engine: Sampler, chat: Conversation, play: Play) -> None:
+        for _ in range(self.max_turns):
+            turn = await chat.agenerate(engine, self.sampling)
+            if chat.is_full:
+                return
+            if self._format is None:
+                chat.add({"role": "user", "content": await self._step(play, turn.text)})
+            else:
+                calls = self._format.parse(turn.text).calls
+                if not calls:
+                    return
+                chat.add(*[await self._call(play, call) for call in calls])
+            if play.done:
+                return
+
+    async def _step(self, play: Play, text: str) -> str:
+        assert self._act is not None
+        try:
+            result = await play.step(self._act(text))
+        except ToolError as error:
+            return play.refused(error)
+        return self._text(result.observation)
+
+    async def _call(self, play: Play, call: ToolCall | MalformedCall) -> Message:
+        name = call.name if isinstance(call, ToolCall) else "malformed_call"
+        said = {"role": "tool", "name": name, "tool_call_id": call.id}
+        if play.done:
+            return {**said, "content": "error: the episode is over"}
+        try:
+            if isinstance(call, MalformedCall):
+                raise ToolError(call.reason)
+            action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+            result = await play.step(action)
+            content = tool_text(plain(result.observation))
+        except ToolError as error:
+            content = play.refused(error)
+        return {**said, "content": cut(content, self.limits.max_output_chars)}
+
+    def _beginning(self, data: Example, observed: str) -> str | list[Message]:
+        """The first messages: the example's, if it has any, and the first observation."""
+        given = next((data[name] for name in _COLUMNS if data.get(name) is not None), None)
+        if given is None or isinstance(given, str):
+            text = "\n\n".join(part for part in (given, observed) if part)
+            if not text:
+                raise DatasetError("neither the example nor reset's observation tells the model anything; give the "
+                                   "examples a column `prompt`, or pass observation=")  # fmt: skip
+            return text
+        return [*given, {"role": "user", "content": observed}] if observed else [*given]
+
+    def _text(self, observation: Any) -> str:
+        text = _observed(plain(observation)) if self.observation is None else self.observation(observation)
+        return cut(text, self.limits.max_output_chars)
+
+    @asynccontextmanager
+    async def _session(self, data: Example) -> AsyncIterator[EnvSession]:
+        if isinstance(self.env, str):
+            assert self._client is not None
+            async with opened_session(self._client, self.env, self.timeout_s) as session:
+                yield session
+            return
+        client = self.env(data)
+        try:
+            yield client
+        finally:
+            await _closed(client)
+
+
+def _reset_arguments(data: Example) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name not in _COLUMNS and value is not None}
+
+
+def _action_in(name: str) -> Callable[[str], Any]:
+    return lambda text: {name: text}
+
+
+def _observed(observation: Any) -> str:
+    """The only text of an observation, or all of it as JSON."""
+    if not isinstance(observation, Mapping):
+        return text_of(observation)
+    fields = cast("Mapping[str, Any]", observation)
+    shown = {name: value for name, value in fields.items() if name not in ("metadata", "reward", "done")}
+    texts = [value for value in shown.values() if isinstance(value, str)]
+    if len(texts) == len(shown) <= 1:
+        return "".join(texts)
+    return json.dumps(shown, ensure_ascii=False, default=str)
+
+
+async def _closed(client: Any) -> None:
+    """Close a client of the user's, whatever it raises: the episode is over."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await client.close()
+    except Exception as error:  # noqa: BLE001 - logged
+        log.warning("closing an environment's client failed: %r", error)
