@@ -15,9 +15,10 @@ from pathlib import Path
 
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
-from arl.sandbox.contract import NO_FILES, Files, Limits
+from arl.offload import offload
+from arl.sandbox.contract import NO_FILES, Limits
 from arl.sandbox.docker import ENGINE_S, call_docker
-from arl.sandbox.terminal import CommandOutcome, checked_path, packed
+from arl.sandbox.terminal import CommandOutcome, TerminalFiles, checked_path, packed
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class DockerTerminal:
         *,
         timeout_s: float,
         env: Mapping[str, str] | None = None,
-        files: Files = NO_FILES,
+        files: TerminalFiles = NO_FILES,
         fresh: Sequence[str] = (),
         read: Sequence[str] = (),
     ) -> CommandOutcome:
@@ -108,13 +109,8 @@ class DockerTerminal:
             if fresh:
                 await _checked(_BEYOND_S, "exec", self._container, "rm", "-rf", *fresh)
             if files:
-                await _checked(
-                    _BEYOND_S,
-                    "cp",
-                    "-",
-                    f"{self._container}:/",
-                    stdin=packed({checked_path(path): files[path] for path in files}),
-                )
+                archive = await offload(packed, {checked_path(path): files[path] for path in files})
+                await _checked(_BEYOND_S, "cp", "-", f"{self._container}:/", stdin=archive)
             outcome = await self._run(command, timeout_s, env or {})
             await _call(_BEYOND_S, "exec", self._container, "sh", "-c", "kill -9 -1")
             found: dict[str, bytes] = {}

@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 from arl.api.errors import SandboxError
+from arl.offload import offload
 from arl.sandbox import command
 from arl.sandbox.bubblewrap import BubblewrapSandbox
-from arl.sandbox.contract import NO_FILES, EndedBy, Files, Limits, ProgramOutcome
+from arl.sandbox.contract import NO_FILES, EndedBy, Limits, ProgramOutcome
+
+TerminalFiles = Mapping[str, str | bytes | Path]
+"""Absolute path in the terminal -> contents, or the file of this machine that has them."""
 
 _PROGRAM = Path(command.__file__).read_text(encoding="utf-8")
 _BEYOND_S = 30.0
@@ -56,7 +60,7 @@ class Terminal(Protocol):
         *,
         timeout_s: float,
         env: Mapping[str, str] = ...,
-        files: Files = ...,
+        files: TerminalFiles = ...,
         fresh: Sequence[str] = ...,
         read: Sequence[str] = ...,
     ) -> CommandOutcome:
@@ -79,7 +83,7 @@ class BubblewrapTerminal:
     """
 
     def __init__(
-        self, sandbox: BubblewrapSandbox, *, workdir: str, files: Files = NO_FILES,
+        self, sandbox: BubblewrapSandbox, *, workdir: str, files: TerminalFiles = NO_FILES,
         env: Mapping[str, str] | None = None, limits: Limits = Limits(),  # noqa: B008 - it is frozen
         most_bytes: int = 1 << 16,
     ) -> None:  # fmt: skip
@@ -88,7 +92,8 @@ class BubblewrapTerminal:
         self._limits = limits
         self._env = dict(env or {})
         self._most_bytes = most_bytes
-        self._kept = packed(_inside(files))
+        self._files = files
+        self._kept: bytes | None = None
 
     async def run(
         self,
@@ -96,7 +101,7 @@ class BubblewrapTerminal:
         *,
         timeout_s: float,
         env: Mapping[str, str] | None = None,
-        files: Files = NO_FILES,
+        files: TerminalFiles = NO_FILES,
         fresh: Sequence[str] = (),
         read: Sequence[str] = (),
     ) -> CommandOutcome:
@@ -112,14 +117,16 @@ class BubblewrapTerminal:
             "read": [*map(_within, read)],
             "most_bytes": self._most_bytes,
         }
-        archives = {"kept.tar": self._kept, "added.tar": packed(_inside(files))}
+        if self._kept is None:
+            self._kept = await offload(packed, _inside(self._files))
+        archives = {"kept.tar": self._kept, "added.tar": await offload(packed, _inside(files))}
         outcome = await self._sandbox.run(
             _PROGRAM,
             stdin=json.dumps(request),
             files={name: content for name, content in archives.items() if content},
             limits=self._limits_of(timeout_s),
         )
-        return self._answered(outcome, read)
+        return await offload(self._answered, outcome, read)
 
     def _limits_of(self, timeout_s: float) -> Limits:
         given = self._limits
@@ -150,7 +157,7 @@ class BubblewrapTerminal:
         )
 
 
-def _inside(files: Files) -> Files:
+def _inside(files: TerminalFiles) -> TerminalFiles:
     return {_within(path): content for path, content in files.items()}
 
 
@@ -169,14 +176,15 @@ def checked_path(path: str) -> str:
     return path
 
 
-def packed(files: Files) -> bytes:
-    """A tar of files that everybody may execute; nothing for no files."""
+def packed(files: TerminalFiles) -> bytes:
+    """A tar of files that everybody may execute; nothing for no files. Blocks."""
     if not files:
         return b""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, content in files.items():
-            raw = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+            raw = content.read_bytes() if isinstance(content, Path) else content
+            raw = raw.encode(errors="surrogatepass") if isinstance(raw, str) else raw
             entry = tarfile.TarInfo(path.lstrip("/"))
             entry.size, entry.mode = len(raw), _EXECUTABLE
             tar.addfile(entry, io.BytesIO(raw))

@@ -26,9 +26,9 @@ Prompt = Callable[[str], list[dict[str, str]]]
 SEEDS = {"held_out": 1, "training": 2, "demonstrations": 3}
 NUM_KEPT_APART = 1000
 """The first held-out tasks, which no other region has."""
-NUM_CAREFUL, NUM_MIXED = 8000, 1600
+NUM_CAREFUL, NUM_MIXED = 12000, 1600
 """First only careful demonstrations, which teach a model to copy; then mixed ones, which teach it bad habits."""
-MIX = {"careful": 0.25, "guess": 0.3, "halfway": 0.2, "wrong": 0.25}
+MIX = {"careful": 0.3, "guess": 0.3, "halfway": 0.2, "wrong": 0.2}
 """Shares of the habits in mixed demonstrations: work on a file that was not looked for, stop after looking, do another
 job."""
 DONE = "Done."

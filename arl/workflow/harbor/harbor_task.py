@@ -55,9 +55,11 @@ class HarborTask:
         return self.directory / ENVIRONMENT / "Dockerfile"
 
     @property
-    def tests(self) -> dict[str, bytes]:
-        """The files of the tests, at the paths where they run."""
-        return files_below(self.directory / TESTS, "/tests")
+    def tests(self) -> dict[str, Path]:
+        """The files of the tests, by the paths where they run."""
+        root = self.directory / TESTS
+        files = (file for file in sorted(root.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+        return {f"/tests/{file.relative_to(root).as_posix()}": file for file in files}
 
     def plain_image(self) -> PlainImage:
         """Its environment without an image. Raises DatasetError if only an image will do."""
@@ -107,12 +109,6 @@ def harbor_tasks(directory: str | Path) -> list[Example]:
 def task_at(path: str) -> HarborTask:
     """The task of a row, read once."""
     return HarborTask.read(path)
-
-
-def files_below(directory: Path, place: str) -> dict[str, bytes]:
-    """The files below a directory, at paths below `place`."""
-    files = (file for file in sorted(directory.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
-    return {f"{place}/{file.relative_to(directory).as_posix()}": file.read_bytes() for file in files}
 
 
 def _row(task: HarborTask) -> Example:

@@ -152,7 +152,7 @@ class HarborWorkflow(ToolAgentWorkflow):
             yield BubblewrapTerminal(
                 self._bubblewrap,
                 workdir=image.workdir,
-                files={path: source.read_bytes() for path, source in image.sources.items()},
+                files=image.sources,
                 env={**image.env, **task.env},
                 limits=self._limits_of(task),
             )
