@@ -44,8 +44,8 @@ class CommandOutcome:
     exit_code: int | None
     """None if a limit ended the command; above 128 for a signal, as in shells."""
     ended_by: EndedBy = "exit"
-    """"timeout", or the limit of the sandbox at which it ended. After any but "exit" and "timeout" the files are as
-    they were before the command."""
+    """"timeout", the limit of the sandbox at which it ended, or "signal" if it killed its terminal. After any but
+    "exit" and "timeout" the files are as they were before the command."""
     wall_s: float = 0.0
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """The files that `read` named, as far as they are there."""
@@ -140,8 +140,8 @@ class BubblewrapTerminal:
         """Keep the files, and say how the command ended."""
         line, newline, encoded = outcome.stdout.partition("\n")
         if not newline or not outcome.succeeded:
-            if outcome.ended_by in ("exit", "signal"):
-                raise SandboxError(f"a command could not be run: {outcome.stderr[-1000:].strip() or outcome.ended_by}")
+            if outcome.ended_by == "exit":
+                raise SandboxError(f"a command could not be run: {outcome.stderr[-1000:].strip()}")
             return CommandOutcome(output="", exit_code=None, ended_by=outcome.ended_by, wall_s=outcome.wall_s)
         answer = json.loads(line)
         self._kept = base64.b64decode(encoded)

@@ -46,10 +46,10 @@ class TerminalAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/terminal",
-        "steps": 40,
+        "steps": 24,
         "rollout": {"batch_size": 8, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 2e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
-        "evaluation": {"every": 20},
+        "train": {"optimizer": {"lr": 2e-4, "schedule": "linear", "total_steps": 24, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 12},
         "max_new_tokens": 64,
         "max_turns": 4,
         "sandbox": "bubblewrap",

@@ -115,7 +115,7 @@ async def test_a_turn_without_a_call_ends_an_episode_with_tools(garden: str) -> 
 
 
 async def test_an_environment_without_tools_is_an_error_that_says_so(guess: str) -> None:
-    with pytest.raises(EnvironmentFailedError, match="no MCP tools.*leave out tools=True"):
+    with pytest.raises(EnvironmentFailedError, match=r"no MCP tools.*leave out tools=True"):
         await played(workflow(guess, tools=True))
 
 

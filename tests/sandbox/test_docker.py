@@ -53,7 +53,7 @@ async def test_the_first_process_of_a_container_ends_it_at_its_wall_time(docker:
 async def test_an_engine_that_does_not_remove_a_container_is_not_waited_for(
     docker: Path, sandbox: DockerSandbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arl.sandbox.docker, "_ENGINE_S", 0.2)
+    monkeypatch.setattr(arl.sandbox.docker, "ENGINE_S", 0.2)
     (docker / "stuck").touch()
     assert (await sandbox.run("while True: print('x' * 1000)")).ended_by == "output"
     assert "docker did not remove the container arl-" in caplog.text

@@ -226,12 +226,15 @@ def told(outcome: CommandOutcome, max_chars: int) -> str:
     text = cut(outcome.output, max_chars)
     if outcome.num_dropped and len(outcome.output) <= max_chars:
         text += f"\n[cut here: {outcome.num_dropped} more bytes]"
-    notes = {"timeout": "[the command took too long, and was ended]"}
-    if outcome.ended_by != "exit":
-        lost = f"[the command was ended: too much of {outcome.ended_by}; the files are as they were before it]"
-        note = notes.get(outcome.ended_by, lost)
-    else:
-        note = f"[exit code {outcome.exit_code}]" if outcome.exit_code else ""
+    match outcome.ended_by:
+        case "exit":
+            note = f"[exit code {outcome.exit_code}]" if outcome.exit_code else ""
+        case "timeout":
+            note = "[the command took too long, and was ended]"
+        case "signal":
+            note = "[the command killed its terminal; the files are as they were before it]"
+        case limit:
+            note = f"[the command was ended: too much {limit}; the files are as they were before it]"
     return "\n".join(part for part in (text.rstrip("\n"), note) if part) or "[no output]"
 
 

@@ -18,7 +18,7 @@ from stock_env import StockTools
 from verifiers.v1.dialects import ChatDialect
 from workflow.scripted_answers import TOKENIZER, calling, encode, ended, response_of
 
-from arl.api.errors import ArlError, ServerError
+from arl.api.errors import ArlError, EnvironmentFailedError, ServerError
 from arl.api.installing import install_command
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
