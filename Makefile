@@ -11,6 +11,11 @@ VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+ENVIRONMENTS_VENV ?= .venv-environments
+ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
+# Harbor needs Python 3.12: the newest that runs, pyenv's too, whether or not they are chosen; else without Harbor.
+ENVIRONMENTS_PYTHON ?= $(shell for python in python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[23].*/bin/python \
+	$(PYTHON); do $$python -c pass 2>/dev/null && echo $$python && break; done)
 GPU_VENV ?= .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 # The tests start arl in many processes, which would each compile it anew where the environment forbids compiled files.
@@ -19,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
+.PHONY: quickstart test test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -120,6 +125,16 @@ $(FRAMEWORKS_STAMP): tests/frameworks/requirements.txt tests/frameworks/package-
 test-frameworks: $(STAMP) $(FRAMEWORKS_STAMP)
 	ARL_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS_VENV)/bin/python) $(BIN)/python -m pytest -m frameworks
 
+# OpenEnv and Harbor pin other versions than arl's, and are spoken to over WebSocket, or by files.
+$(ENVIRONMENTS_STAMP): tests/environments/requirements.txt
+	@echo 'Installing OpenEnv and Harbor (700 MB) into $(ENVIRONMENTS_VENV): a minute, once.'
+	@$(ENVIRONMENTS_PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	@$(ENVIRONMENTS_VENV)/bin/pip install $(PIP_SHOWS) -r tests/environments/requirements.txt
+	@touch $(ENVIRONMENTS_STAMP)
+
+test-environments: $(STAMP) $(ENVIRONMENTS_STAMP)
+	ARL_ENVIRONMENTS_PYTHON=$(abspath $(ENVIRONMENTS_VENV)/bin/python) $(BIN)/python -m pytest -m environments
+
 # With torch as PyPI has it, which is for CUDA on Linux.
 $(GPU_STAMP): pyproject.toml
 	@echo 'Installing arl, torch for CUDA (several GB) and the tools of its tests into $(GPU_VENV): minutes, once.'
@@ -140,4 +155,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(FRAMEWORKS_VENV) $(GPU_VENV) tests/frameworks/node_modules runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(FRAMEWORKS_VENV) $(ENVIRONMENTS_VENV) $(GPU_VENV) tests/frameworks/node_modules runs

@@ -37,6 +37,7 @@ from arl import (
     harbor_tasks,
     load_tokenizer,
 )
+from arl.sandbox import find_sandbox
 
 SYSTEM = "Solve the task in the terminal: look at what is there, then work. When you are done, answer without a call."
 
@@ -89,6 +90,9 @@ def rows(config: TerminalAgentConfig) -> tuple[Sequence[Example], Sequence[Examp
 
 
 async def prepare(config: TerminalAgentConfig) -> Setup:
+    if config.sandbox != "docker":
+        async with find_sandbox("bubblewrap"):
+            pass  # fail before the model is made if there is no sandbox
     training, held_out = await asyncio.to_thread(rows, config)
     model = config.model
     if config.is_tiny:

@@ -16,6 +16,8 @@ import openai_sdk_agent
 import pytest
 import search_agent
 import search_tasks
+import terminal_agent
+import terminal_tasks
 from multi_agent import MultiAgentConfig, pair, questions
 from multi_tasks import Teacher
 from played import TOKENIZER, played
@@ -102,8 +104,14 @@ async def prepared(agent: ModuleType, tasks: ModuleType, monkeypatch: pytest.Mon
             {},
             {tool_call("find_order", number=4821): 4, "Amber Kettle": 1, "Norwick": 1, "891": 2},
         ),
+        (
+            terminal_agent,
+            terminal_tasks,
+            {"num_tasks": 20, "num_held_out": 5, "sandbox": "docker"},
+            {tool_call("bash", command="ls barn"): 4, tool_call("bash", command="wc -l < barn/wolf > moss"): 8},
+        ),
     ],
-    ids=["multi", "search", "openai"],
+    ids=["multi", "search", "openai", "terminal"],
 )
 async def test_the_tiny_models_words_and_boilerplate_are_few_tokens(
     agent: ModuleType,
