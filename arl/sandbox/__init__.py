@@ -6,7 +6,7 @@
 | find | the first sandbox that runs programs on this machine; the one that isolates nothing |
 | bubblewrap, seccomp | namespaces, and a filter of system calls; keeper is the process beside arl that runs programs |
 | docker, container | containers; container is their process 1, and arl sends it there as text |
-| terminal, command | files that stay from one command to the next; command runs one, and arl sends it as text |
+| bubblewrap_terminal, one_command | files that stay from one command to the next; one_command runs one, and arl sends it as text |
 | docker_terminal | the same in a container |
 | remote | a sandbox on another machine, and the command that serves it |
 | streams | bytes in and out. keeper and streams run in a bare Python, and import nothing else of arl |
@@ -20,12 +20,12 @@ from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from arl.sandbox.bubblewrap import BubblewrapSandbox
+    from arl.sandbox.bubblewrap_terminal import BubblewrapTerminal, CommandOutcome, Terminal
     from arl.sandbox.contract import EndedBy, Files, Limits, ProgramOutcome, Sandbox
     from arl.sandbox.docker import DockerSandbox
     from arl.sandbox.docker_terminal import DockerImages, DockerTerminal
     from arl.sandbox.find import Kind, UnsafeSandbox, find_sandbox
     from arl.sandbox.remote import RemoteSandbox
-    from arl.sandbox.terminal import BubblewrapTerminal, CommandOutcome, Terminal
 
 _HOMES = {
     "arl.sandbox.bubblewrap": "BubblewrapSandbox",
@@ -34,7 +34,7 @@ _HOMES = {
     "arl.sandbox.docker_terminal": "DockerImages DockerTerminal",
     "arl.sandbox.find": "Kind UnsafeSandbox find_sandbox",
     "arl.sandbox.remote": "RemoteSandbox",
-    "arl.sandbox.terminal": "BubblewrapTerminal CommandOutcome Terminal",
+    "arl.sandbox.bubblewrap_terminal": "BubblewrapTerminal CommandOutcome Terminal",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -16,9 +16,9 @@ from pathlib import Path
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
 from arl.offload import offload
+from arl.sandbox.bubblewrap_terminal import CommandOutcome, TerminalFiles, checked_path, packed
 from arl.sandbox.contract import NO_FILES, Limits
 from arl.sandbox.docker import ENGINE_S, call_docker
-from arl.sandbox.terminal import CommandOutcome, TerminalFiles, checked_path, packed
 
 log = logging.getLogger(__name__)
 

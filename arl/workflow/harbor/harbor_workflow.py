@@ -22,9 +22,9 @@ from arl.api.types import Example
 from arl.rewards.adapt import RewardLike
 from arl.rewards.score import Score
 from arl.sandbox.bubblewrap import BubblewrapSandbox
+from arl.sandbox.bubblewrap_terminal import BubblewrapTerminal, CommandOutcome, Terminal
 from arl.sandbox.contract import Limits
 from arl.sandbox.docker_terminal import DockerImages
-from arl.sandbox.terminal import BubblewrapTerminal, CommandOutcome, Terminal
 from arl.workflow.agent import with_system
 from arl.workflow.harbor.dockerfile import PlainImage
 from arl.workflow.harbor.harbor_task import HarborTask, task_at

@@ -16,7 +16,7 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(kw_only=True, eq=False)
-class Play:
+class EnvPlay:
     """An episode as the environment sees it: its steps and their rewards."""
 
     session: EnvSession

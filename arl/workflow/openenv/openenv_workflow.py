@@ -27,7 +27,7 @@ from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
 from arl.workflow.openenv.openenv_client import EnvSession, action_field, opened_session
-from arl.workflow.openenv.openenv_play import Play, plain, tool_text
+from arl.workflow.openenv.openenv_play import EnvPlay, plain, tool_text
 from arl.workflow.tools import DEFAULT_LIMITS, ToolLimits, cut, text_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
         if self._client is None or not self.is_open:
             raise ArlError("this OpenEnvWorkflow is not open; use it within `async with`")
         async with self._places, self._session(data) as session:
-            play = Play(session=session, timeout_s=self.timeout_s)
+            play = EnvPlay(session=session, timeout_s=self.timeout_s)
             first = await play.answered("reset", session.reset(**_reset_arguments(data)))
             tools = await play.tools() if self.tools else []
             messages = with_system(self.system, self._beginning(data, self._text(first.observation)))
@@ -134,7 +134,7 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             await self._play(engine, chat, play)
         return chat.trajectories(play.reward(self.reward), {"turns": chat.num_turns, **play.metrics})
 
-    async def _play(self, engine: Sampler, chat: Conversation, play: Play) -> None:
+    async def _play(self, engine: Sampler, chat: Conversation, play: EnvPlay) -> None:
         for _ in range(self.max_turns):
             turn = await chat.agenerate(engine, self.sampling)
             if chat.is_full:
@@ -149,7 +149,7 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             if play.done:
                 return
 
-    async def _step(self, play: Play, text: str) -> str:
+    async def _step(self, play: EnvPlay, text: str) -> str:
         assert self._act is not None
         try:
             result = await play.step(self._act(text))
@@ -157,7 +157,7 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             return play.refused(error)
         return self._text(result.observation)
 
-    async def _call(self, play: Play, call: ToolCall | MalformedCall) -> Message:
+    async def _call(self, play: EnvPlay, call: ToolCall | MalformedCall) -> Message:
         name = call.name if isinstance(call, ToolCall) else "malformed_call"
         said = {"role": "tool", "name": name, "tool_call_id": call.id}
         if play.done:

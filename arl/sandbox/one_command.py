@@ -1,6 +1,6 @@
 """The program that runs one command of a BubblewrapTerminal: unpacks the files, runs it, packs the files.
 
-terminal.py sends this file's text to the sandbox. A request of JSON comes over stdin, with paths relative to the
+bubblewrap_terminal.py sends this file's text to the sandbox. A request of JSON comes over stdin, with paths relative to the
 working directory. The answer is a line of JSON and, after it, the files as a tar in base64. Imports nothing of arl.
 """
 
@@ -69,7 +69,7 @@ def _run(request):
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    output = Output(process.stdout, request["most_bytes"])
+    output = Printed(process.stdout, request["most_bytes"])
     started = time.monotonic()
     while process.poll() is None and time.monotonic() < started + request["timeout_s"]:
         output.wait(0.01 if output.is_closed else 0.05)
@@ -84,7 +84,7 @@ def _run(request):
     return {"code": code, "wall_s": wall_s, "output": text, "num_dropped": output.num_dropped}
 
 
-class Output:
+class Printed:
     def __init__(self, pipe, most):
         self.kept, self.num_dropped, self.is_closed = bytearray(), 0, False
         self._pipe, self._most = pipe.fileno(), most

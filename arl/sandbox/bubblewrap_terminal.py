@@ -1,7 +1,8 @@
 """Terminals: a sandbox whose files stay from one command to the next, for an agent that works with a shell.
 
 A BubblewrapTerminal holds nothing between two commands but the files, as an archive in arl's memory: no process, no
-directory of the host. Each command is a program of the sandbox (command.py), which unpacks them, runs, and packs them.
+directory of the host. Each command is a program of the sandbox (one_command.py), which unpacks the files, runs, and
+packs them again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Protocol
 
 from arl.api.errors import SandboxError
 from arl.offload import offload
-from arl.sandbox import command
+from arl.sandbox import one_command
 from arl.sandbox.bubblewrap import BubblewrapSandbox
 from arl.sandbox.contract import NO_FILES, EndedBy, Limits, ProgramOutcome
 
 TerminalFiles = Mapping[str, str | bytes | Path]
 """Absolute path in the terminal -> contents, or the file of this machine that has them."""
 
-_PROGRAM = Path(command.__file__).read_text(encoding="utf-8")
+_PROGRAM = Path(one_command.__file__).read_text(encoding="utf-8")
 _BEYOND_S = 30.0
 """Seconds for unpacking, packing, and Python's start, beyond a command's time."""
 _ANSWER_BYTES = 1 << 20
