@@ -6,7 +6,7 @@
 | find | the first sandbox that runs programs on this machine; the one that isolates nothing |
 | bubblewrap, seccomp | namespaces, and a filter of system calls; keeper is the process beside arl that runs programs |
 | docker, container | containers; container is their process 1, and arl sends it there as text |
-| bubblewrap_terminal, one_command | files that stay from one command to the next; one_command runs one, and arl sends it as text |
+| bubblewrap_terminal | files that stay from one command to the next; one_command runs each, sent as text |
 | docker_terminal | the same in a container |
 | remote | a sandbox on another machine, and the command that serves it |
 | streams | bytes in and out. keeper and streams run in a bare Python, and import nothing else of arl |

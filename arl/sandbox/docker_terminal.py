@@ -33,16 +33,17 @@ _CHUNK = 1 << 16
 
 
 class DockerImages(Shared):
-    """Terminals in containers. network: whether those that may have the network get it. concurrency: commands at once.
+    """Terminals in containers. network: whether those that may have the network get it. concurrency: commands at
+    once.
 
     A command is whoever the image says, mostly root, with Docker's usual capabilities and no new ones. It may write
     everywhere in its container; nothing limits the space that it takes there.
     """
 
-    def __init__(self, *, network: bool = False, concurrency: int | None = None) -> None:
+    def __init__(self, *, network: bool = False, concurrency: int = 8) -> None:
         super().__init__()
         self._network = network
-        self._places = asyncio.Semaphore(concurrency or 8)
+        self._places = asyncio.Semaphore(concurrency)
         self._images: dict[str | Path, str] = {}
         self._making: dict[str | Path, asyncio.Lock] = {}
 

@@ -1,7 +1,7 @@
 """The program that runs one command of a BubblewrapTerminal: unpacks the files, runs it, packs the files.
 
-bubblewrap_terminal.py sends this file's text to the sandbox. A request of JSON comes over stdin, with paths relative to the
-working directory. The answer is a line of JSON and, after it, the files as a tar in base64. Imports nothing of arl.
+bubblewrap_terminal.py sends this file's text to the sandbox. A request of JSON comes over stdin, with paths relative to
+the working directory. The answer is a line of JSON and, after it, the files as a tar in base64. Imports nothing of arl.
 """
 
 import base64

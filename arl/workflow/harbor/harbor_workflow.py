@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import posixpath
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -81,7 +82,7 @@ class HarborWorkflow(ToolAgentWorkflow):
         super().__post_init__()
         if self.sandbox not in SANDBOXES:
             raise ConfigError(f"there is no sandbox {self.sandbox!r} for tasks; it is auto, bubblewrap or docker")
-        self._docker = DockerImages(network=self.network, concurrency=self.concurrency)
+        self._docker = DockerImages(network=self.network, concurrency=self.concurrency or os.cpu_count() or 1)
         self._bubblewrap: BubblewrapSandbox | None = None
 
     async def _open(self, opened: AsyncExitStack) -> None:

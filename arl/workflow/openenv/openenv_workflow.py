@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import aiohttp
@@ -97,13 +98,13 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             raise ConfigError("with a client of your own, pass action=, which makes an action of a text, or tools=True")
         self._format = (self.call_format or call_format_of(self.tokenizer)) if self.tools else None
         self._places = nullcontext() if self.max_sessions is None else asyncio.Semaphore(self.max_sessions)
-        self._act = _action_in(self.action) if isinstance(self.action, str) else self.action
+        self._act = partial(_action_in, self.action) if isinstance(self.action, str) else self.action
         self._client: aiohttp.ClientSession | None = None
 
     async def _open(self, opened: AsyncExitStack) -> None:
         self._client = await opened.enter_async_context(aiohttp.ClientSession(headers=self.headers))
         if isinstance(self.env, str) and self._act is None and not self.tools:
-            self._act = _action_in(await action_field(self._client, self.env, self.timeout_s))
+            self._act = partial(_action_in, await action_field(self._client, self.env, self.timeout_s))
 
     def check_example(self, data: Example) -> None:
         """Raise DatasetError for an example without arguments for reset."""
@@ -205,8 +206,8 @@ def _reset_arguments(data: Example) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name not in _COLUMNS and value is not None}
 
 
-def _action_in(name: str) -> Callable[[str], Any]:
-    return lambda text: {name: text}
+def _action_in(name: str, text: str) -> dict[str, str]:
+    return {name: text}
 
 
 def _observed(observation: Any) -> str:
