@@ -56,6 +56,11 @@ async def opened_examination(
     from arl.doctor.server_probe import ServerProbe
     from arl.doctor.trainer_probe import PROBE_OPTIMIZER, TrainerProbe
 
+    if config.engine.protocol == "vllm":
+        raise ConfigError(
+            f"arl doctor asks embedded and SGLang servers, and engine.kind is {config.engine.kind}; a run compares vLLM's "
+            "logprobs with the trainer's itself (engine.check_weights, docs/servers.md)"
+        )
     may_publish = publish or not isinstance(config.engine, RunningServersConfig)
     if publish:
         _check_free(config)

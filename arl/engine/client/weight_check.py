@@ -89,8 +89,8 @@ class WeightCheck:
                 f"{server.address} does not compute with the weights of version {probe.version} that it was given: its "
                 f"logprobs of {len(probe.token_ids)} tokens differ from the trainer's by {gap:.2g} nats on average "
                 f"(at most {limit:.2g} is rounding). A part of its layers may have kept older weights (on a CPU, vLLM "
-                "packs linear layers at the start), or it has another dtype or quantization. `arl doctor` looks for "
-                "the cause; engine.check_weights=false trains on"
+                "packs linear layers at the start), or it has another dtype or quantization. See docs/servers.md; "
+                "engine.check_weights=false trains on"
             )
         known.least = gap if known.least is None else min(known.least, gap)
         known.due, known.distance = probe.version + known.distance, 2 * known.distance
