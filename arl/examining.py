@@ -58,8 +58,8 @@ async def opened_examination(
 
     if config.engine.protocol == "vllm":
         raise ConfigError(
-            f"arl doctor asks embedded and SGLang servers, and engine.kind is {config.engine.kind}; a run compares vLLM's "
-            "logprobs with the trainer's itself (engine.check_weights, docs/servers.md)"
+            f"arl doctor asks embedded and SGLang servers, and engine.kind is {config.engine.kind}; a run compares "
+            "vLLM's logprobs with the trainer's itself (engine.check_weights, docs/servers.md)"
         )
     may_publish = publish or not isinstance(config.engine, RunningServersConfig)
     if publish:
