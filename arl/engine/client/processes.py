@@ -277,14 +277,29 @@ async def _stop(servers: Sequence[_Server]) -> None:
         await process.wait()
 
 
-_DIES_WITH_PARENT = """
-import ctypes, os, signal, sys
+_ENDS_WITH_PARENT = """
+import ctypes, os, signal, subprocess, sys
 parent, *command = sys.argv[1:]
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which exec keeps
+server = None
+
+def end(*_):
+    if os.getppid() == int(parent):
+        if server is not None:
+            server.terminate()
+    else:
+        os.killpg(0, signal.SIGKILL)  # also what the server started: vLLM's engine outlives its HTTP server
+
+signal.signal(signal.SIGTERM, end)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the process that started this one is gone
 if os.getppid() == int(parent):
-    os.execv(command[0], command)
+    server = subprocess.Popen(command)
+    code = server.wait()
+    if code < 0:  # end as it did
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
 """
-"""Runs a command that the kernel kills when the process that started it is gone."""
+"""Runs a command until it ends, and ends its whole process group when the process that started this one is gone."""
 
 
 def local_servers(
@@ -327,7 +342,7 @@ def stock_servers(
     def program(index: int, port: int) -> Program:
         gpus = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)}
         return Program(
-            argv=[python, "-c", _DIES_WITH_PARENT, str(os.getpid()), python, *command(model, config, port)],
+            argv=[python, "-c", _ENDS_WITH_PARENT, str(os.getpid()), python, *command(model, config, port)],
             port=port,
             log=log_dir / f"{config.protocol}-{index}.log",
             environment={**environment, **os.environ, **gpus},

@@ -248,10 +248,12 @@ asyncio.run(main())
 """
 
 
-def _interrupt(servers: str, config: str, number: signal.Signals, notes: Path, tmp_path: Path) -> None:
-    """Run servers in a process of its own, and end it by a signal."""
+def _interrupt(
+    servers: str, config: str, number: signal.Signals, notes: Path, tmp_path: Path, before: str = ""
+) -> None:
+    """Run servers in a process of its own, and end it by a signal. before: what each server does first."""
     run = RUN.format(servers=servers, config=config)
-    command = [sys.executable, "-c", run, str(notes), str(tmp_path), PRELUDE + SERVE]
+    command = [sys.executable, "-c", run, str(notes), str(tmp_path), PRELUDE + before + SERVE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -264,9 +266,12 @@ def test_an_interrupted_run_leaves_no_server_behind(notes: Path, tmp_path: Path)
     assert not any(map(is_running, pids(notes)))
 
 
-async def test_a_killed_run_leaves_no_stock_server_behind(notes: Path, tmp_path: Path):
-    _interrupt("processes.stock_servers", "SGLangProcessesConfig(gpus_per_server=0)", signal.SIGKILL, notes, tmp_path)
-    assert len(pids(notes)) == 1
+async def test_a_killed_run_leaves_no_stock_server_behind_and_nothing_that_it_started(notes: Path, tmp_path: Path):
+    """vLLM's engine does not notice that its HTTP server was killed."""
+    engine = "if os.fork() == 0:\n    open(os.path.join(notes, f'{os.getpid()}.pid'), 'w').close(); time.sleep(600)\n"
+    config = "SGLangProcessesConfig(gpus_per_server=0)"
+    _interrupt("processes.stock_servers", config, signal.SIGKILL, notes, tmp_path, before=engine)
+    assert len(pids(notes)) == 2
     await until(lambda: not any(map(is_running, pids(notes))))
 
 
