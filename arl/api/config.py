@@ -40,6 +40,7 @@ from arl.api.engine_config import (
 )
 from arl.api.objective import PassAtKAdvantage
 from arl.api.settings import Section, laid_over
+from arl.api.tasks import FixedMixture, MixtureConfig
 from arl.api.tracker_config import TrackerConfig
 
 METRICS_KEY = "ARL_METRICS_KEY"
@@ -82,6 +83,8 @@ class RolloutConfig(Section):
     episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
     shuffle: bool = True
     """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses its own order."""
+    mixture: MixtureConfig = FixedMixture()
+    """With several tasks: how the run's groups are shared among them."""
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:

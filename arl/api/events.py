@@ -89,6 +89,8 @@ class RunBegan(Event, frozen=True, kw_only=True):
     workflow: str
     num_examples: int
     num_eval_examples: int = 0
+    tasks: list[str] = []
+    """The names of its tasks, if it has any."""
     settings: dict[str, Any]
     """All settings. Keys, passwords and users in URLs are masked."""
 
@@ -132,17 +134,21 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
     group: int
     epoch: int
     row: int
-    """The example's index in the dataset."""
+    """The example's index in the dataset, of its task if there are several."""
     stamp: int
     """The published version."""
     example: dict[str, Any] = {}
     """The example's columns, cut to some 20,000 characters."""
+    task: str = ""
+    """The name of its task; "" in a run without tasks."""
 
 
 class EpisodeBegan(Event, frozen=True, kw_only=True):
     episode: str
     example: dict[str, Any] = {}
     """The example of a held-out episode, as in GroupAdmitted, which has the example of other episodes."""
+    task: str = ""
+    """The task of a held-out episode."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):

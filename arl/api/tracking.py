@@ -88,6 +88,8 @@ class TrackedTrajectory:
     """The example's columns as JSON values: 2,000 characters of each, and some 20,000 of all."""
     expected: str
     """The expected answer: the column `answer`, or else the first that it has of EXPECTED; empty without one."""
+    task: str = ""
+    """The name of its task; "" in a run without tasks, and for a held-out one."""
     text: str
     """All its tokens, decoded; of a failed episode, what the model last saw and said. Empty without a tokenizer."""
 

@@ -397,7 +397,7 @@ class Group:
     group_id: int
     """Unique in a run."""
     example_id: tuple[int, int]
-    """(epoch, index in the dataset)."""
+    """(epoch, index in the dataset), of its task if there are several."""
     stamp: int
     """The published version when the group was admitted."""
     trajectories: tuple[Trajectory, ...]
@@ -407,6 +407,8 @@ class Group:
     """role -> reward of the greedy episode, the baseline of ReMax; empty without a greedy episode."""
     example: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The example's columns as JSON values: 2,000 characters of each, and some 20,000 of all."""
+    task: str = ""
+    """The name of its task; "" in a run without tasks."""
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.episode_indices):
@@ -421,6 +423,7 @@ class Group:
         from arl.api.notebook import several_html
 
         facts = {
+            **({"task": self.task} if self.task else {}),
             "example": f"{self.example_id[1]} of epoch {self.example_id[0]}",
             "episodes": str(self.num_episodes),
             "admitted at version": str(self.stamp),

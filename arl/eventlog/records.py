@@ -26,6 +26,8 @@ class GroupRecord:
     stamp: int
     admitted: float
     example: dict[str, Any]
+    task: str = ""
+    """The name of its task, in a run of several."""
     episodes: list[EpisodeRecord] = field(default_factory=list["EpisodeRecord"])
     outcome: str = ""
     """kept, rejected, dropped; "" while it runs."""
@@ -52,6 +54,8 @@ class EpisodeRecord:
     """None in an evaluation."""
     example: dict[str, Any] = field(default_factory=dict[str, Any])
     """Its columns, long ones cut."""
+    task: str = ""
+    """The name of its task, in a run of several."""
     how: str = "running"
     ended: float | None = None
     attempts: int = 1

@@ -165,7 +165,7 @@ class RunRecord:
     def _add(self, life: int, record: Event) -> None:
         match record:
             case events.EpisodeBegan():
-                self._begin(life, record.episode, record.t, record.example)
+                self._begin(life, record.episode, record.t, record)
             case events.EpisodeEnded():
                 self._end(life, record)
             case events.GroupAdmitted():
@@ -217,20 +217,23 @@ class RunRecord:
         self._changed.update(episode.index for episode in group.episodes)
 
     def _admit(self, life: int, record: events.GroupAdmitted) -> None:
-        group = GroupRecord(life, record.group, record.epoch, record.row, record.stamp, record.t, record.example)
+        place = (life, record.group, record.epoch, record.row, record.stamp, record.t)
+        group = GroupRecord(*place, record.example, record.task)
         self.groups.append(group)
         self._groups[life, record.group] = group
 
-    def _begin(self, life: int, name: str, t: float, example: dict[str, Any] | None = None) -> EpisodeRecord:
+    def _begin(self, life: int, name: str, t: float, began: events.EpisodeBegan | None = None) -> EpisodeRecord:
         number, _, index = name.partition(".")
         group = self._group(life, int(number)) if number.isdecimal() else None
         episode = EpisodeRecord(len(self.episodes), life, name, t, group)
         if group is not None:
             episode.example = group.example
+            episode.task = group.task
             group.episodes.append(episode)
-        elif example:
-            known = self._held_out.setdefault(index, example)
-            episode.example = known if known == example else example
+        elif began:
+            known = self._held_out.setdefault(index, began.example)
+            episode.example = known if known == began.example else began.example
+            episode.task = began.task
         self.episodes.append(episode)
         self._episodes[life, name] = episode
         self._changed.add(episode.index)

@@ -106,6 +106,7 @@ _EPISODE: dict[str, _Column] = {
     "life": ("int64", attrgetter("life")),
     "episode": ("string", attrgetter("episode")),
     "group": ("int64", lambda e: e.group.group if e.group else None),
+    "task": ("string", attrgetter("task")),
     "epoch": ("int64", lambda e: e.group.epoch if e.group else None),
     "row": ("int64", lambda e: e.group.row if e.group else None),
     "step": ("int64", attrgetter("step")),

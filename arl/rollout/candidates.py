@@ -20,6 +20,8 @@ class Candidate:
     """The episode's name in the event log."""
     example_id: tuple[int, int]
     """(epoch, index in the dataset); of a held-out one (0, index in eval_dataset)."""
+    task: str = ""
+    """The name of its task; "" in a run without tasks."""
     example: Mapping[str, Any]
     """The example, in the form of `report.shown`."""
     group_id: int | None = None

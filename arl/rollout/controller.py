@@ -30,14 +30,14 @@ from arl.api.errors import first_error
 from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
 from arl.api.token_records import Fate
 from arl.api.types import Example, Group
-from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.candidates import Candidate, FirstFailures
 from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
-from arl.rollout.ledger import ExampleLedger, GroupOutcome
+from arl.rollout.ledger import ExampleLedger, Issue, Ledger
 from arl.rollout.length_bias import LengthWatch
+from arl.rollout.outcome import GroupOutcome
 from arl.rollout.report import EpisodeReport, shown, told
 from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch
 
@@ -56,34 +56,37 @@ class RolloutController:
     """Turns examples into groups of finished episodes in the buffer.
 
     The controller owns none of its collaborators. `run` raises FailureBudgetError, StarvedError and CurriculumError.
+    In a run of tasks it looks up by an example's task: its dataset, the runner of its episodes, and its groups' rules.
     """
 
     def __init__(
         self,
         engine: Sampler,
         runner: EpisodeRunner,
-        dataset: Dataset,
+        dataset: Dataset | Mapping[str, Dataset],
         config: RolloutConfig,
         buffer: ReplayBuffer,
         seed: int = 0,
-        rules: GroupRules = GroupRules(),  # noqa: B008 - it is frozen
-        curriculum: Curriculum | None = None,
+        rules: GroupRules | Mapping[str, GroupRules] = GroupRules(),  # noqa: B008 - it is frozen
+        ledger: Ledger | None = None,
     ) -> None:
+        """dataset, rules: or those of each task. ledger: None: of epochs of the dataset."""
         self._events = runner.events
         self._engine = engine
         self._runner = runner
         self.pulse = runner.pulse
         self.tokens = runner.tokens
         self.lengths = LengthWatch()
-        self._dataset = dataset
+        self._datasets = dataset if isinstance(dataset, Mapping) else {"": dataset}
         self._config = config
         self._buffer = buffer
         self._seed = seed
-        self._rules = rules
-        self.ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
+        self._rules = {"": rules} if isinstance(rules, GroupRules) else rules
+        self.ledger = ledger or ExampleLedger(len(self._datasets[""]), shuffle=config.shuffle, seed=seed)
         self._budget = FailureBudget(config.max_failure_rate)
         self.failures = FirstFailures()
-        self._returns = ReturnWatch(runner.called, config.batch_size * config.group_size)
+        group_size = max(one.group_size or config.group_size for one in self._rules.values())
+        self._returns = ReturnWatch(runner.called, config.batch_size * group_size)
         self._places = asyncio.Semaphore(config.max_concurrent_episodes)
         self._lag = LagMonitor(runner.called)
         self._running: dict[int, GroupRun] = {}
@@ -117,13 +120,13 @@ class RolloutController:
     def trained(self, groups: Iterable[Group]) -> None:
         """Settle the examples of a trained batch: before anything is saved, as a checkpoint holds the weights too."""
         for group in groups:
-            self.ledger.settle(group.example_id, GroupOutcome.TRAINED)
+            self.ledger.settle(group.example_id, GroupOutcome.TRAINED, group.task)
             self.tokens.trained(group)
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:
         """Counts of the episodes so far, for logs."""
-        return {**self._totals.counters(), "event_loop_lag_s": self._lag.worst_s}
+        return {**self._totals.counters(), **self.ledger.counters(), "event_loop_lag_s": self._lag.worst_s}
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resume needs beside the buffer's untrained groups, as JSON values."""
@@ -136,12 +139,11 @@ class RolloutController:
     def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         """Continue from `state_dict`, before `run`. groups: the buffer's untrained ones. Raises CheckpointError."""
         returned = self._buffer.restore(groups)
-        finished = {group.example_id for group in groups} - {group.example_id for group in returned}
-        self.ledger.load_state_dict(state["ledger"], finished)
+        held = {group.group_id for group in groups} - {group.group_id for group in returned}
+        self.ledger.load_state_dict(state["ledger"], held)
         self._totals = RolloutTotals(**state["totals"])
         self._totals.groups_returned += len(returned)
         if "tokens" in state:
-            held = {group.group_id for group in groups} - {group.group_id for group in returned}
             self.tokens.load_state_dict(state["tokens"], held)
         if returned:
             log.warning(
@@ -156,11 +158,15 @@ class RolloutController:
         slot = await self._buffer.admit()
         issue = self.ledger.issue()
         epoch, row = issue.example_id
-        example = self._dataset[row]  # read once: its episodes get the same one
+        example = self._datasets[issue.task][row]  # read once: its episodes get the same one
         columns = shown(example)
-        self._events.emit(GroupAdmitted(group=issue.group_id, epoch=epoch, row=row, stamp=slot.stamp, example=columns))
+        self._events.emit(
+            GroupAdmitted(
+                group=issue.group_id, epoch=epoch, row=row, stamp=slot.stamp, example=columns, task=issue.task
+            )
+        )
         play = partial(self._play, example)
-        run = GroupRun(slot, issue, self._config, self._rules, self._places, play, columns)
+        run = GroupRun(slot, issue, self._config, self._rules[issue.task], self._places, play, columns)
         self._running[slot.number] = run
         return run
 
@@ -173,11 +179,11 @@ class RolloutController:
         began = clock.time()
         seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
         sampler = EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
-        epoch, row = run.issue.example_id
-        name = f"{'the greedy episode' if index == GREEDY else f'episode {index}'} of example {row}, epoch {epoch}"
+        name = f"{'the greedy episode' if index == GREEDY else f'episode {index}'} of {_named(run.issue)}"
+        runner = self._runner.of(run.issue.task)
         report = EpisodeReport(self._events, episode_name(run.issue.group_id, index), tokens=self.tokens)
         try:
-            episode = await self._runner.run(sampler, example, name=name, report=report, oldest_allowed=run.slot.stamp)
+            episode = await runner.run(sampler, example, name=name, report=report, oldest_allowed=run.slot.stamp)
         except asyncio.CancelledError:
             fate = Fate.STRAGGLER if run.is_cut else Fate.OVERTAKEN if run.is_full else Fate.STOPPED
             report.cancelled(fate.value)
@@ -195,6 +201,7 @@ class RolloutController:
                 Candidate(
                     name=episode.name,
                     example_id=run.issue.example_id,
+                    task=run.issue.task,
                     example=run.example,
                     group_id=run.issue.group_id,
                     index=index,
@@ -239,13 +246,13 @@ class RolloutController:
         self._running.pop(run.slot.number, None)
         self._totals.count_group(run, judged)
         if run.reward is not None and not run.is_cut:
-            self.ledger.note_reward(run.issue.example_id, run.reward)
+            self.ledger.note_rewards(run.issue.example_id, run.rewards, run.issue.task)
         self._report(run, judged)
         if isinstance(judged, Group):
             self._starvation.fruitful()
             await self._buffer.finish(run.slot, judged)
             return
-        self.ledger.settle(run.issue.example_id, judged.outcome)
+        self.ledger.settle(run.issue.example_id, judged.outcome, run.issue.task)
         if not run.is_cut:
             await self._buffer.release(run.slot)
         self._starvation.fruitless(judged)
@@ -273,17 +280,20 @@ class RolloutController:
                 run = self._running.pop(slot.number, None)
                 if run is None:
                     continue  # it is being handed over
-                epoch, row = run.issue.example_id
                 log.warning(
-                    "example %d of epoch %d was dropped: it kept the trainer waiting for more than "
-                    "rollout.drop_stragglers_after_s=%g",
-                    row,
-                    epoch,
+                    "%s was dropped: it kept the trainer waiting for more than rollout.drop_stragglers_after_s=%g",
+                    _named(run.issue),
                     after_s,
                 )
                 self._totals.straggler_groups += 1
                 run.cut()
                 await self._buffer.release(slot)
+
+
+def _named(issue: Issue) -> str:
+    """The example, for messages."""
+    epoch, row = issue.example_id
+    return f"example {row}, epoch {epoch}" + (f", of task {issue.task!r}" if issue.task else "")
 
 
 def _fate_in(judged: Group | Fruitless, *, is_cut: bool, is_kept: bool) -> Fate:
@@ -304,11 +314,12 @@ async def run_examples(
     seed: int | None = None,
     on_end: Callable[[Episode], None] = lambda _: None,
     number: int = 0,
+    task_of: Callable[[int], str] = lambda _: "",
 ) -> list[Episode]:
     """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
 
     seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends; what
-    it raises ends all. number: of the evaluation, for the event log.
+    it raises ends all. number: of the evaluation, for the event log. task_of: the task of the example at an index.
     """
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))
@@ -318,10 +329,16 @@ async def run_examples(
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
             example, name = examples[index], f"evaluation of example {index}"
             report = EpisodeReport(
-                runner.events, f"e{number}.{index}", is_evaluation=True, example=example, tokens=runner.tokens
+                runner.events,
+                f"e{number}.{index}",
+                is_evaluation=True,
+                example=example,
+                tokens=runner.tokens,
+                task=task_of(index),
             )
             try:
-                episode = episodes[index] = await runner.run(sampler, example, name=name, report=report)
+                own = runner.of(task_of(index))
+                episode = episodes[index] = await own.run(sampler, example, name=name, report=report)
             except asyncio.CancelledError:
                 report.cancelled("stopped")
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -163,11 +163,20 @@ class EpisodeRunner:
     """The trained model's; None: not checked."""
     newest_version: Callable[[], int] | None = None
     """The newest version that any server can have. A trained token of a newer one is an error. None: not checked."""
+    of_tasks: Mapping[str, EpisodeRunner] = field(default_factory=dict[str, "EpisodeRunner"])
+    """In a run of tasks: the runners of each task's episodes."""
 
     @property
     def called(self) -> str:
         """The workflow, in messages."""
         return self.workflow_name or type(self.workflow).__name__
+
+    def of(self, task: str) -> EpisodeRunner:
+        """The runner of a task's episodes: this one, in a run without tasks."""
+        return self.of_tasks[task] if self.of_tasks else self
+
+    def without_retries(self) -> EpisodeRunner:
+        return replace(self, retries=0, of_tasks={name: replace(one, retries=0) for name, one in self.of_tasks.items()})
 
     async def run(
         self,

@@ -13,7 +13,8 @@ from arl.api.config import RolloutConfig
 from arl.api.types import Group
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role
-from arl.rollout.ledger import GroupOutcome, Issue
+from arl.rollout.ledger import Issue
+from arl.rollout.outcome import GroupOutcome
 
 GREEDY = -1
 """The index of the episode that is decoded greedily, as a baseline."""
@@ -27,6 +28,9 @@ def episode_name(group_id: int, index: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
     """The rules for groups that can be trained on, besides those of the rollout section."""
+
+    group_size: int | None = None
+    """Episodes of each example, if not rollout.group_size."""
 
     keep: Callable[[Group], bool] | None = None
     """The user's filter: a group for which it is false is rejected."""
@@ -109,7 +113,8 @@ class GroupRun:
         self.slot = slot
         self.issue = issue
         self.example = example
-        self.episodes: list[Episode | None] = [None] * (config.group_size + config.extra_episodes)
+        self._group_size = rules.group_size or config.group_size
+        self.episodes: list[Episode | None] = [None] * (self._group_size + config.extra_episodes)
         self.launched = asyncio.Event()
         self.is_cut = False
         self.is_judged = False
@@ -145,7 +150,7 @@ class GroupRun:
     @property
     def is_full(self) -> bool:
         """Whether enough sampled episodes have finished."""
-        return len(self._finished) >= self._config.group_size
+        return len(self._finished) >= self._group_size
 
     @property
     def num_failed(self) -> int:
@@ -158,12 +163,17 @@ class GroupRun:
     @property
     def kept(self) -> list[int]:
         """The indices of the episodes to train, ascending: the first group_size that finished."""
-        return sorted(list(self._finished)[: self._config.group_size])
+        return sorted(list(self._finished)[: self._group_size])
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of all episodes that finished, kept or not."""
+        return [episode.reward for episode in self._finished.values()]
 
     @property
     def reward(self) -> float | None:
-        """The mean over all episodes that finished, kept or not; None where none did."""
-        return fmean(episode.reward for episode in self._finished.values()) if self._finished else None
+        """Their mean; None where none finished."""
+        return fmean(self.rewards) if self._finished else None
 
     async def _run_episodes(self) -> None:
         try:
@@ -189,7 +199,7 @@ class GroupRun:
             self.episodes[index] = episode
             if episode.is_finished:
                 self._finished[index] = episode
-                if len(self._finished) == self._config.group_size:
+                if len(self._finished) == self._group_size:
                     self._cancel_all_but(index, GREEDY)
         if self.is_full and (self._greedy or not self._rules.has_baseline):
             self._decided.set()
@@ -202,7 +212,7 @@ class GroupRun:
     def _judged(self) -> Group | Fruitless:
         if self.is_cut:
             return self._fruitless(GroupOutcome.DROPPED, Reason.STRAGGLED)
-        enough = min(self._config.min_group_size, self._config.group_size)
+        enough = min(self._config.min_group_size, self._group_size)
         if len(self._finished) < enough:
             if len(self._finished) + self.num_failed >= enough:
                 return self._fruitless(GroupOutcome.DROPPED, Reason.FAILED)
@@ -238,6 +248,7 @@ class GroupRun:
             episode_indices=tuple(index for index, _ in members),
             greedy_rewards=rewards_by_role(self._greedy.trajectories) if self._greedy else {},
             example=self.example,
+            task=self.issue.task,
         )
 
 

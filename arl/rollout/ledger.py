@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import operator
-import random
-import zlib
 from array import array
-from base64 import b64decode, b64encode
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from statistics import fmean
+from typing import Any, Protocol
 
-from arl.api.errors import CheckpointError, CurriculumError, DatasetError
-from arl.api.workflow import Curriculum, ExampleRecord
+from arl.api.errors import CheckpointError, DatasetError
+from arl.api.workflow import Curriculum
+from arl.rollout.experience import Experience, asked_for_stage
+from arl.rollout.order import LARGE, ComputedOrder, Shuffle
+from arl.rollout.outcome import GroupOutcome, packed, unpacked
 
 ExampleId = tuple[int, int]
-"""(epoch, index in the dataset). With a curriculum, its stages are the epochs."""
-
-
-class GroupOutcome(StrEnum):
-    """How an example of an epoch ended. The letter is its mark in checkpoints; `.` marks one that has not ended."""
-
-    TRAINED = "t"
-    REJECTED = "r"
-    DROPPED = "d"
+"""(epoch, index in the dataset of the task). With a curriculum, its stages are the epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +28,40 @@ class Issue:
     group_id: int
     """Its place in the order of handing out. It keeps it when it has to run again."""
     example_id: ExampleId
+    task: str = ""
+    """The name of its task; "" in a run without tasks."""
+
+
+class Ledger(Protocol):
+    """What a run's controller asks for: an ExampleLedger, or a TaskLedger over several.
+
+    task: the name of the example's task; "" in a run without tasks.
+    """
+
+    def prepare(self) -> None: ...
+
+    def issue(self) -> Issue: ...
+
+    def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None: ...
+
+    def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None: ...
+
+    def counters(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], finished: Collection[int] = ()) -> None: ...
+
+
+@dataclass(slots=True)
+class GroupNumbers:
+    """Counts the groups of a run. The ledgers of its tasks share it."""
+
+    next: int = 0
+
+    def take(self) -> int:
+        self.next += 1
+        return self.next - 1
 
 
 class _Epoch:
@@ -63,36 +88,8 @@ class _Epoch:
 
 
 def _packed_epoch(order: Sequence[int] | None, marks: bytes) -> dict[str, str | None]:
-    places = None if order is None else _packed(array("q", order).tobytes())
-    return {"order": places, "marks": _packed(marks.rstrip(b"."))}
-
-
-def _packed(data: bytes) -> str:
-    return b64encode(zlib.compress(data)).decode("ascii")
-
-
-def _unpacked(text: str) -> bytes:
-    return zlib.decompress(b64decode(text))
-
-
-class _Shuffle:
-    """Shuffles 0, 1, ..., step by step, into the order of `random.shuffle` with the same seed."""
-
-    def __init__(self, indices: array[int], seed: str) -> None:
-        self._order = indices[:]
-        self._random = random.Random(seed)
-        self.steps_left = max(len(indices) - 1, 0)
-
-    def advance(self, steps: int) -> None:
-        order = self._order
-        for i in range(self.steps_left, max(self.steps_left - steps, 0), -1):
-            j = self._random.randrange(i + 1)
-            order[i], order[j] = order[j], order[i]
-        self.steps_left = max(self.steps_left - steps, 0)
-
-    def finished(self) -> array[int]:
-        self.advance(self.steps_left)
-        return self._order
+    places = None if order is None else packed(array("q", order).tobytes())
+    return {"order": places, "marks": packed(marks.rstrip(b"."))}
 
 
 class ExampleLedger:
@@ -100,11 +97,22 @@ class ExampleLedger:
 
     An example that was handed out and has no outcome is pending. A ledger restored from `state_dict` first hands out
     the pending ones again, in their order and under their group ids: what was in flight runs again, and what was
-    trained never does. Memory: a byte for each example of each epoch, and 16 bytes for each example; with a curriculum
-    an index of 8 bytes instead of these, and a record of each example.
+    trained never does. Memory: a byte for each example of each epoch, and for a shuffle 16 bytes for each example, or
+    nothing from LARGE examples on; with a curriculum an index of 8 bytes instead of these, and a record of each
+    example.
     """
 
-    def __init__(self, num_examples: int, *, shuffle: bool, seed: int, curriculum: Curriculum | None = None) -> None:
+    def __init__(
+        self,
+        num_examples: int,
+        *,
+        shuffle: bool,
+        seed: int | str,
+        curriculum: Curriculum | None = None,
+        task: str = "",
+        numbers: GroupNumbers | None = None,
+    ) -> None:
+        """task: whose examples they are. numbers: those of the run, if it has other ledgers."""
         if num_examples < 1:
             raise DatasetError("the dataset is empty; training needs at least one example")
         self._settings = {"num_examples": num_examples, "shuffle": shuffle, "seed": seed}
@@ -112,26 +120,38 @@ class ExampleLedger:
         self._shuffle = shuffle
         self._seed = seed
         self._curriculum = curriculum
+        self._task = task
+        self._numbers = numbers or GroupNumbers()
+        self._is_computed = shuffle and num_examples >= LARGE
+        """Whether the order is a ComputedOrder. Checkpoints from before there was one go on with a Shuffle."""
         self._experience = Experience(num_examples) if curriculum else None
         self._epochs: list[_Epoch] = []
         self._indices: array[int] = array("q")
         """0, 1, ...; made when first needed."""
         self._order: Sequence[int] = []
-        self._coming: _Shuffle | None = None
+        self._coming: Shuffle | None = None
         """The order of the next epoch. Each handed-out example advances its shuffle by a step."""
         self._position = 0
-        self._next_group_id = 0
         self._pending: dict[ExampleId, tuple[int, int]] = {}
         """Group id, and place in the epoch's order."""
         self._owed: deque[tuple[Issue, int]] = deque()
+
+    @property
+    def num_examples(self) -> int | None:
+        """None: unknown, of a stream."""
+        return self._num_examples
 
     def prepare(self) -> None:
         """Do the work that takes seconds with a million examples. Call it on a thread, before the first `issue`."""
         if self._experience:
             self._experience.records()
-            return
-        self._coming = self._coming or self._shuffled(len(self._epochs))
-        self._coming.advance(self._position if self._epochs else self._num_examples)
+        elif self._is_stepwise:
+            self._coming = self._coming or self._shuffled(len(self._epochs))
+            self._coming.advance(self._position if self._epochs else self._num_examples)
+
+    @property
+    def _is_stepwise(self) -> bool:
+        return self._shuffle and not self._is_computed and self._curriculum is None
 
     @property
     def epoch(self) -> int:
@@ -143,18 +163,23 @@ class ExampleLedger:
         """Handed out and not ended, in the order of handing out."""
         return tuple(sorted(self._pending, key=self._pending.__getitem__))
 
+    @property
+    def owed(self) -> int | None:
+        """The id of the group that a resumed ledger hands out again next; None if it owes none."""
+        return self._owed[0][0].group_id if self._owed else None
+
     def issue(self) -> Issue:
         """The next example to run; begins an epoch when the last example is out. Raises CurriculumError."""
         issue, place = self._owed.popleft() if self._owed else self._next_of_epoch()
         self._pending[issue.example_id] = issue.group_id, place
         return issue
 
-    def note_reward(self, example_id: ExampleId, reward: float) -> None:
-        """Note, for the curriculum, the mean reward of the episodes of an example that ran."""
+    def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None:
+        """Note, for the curriculum, the rewards of the episodes of an example that ran."""
         if self._experience:
-            self._experience.note_reward(example_id[1], reward)
+            self._experience.note_reward(example_id[1], fmean(rewards))
 
-    def settle(self, example_id: ExampleId, outcome: GroupOutcome) -> None:
+    def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None:
         """Give a pending example its outcome. Raises ValueError for one that is not pending."""
         epoch, index = example_id
         if example_id not in self._pending:
@@ -173,49 +198,60 @@ class ExampleLedger:
                 found[mark].append(index)
         return {outcome: sorted(found[ord(outcome)]) for outcome in GroupOutcome}
 
+    def counters(self) -> dict[str, float]:
+        """Nothing: a run without tasks has its counts elsewhere."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON values, and functions that make them on the thread that writes them."""
         return {
             **self._settings,
+            **({"order": "computed"} if self._is_computed else {}),
             "epoch": self.epoch,
             "position": self._position,
-            "next_group_id": self._next_group_id,
+            "next_group_id": self._numbers.next,
             "pending": [[*example_id, *ids] for example_id, ids in self._pending.items()]
             + [[*issue.example_id, issue.group_id, place] for issue, place in self._owed],
             "epochs": [epoch.saved() for epoch in self._epochs],
             "experience": self._experience.saved() if self._experience else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], finished: Collection[ExampleId] = ()) -> None:
-        """Continue from `state_dict`, in the epoch that was begun. finished: pending examples whose groups were kept.
+    def load_state_dict(self, state: Mapping[str, Any], finished: Collection[int] = ()) -> None:
+        """Continue from `state_dict`, in the epoch that was begun. finished: the ids of groups that were kept.
 
         Raises CheckpointError if it was written for another dataset, order or seed.
         """
+        if "tasks" in state:
+            raise CheckpointError(
+                f"the checkpoint was written with the tasks {', '.join(map(repr, state['tasks']))}, this run has none; "
+                "give the same tasks, or start in another run_dir"
+            )
         for name, value in self._settings.items():
             if state[name] != value:
                 raise CheckpointError(
                     f"the checkpoint was written with {name} {state[name]}, this run has {value}; "
                     "continue with the same dataset and settings, or start in another run_dir"
                 )
+        self._is_computed = state.get("order") == "computed"
         self._epochs = [self._unpacked_epoch(**saved) for saved in state["epochs"]]
         self._order = self._order_of(self.epoch) if self._epochs else []
         self._position = state["position"]
-        self._next_group_id = state["next_group_id"]
+        self._numbers.next = state["next_group_id"]
         pending = [
-            (Issue(group_id=group_id, example_id=(epoch, index)), place)
+            (Issue(group_id=group_id, example_id=(epoch, index), task=self._task), place)
             for epoch, index, group_id, place in sorted(state["pending"], key=itemgetter(2))
         ]
-        self._pending = {i.example_id: (i.group_id, place) for i, place in pending if i.example_id in finished}
-        self._owed = deque((issue, place) for issue, place in pending if issue.example_id not in finished)
+        self._pending = {i.example_id: (i.group_id, place) for i, place in pending if i.group_id in finished}
+        self._owed = deque((issue, place) for issue, place in pending if issue.group_id not in finished)
         if self._experience:
             self._load_experience(self._experience, state["experience"])
         self._coming = None
         self.prepare()
 
     def _unpacked_epoch(self, order: str | None, marks: str) -> _Epoch:
-        places = None if order is None else array("q", _unpacked(order))
+        places = None if order is None else array("q", unpacked(order))
         length = self._num_examples if places is None else len(places)
-        return _Epoch(places, bytearray(_unpacked(marks).ljust(length, b".")))
+        return _Epoch(places, bytearray(unpacked(marks).ljust(length, b".")))
 
     def _load_experience(self, experience: Experience, state: Any) -> None:
         """A run without a curriculum kept the outcomes, but no rewards."""
@@ -234,15 +270,16 @@ class ExampleLedger:
             self._coming.advance(-(-self._coming.steps_left // (len(self._order) - self._position)))
         place, index = self._position, self._order[self._position]
         self._position += 1
-        self._next_group_id += 1
-        return Issue(group_id=self._next_group_id - 1, example_id=(self.epoch, index)), place
+        return Issue(group_id=self._numbers.take(), example_id=(self.epoch, index), task=self._task), place
 
     def _begin_epoch(self, epoch: int) -> None:
         if self._curriculum and self._experience:
             self._order = array("q", asked_for_stage(self._curriculum, epoch, self._experience.records()))
-        else:
+        elif self._is_stepwise:
             self._order = (self._coming or self._shuffled(epoch)).finished()
             self._coming = self._shuffled(epoch + 1)
+        else:
+            self._order = self._settings_order(epoch)
         self._epochs.append(_Epoch(self._order if self._curriculum else None, bytearray(b"." * len(self._order))))
         self._position = 0
 
@@ -250,87 +287,16 @@ class ExampleLedger:
         if epoch == self.epoch and self._order:
             return self._order
         order = self._epochs[epoch].order
-        return self._shuffled(epoch).finished() if order is None else order
+        return self._settings_order(epoch) if order is None else order
 
-    def _shuffled(self, epoch: int) -> _Shuffle:
-        self._indices = self._indices or array("q", range(self._num_examples))
-        shuffle = _Shuffle(self._indices, f"{self._seed}-{epoch}")
+    def _settings_order(self, epoch: int) -> Sequence[int]:
+        """The order that the settings define."""
         if not self._shuffle:
-            shuffle.steps_left = 0
-        return shuffle
+            return range(self._num_examples)
+        if self._is_computed:
+            return ComputedOrder(self._num_examples, f"{self._seed}-{epoch}")
+        return self._shuffled(epoch).finished()
 
-
-# What a curriculum gets, and what it may answer.
-
-
-class Experience:
-    """How the examples of a dataset fared so far."""
-
-    def __init__(self, num_examples: int) -> None:
-        self._counts = {outcome.value: array("i", bytes(4 * num_examples)) for outcome in GroupOutcome}
-        self._num_rewards = array("i", bytes(4 * num_examples))
-        self._reward_sums = array("d", bytes(8 * num_examples))
-        self._last_rewards = array("d", bytes(8 * num_examples))
-        self._records: list[ExampleRecord] = []
-
-    def note_outcome(self, index: int, outcome: GroupOutcome) -> None:
-        self._counts[outcome][index] += 1
-        if self._records:
-            self._records[index] = self._record(index)
-
-    def note_reward(self, index: int, reward: float) -> None:
-        self._num_rewards[index] += 1
-        self._reward_sums[index] += reward
-        self._last_rewards[index] = reward
-        if self._records:
-            self._records[index] = self._record(index)
-
-    def records(self) -> list[ExampleRecord]:
-        """One for each example of the dataset, in its order. The first call makes them, which takes seconds."""
-        self._records = self._records or [self._record(index) for index in range(len(self._num_rewards))]
-        return self._records.copy()
-
-    def _record(self, index: int) -> ExampleRecord:
-        num_rewards = self._num_rewards[index]
-        return ExampleRecord(
-            index=index,
-            num_trained=self._counts["t"][index],
-            num_rejected=self._counts["r"][index],
-            num_dropped=self._counts["d"][index],
-            last_reward=self._last_rewards[index] if num_rewards else None,
-            mean_reward=self._reward_sums[index] / num_rewards if num_rewards else None,
-        )
-
-    def _columns(self) -> dict[str, array[Any]]:
-        rewards = {"num": self._num_rewards, "sum": self._reward_sums, "last": self._last_rewards}
-        return {**self._counts, **rewards}
-
-    def saved(self) -> Callable[[], dict[str, str]]:
-        """Makes its JSON value, on any thread, from a copy that is taken here and now."""
-        copies = {name: column.tobytes() for name, column in self._columns().items()}
-        return lambda: {name: _packed(column) for name, column in copies.items()}
-
-    def load(self, state: Mapping[str, str]) -> None:
-        """From `saved`."""
-        self._records = []
-        for name, column in self._columns().items():
-            column[:] = array(column.typecode, _unpacked(state[name]))
-
-
-def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[ExampleRecord]) -> list[int]:
-    """The dataset indices of a stage, in order. Raises CurriculumError naming the curriculum and what is wrong."""
-    name = f"the curriculum {getattr(curriculum, '__qualname__', type(curriculum).__qualname__)}"
-    try:
-        indices = [operator.index(index) for index in curriculum(stage, records)]
-    except (Exception, SystemExit) as error:
-        raise CurriculumError(f"{name} raised {type(error).__name__} for stage {stage}: {error}") from error
-    if not indices:
-        raise CurriculumError(f"{name} returned no examples for stage {stage}; return some, or set fewer steps")
-    if min(indices) < 0 or max(indices) >= len(records):
-        outside = next(index for index in indices if not 0 <= index < len(records))
-        indices_are = f"the dataset's indices are 0 to {len(records) - 1}"
-        raise CurriculumError(f"{name} returned index {outside} for stage {stage}; {indices_are}")
-    if len(set(indices)) < len(indices):
-        index, _ = Counter(indices).most_common(1)[0]
-        raise CurriculumError(f"{name} returned index {index} twice for stage {stage}; each example runs once in it")
-    return indices
+    def _shuffled(self, epoch: int) -> Shuffle:
+        self._indices = self._indices or array("q", range(self._num_examples))
+        return Shuffle(self._indices, f"{self._seed}-{epoch}")

@@ -100,8 +100,8 @@ def _beginning(value: Any, left: Iterator[int]) -> Any:
 class EpisodeReport:
     """Reports one episode to `events` and `tokens`, under the name `episode`. is_evaluation: it is not trained.
 
-    example: of a held-out episode; that of another one is in its group's record. The fate of its tokens, once it has
-    ended, is the caller's to say.
+    example, task: of a held-out episode; those of another one are in its group's record. The fate of its tokens, once
+    it has ended, is the caller's to say.
     """
 
     def __init__(
@@ -112,10 +112,12 @@ class EpisodeReport:
         is_evaluation: bool = False,
         example: Example | None = None,
         tokens: TokenLedger | None = None,
+        task: str = "",
     ) -> None:
         self.episode = episode
         self._tokens = tokens or TokenLedger()
         self._example = example
+        self._task = task
         self._is_evaluation = is_evaluation
         self._events = events
         self._began = 0.0
@@ -129,7 +131,7 @@ class EpisodeReport:
         EPISODE.set(EpisodeContext(self.episode, self._events, self._is_evaluation))
         if self._events is not NOWHERE:
             example = {} if self._example is None else shown(self._example)
-            self._events.emit(EpisodeBegan(t=self._began, episode=self.episode, example=example))
+            self._events.emit(EpisodeBegan(t=self._began, episode=self.episode, example=example, task=self._task))
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
         self._last = request, response

@@ -13,7 +13,7 @@ from arl.api.errors import FailureBudgetError, StarvedError
 from arl.api.types import Group
 from arl.rollout.episode import Episode
 from arl.rollout.group import Fruitless, GroupRun, Reason
-from arl.rollout.ledger import GroupOutcome
+from arl.rollout.outcome import GroupOutcome
 
 log = logging.getLogger(__name__)
 

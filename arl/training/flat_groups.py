@@ -22,7 +22,7 @@ from arl.api.types import Group, Trajectory, TurnSpan
 Array = npt.NDArray[Any]
 _RecordT = TypeVar("_RecordT")
 
-_GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards", "example")
+_GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards", "example", "task")
 _EMPTY = {
     "token_ids": np.zeros(0, np.int32),
     "loss_mask": np.zeros(0, np.bool_),
@@ -75,7 +75,8 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
-    known["groups"].setdefault("example", [{} for _ in known["groups"]["group_id"]])  # not in every checkpoint
+    for name, empty in (("example", {}), ("task", "")):  # not in every checkpoint
+        known["groups"].setdefault(name, [empty] * len(known["groups"]["group_id"]))
     of_groups = zip(*(known["groups"][name] for name in _GROUP_FIELDS), strict=True)
     return [
         Group(
@@ -86,8 +87,9 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
             episode_indices=tuple(episode_indices),
             greedy_rewards=greedy_rewards,
             example=example,
+            task=task,
         )
-        for group_id, example_id, stamp, episode_indices, greedy_rewards, example in of_groups
+        for group_id, example_id, stamp, episode_indices, greedy_rewards, example, task in of_groups
     ]
 
 

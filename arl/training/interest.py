@@ -47,7 +47,7 @@ def choose(candidates: Sequence[Candidate], number: int) -> list[tuple[Candidate
                 continue
             turns.append((why, key))
         chosen.append((best[0], why))
-        left = [one for one in left if one[0].example_id != best[0].example_id]
+        left = [one for one in left if (one[0].task, one[0].example_id) != (best[0].task, best[0].example_id)]
     return chosen
 
 
@@ -91,6 +91,7 @@ def _candidates(groups: Sequence[Group], advantages: Sequence[float | None]) -> 
             yield Candidate(
                 name=episode_name(group.group_id, index),
                 example_id=group.example_id,
+                task=group.task,
                 example=group.example,
                 group_id=group.group_id,
                 index=index,
@@ -107,6 +108,7 @@ def _tracked(one: Candidate, why: str, decode: Decode | None) -> TrackedTrajecto
         why=why,
         name=one.name,
         example_id=one.example_id,
+        task=one.task,
         group_id=one.group_id,
         episode=one.index,
         role=trajectory.role if trajectory else "",

@@ -146,7 +146,8 @@ def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -
     if row["row"] is None:
         return []
     in_group = (table.column("life") == episode.life) & (table.column("group") == row["group"])
-    same = table.having("kind", row["kind"]) & (table.column("row") == row["row"]) & ~in_group
+    of_kind = table.having("kind", row["kind"]) & table.having("task", row["task"])
+    same = of_kind & (table.column("row") == row["row"]) & ~in_group
     found = np.flatnonzero(same)
     others = [table.row(run.episodes[index]) for index in found[found != episode.index][-_MOST_SAME:]]
     return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]

@@ -20,7 +20,7 @@ NUMBERS = (
     "oldest", "newest", "staleness", "branches", "attempts", "is_undone", "advantage", "weight", "clipped", "entropy",
     "has_tokens", "trajectories",
 )  # fmt: skip
-TEXTS = ("episode", "kind", "how", "outcome", "reason", "error")
+TEXTS = ("episode", "kind", "task", "how", "outcome", "reason", "error")
 _RANGES = ("step", "reward", "tokens", "staleness")
 _EQUAL = {"example": "row", "group": "group", "life": "life", "evaluation": "evaluation", "undone": "is_undone"}
 """Parameter -> column."""
@@ -48,6 +48,7 @@ def row_of(episode: EpisodeRecord, versions: Mapping[tuple[int, int], int]) -> R
         "life": episode.life,
         "episode": episode.episode,
         "kind": "training" if evaluation is None else "evaluation",
+        "task": episode.task,
         "group": group.group if group else None,
         "evaluation": evaluation,
         "step": episode.step if evaluation is None else versions.get((episode.life, evaluation)),
@@ -156,6 +157,8 @@ class EpisodeTable:
         for name in _AMONG:
             if texts := wanted.get(name):
                 found.append(np.any([self.having(name, text) for text in texts.split(",")], axis=0))
+        if task := wanted.get("task"):
+            found.append(self.having("task", task))
         if role := wanted.get("role"):
             found.append(self._coded("roles", lambda text: role in text.split("\n")))
         if workflow := wanted.get("workflow"):

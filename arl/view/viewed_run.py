@@ -143,7 +143,10 @@ class ViewedRun:
             "has_text": self.texts.is_known,
             "problems": self.problems(),
             "lives": [
-                {"life": life, **{n: getattr(began, n) for n in ("t", "host", "pid", "version", "arl", "workflow")}}
+                {
+                    "life": life,
+                    **{n: getattr(began, n) for n in ("t", "host", "pid", "version", "arl", "workflow", "tasks")},
+                }
                 for life, began in sorted(run.lives.items())
             ],
             "began": min((began.t for began in run.lives.values()), default=None),

@@ -22,7 +22,8 @@ from arl.api.types import Group
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.ledger import ExampleId, GroupOutcome, Issue
+from arl.rollout.ledger import ExampleId, Issue
+from arl.rollout.outcome import GroupOutcome
 
 NUM_EXAMPLES = 13
 

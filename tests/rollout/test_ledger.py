@@ -14,7 +14,8 @@ from records import trajectory
 from arl.api.errors import CheckpointError, CurriculumError
 from arl.api.workflow import Curriculum, ExampleRecord
 from arl.plan.virtual_time import run_in_virtual_time
-from arl.rollout.ledger import ExampleLedger, GroupOutcome
+from arl.rollout.ledger import ExampleLedger
+from arl.rollout.outcome import GroupOutcome
 
 
 def ledger(
@@ -115,10 +116,10 @@ def test_it_is_told_how_each_example_fared() -> None:
         strict=True,
     ):
         if reward is not None:
-            source.note_reward(example_id, reward)
+            source.note_rewards(example_id, [reward])
         source.settle(example_id, outcome)
     (again,) = issued(source, 1)
-    source.note_reward(again, 1.0)
+    source.note_rewards(again, [1.0])
     source.settle(again, GroupOutcome.TRAINED)
     source.issue()
     assert curriculum.told[0] == [ExampleRecord(index=i) for i in range(4)]
@@ -133,7 +134,7 @@ def test_it_is_told_how_each_example_fared() -> None:
 def test_a_resume_goes_on_with_the_stage_without_asking_again() -> None:
     source = ledger(Stages([4, 2, 0, 1]))
     first, second, third = issued(source, 3)
-    source.note_reward(second, 0.25)
+    source.note_rewards(second, [0.25])
     source.settle(second, GroupOutcome.TRAINED)
     later = Stages([], [3])
     copy = restored(source, later)

@@ -13,7 +13,7 @@ from records import trajectory
 from arl.api.types import Group
 from arl.api.workflow import ExampleRecord
 from arl.plan.virtual_time import run_in_virtual_time
-from arl.rollout.ledger import GroupOutcome
+from arl.rollout.outcome import GroupOutcome
 
 
 def sampled(*episodes: Callable[[], object], **options: object) -> tuple[Group, dict[str, float], float]:

@@ -13,7 +13,7 @@ from arl.api.types import Example, Group
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.ledger import GroupOutcome
+from arl.rollout.outcome import GroupOutcome
 
 
 def returns(*answers: object) -> Callable[[int], object]:

@@ -14,7 +14,7 @@ from workflow.scripted_answers import TOKENIZER, ended
 
 from arl.api.endpoint import EndpointConfig
 from arl.api.scripted import ScriptedEngine
-from arl.rollout.ledger import GroupOutcome
+from arl.rollout.outcome import GroupOutcome
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.served_workflow import ServedWorkflow
 

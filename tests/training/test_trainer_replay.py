@@ -11,7 +11,7 @@ from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import ModelRequest
 from arl.eventlog.run_record import read_run
-from arl.rollout.ledger import GroupOutcome
+from arl.rollout.outcome import GroupOutcome
 from arl.training.run_files import read_jsonl
 
 

@@ -9,6 +9,7 @@ const HOWS = ["running", "finished", "rejected", "failed", "timed_out", "overtak
 const DEFAULTS = { sort: "began", descending: "1", offset: "0" };
 const COLUMNS = [
   ["step", "Step", (row) => num(row.step), "n"],
+  ["task", "Task", (row) => visible(row.task), "tasks"],
   ["episode", "Episode", (row) => h("span", { class: "mono" }, row.episode)],
   ["row", "Example", (row) => num(row.row), "n"],
   ["reward", "Reward", (row, tone) => [row.reward !== null && h("span", { class: "square", style: { background: tone(row.reward)[0] } }), num(row.reward)], "n"],
@@ -35,6 +36,8 @@ export function ended(row) {
 
 export async function episodesView({ place, query, run, go, setQuery, signal }) {
   const wanted = { ...DEFAULTS, ...query };
+  const tasks = [...new Set(run.lives.flatMap((life) => life.tasks))];
+  const columns = COLUMNS.filter(([, , , kind]) => kind !== "tasks" || tasks.length);
   let [rows, matched, focus, asked] = [[], 0, 0, 0];
   const [head, body, note] = [h("tr"), h("tbody"), h("div")];
   const count = h("span", { class: "soft", role: "status", id: "matched" });
@@ -57,6 +60,7 @@ export async function episodesView({ place, query, run, go, setQuery, signal }) 
     choice("how", "Ended: any", HOWS), choice("outcome", "Group: any", ["kept", "rejected", "dropped"]),
     choice("kind", "Training and evaluation", ["training", "evaluation"]),
     choice("workflow", "Workflow: any", [...new Set(run.lives.map((life) => life.workflow))]),
+    choice("task", "Task: any", tasks),
     button("Clear", () => go("episodes")),
     h("details", { open: innerWidth > 760 }, h("summary", {}, "by numbers and names"), h("div", {},
       range("step", "Step"), range("reward", "Reward", "any"), range("staleness", "Staleness"), range("tokens", "Tokens"),
@@ -92,7 +96,7 @@ export async function episodesView({ place, query, run, go, setQuery, signal }) 
     count.textContent = `${these} of ${number(matched)}${matched < total ? ` (${number(total)} in all)` : ""}`
       + (isSearching ? `, ${Math.floor((100 * searched.done) / searched.total)} % searched` : "");
     [back.disabled, next.disabled] = [first === 0, first + rows.length >= matched];
-    show(head, COLUMNS.map(([name, title, , kind]) => {
+    show(head, columns.map(([name, title, , kind]) => {
       const order = name !== wanted.sort ? null : wanted.descending === "1" ? "descending" : "ascending";
       const arrow = { descending: " ↓", ascending: " ↑" }[order] ?? "";
       return h("th", { scope: "col", class: kind, "aria-sort": order }, name ? button(title + arrow, () => sortBy(name)) : title);
@@ -102,7 +106,7 @@ export async function episodesView({ place, query, run, go, setQuery, signal }) 
     focus = Math.min(focus, Math.max(rows.length - 1, 0));
     show(body, rows.map((row, k) => h("tr", {
       class: "row", tabindex: k === focus ? "0" : "-1", "data-episode": `${row.life}/${row.episode}`, onclick: () => open(row), onfocus: () => (focus = k),
-    }, COLUMNS.map(([, , cell, kind]) => h("td", { class: kind }, cell(row, tone))))));
+    }, columns.map(([, , cell, kind]) => h("td", { class: kind }, cell(row, tone))))));
     if (hadFocus) body.children[focus]?.focus({ preventScroll: true });
     const nothing = total ? "No episode matches these filters."
       : run.has_events ? "No episode has begun yet." : "This run has no event log, so its episodes cannot be shown.";

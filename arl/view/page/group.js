@@ -16,12 +16,12 @@ export async function groupView({ place, path, run, link, back, signal }) {
   async function read() {
     group = await get(`runs/${run.run}/groups/${path[1]}/${path[2]}`, {}, signal);
     const lasted = (from, to) => from !== null && to !== null && h("span", { title: moment(to) }, num(to - from, seconds));
-    const example = h("a", { href: link("episodes", [], { example: group.row }) }, `row ${group.row}`);
+    const example = h("a", { href: link("episodes", [], { example: group.row, ...(group.task && { task: group.task }) }) }, `row ${group.row}`);
     show(place,
       h("div", { class: "bar" }, h("h1", {}, `Group ${group.group}`), tag(group.outcome || "running"),
         group.reason && soft(visible(`${group.reason} ${group.detail}`)),
         soft("example ", example, group.step !== null && `, trained in step ${group.step}`)),
-      facts([["Admitted at version", num(group.stamp)], ["Epoch", num(group.epoch)],
+      facts([...(group.task ? [["Task", visible(group.task)]] : []), ["Admitted at version", num(group.stamp)], ["Epoch", num(group.epoch)],
         ["Ran", lasted(group.admitted, group.ended)], ["Waited for a batch", lasted(group.ended, group.taken)]]),
       exampleOf(group),
       h("h2", {}, `${group.episodes.length} episodes`),

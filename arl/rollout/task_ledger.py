@@ -1,0 +1,257 @@
+"""TaskLedger: the ledgers of several tasks as one, and whose turn it is."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from arl.api.errors import CheckpointError, ConfigError, CurriculumError
+from arl.api.tasks import (
+    FixedMixture,
+    MixtureConfig,
+    SuccessMixture,
+    TaskCurriculum,
+    TaskRecord,
+    TemperatureMixture,
+    check_weight,
+)
+from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, Issue
+from arl.rollout.outcome import GroupOutcome
+
+_RECENT = SuccessMixture()
+"""Its window and its success_reward describe recent groups, if the mixture does not say."""
+
+
+class Turns:
+    """Shares turns among tasks: after n of them, each has had its share of n to within 1 - 1 / (2 m - 2), for m tasks.
+
+    Tijdeman's rule (1980, "The chairman assignment problem"): of the tasks that are owed enough for a turn, the one
+    that will first be owed too much. If shares change, a task's share of n is the sum of its shares so far.
+    """
+
+    def __init__(self, num_tasks: int) -> None:
+        self.credits = [0.0] * num_tasks
+        """What each task is owed: its share of the turns so far, minus its turns."""
+        self._least = 1 / (2 * num_tasks - 2) if num_tasks > 1 else 0.0
+
+    def next(self, shares: Sequence[float]) -> int:
+        """Whose turn it is. `take` takes the turn. shares: add up to 1."""
+        owed = [credit + share for credit, share in zip(self.credits, shares, strict=True)]
+        able = [i for i, share in enumerate(shares) if share > 0]
+        due = [i for i in able if owed[i] >= self._least]
+        if not due:  # shares have changed, and those that are owed have none now
+            return max(able, key=lambda i: owed[i])
+        return min(due, key=lambda i: (1 - self._least - owed[i]) / shares[i])
+
+    def take(self, task: int, shares: Sequence[float]) -> None:
+        self.credits = [credit + share for credit, share in zip(self.credits, shares, strict=True)]
+        self.credits[task] -= 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fared:
+    """How a task has fared."""
+
+    recent: deque[tuple[float, float]]
+    """Of each of its last groups: mean reward, and the share of the episodes that succeeded."""
+    num_groups: int = 0
+    ended: Counter[str] = field(default_factory=Counter[str])
+    """How many groups ended in each way, by the letter of the outcome."""
+
+    def mean(self, column: int) -> float | None:
+        return fmean(one[column] for one in self.recent) if self.recent else None
+
+
+class TaskLedger:
+    """The ledgers of a run's tasks. An example belongs to the task that its Issue names; group ids are the run's.
+
+    A ledger restored from `state_dict` owes the same tasks the same turns. Pending examples are handed out again
+    first, in the order of their group ids, and take no turn: they had theirs.
+    """
+
+    def __init__(
+        self,
+        ledgers: Mapping[str, ExampleLedger],
+        weights: Mapping[str, float],
+        numbers: GroupNumbers,
+        mixture: MixtureConfig = FixedMixture(),  # noqa: B008 - it is frozen
+        *,
+        curriculum: TaskCurriculum | None = None,
+        every: int = 1,
+    ) -> None:
+        """ledgers, weights: by the names of the tasks, in their order. numbers: which all ledgers share.
+
+        curriculum: changes the weights, after `every` groups each time. Raises ConfigError.
+        """
+        _check_weights(weights)
+        self._ledgers = dict(ledgers)
+        self._weights = dict(weights)
+        self._numbers = numbers
+        self._mixture = mixture
+        self._curriculum = curriculum
+        self._every = every
+        self._asked_at: int | None = None
+        """The number of groups at which the curriculum was last asked."""
+        self._turns = Turns(len(ledgers))
+        counted = mixture if isinstance(mixture, SuccessMixture) else _RECENT
+        self._success_reward = counted.success_reward
+        self._fared = {name: _Fared(recent=deque(maxlen=counted.window)) for name in ledgers}
+        if isinstance(mixture, TemperatureMixture):
+            _check_sizes(ledgers)
+
+    def prepare(self) -> None:
+        for ledger in self._ledgers.values():
+            ledger.prepare()
+
+    def of(self, task: str) -> ExampleLedger:
+        return self._ledgers[task]
+
+    def issue(self) -> Issue:
+        """The next example of the task whose turn it is. Raises CurriculumError."""
+        owed = {number: name for name, ledger in self._ledgers.items() if (number := ledger.owed) is not None}
+        if owed:
+            return self._ledgers[owed[min(owed)]].issue()
+        shares = [*self.shares().values()]
+        turn = self._turns.next(shares)
+        name = [*self._ledgers][turn]
+        issue = self._ledgers[name].issue()
+        self._turns.take(turn, shares)
+        self._fared[name].num_groups += 1
+        return issue
+
+    def shares(self) -> dict[str, float]:
+        """Each task's share of the groups that are handed out now. They add up to 1."""
+        self._ask()
+        raw = {name: weight * self._factor(name) for name, weight in self._weights.items()}
+        total = sum(raw.values())
+        return {name: one / total for name, one in raw.items()}
+
+    def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None:
+        succeeded = fmean(reward >= self._success_reward for reward in rewards)
+        self._fared[task].recent.append((fmean(rewards), succeeded))
+        self._ledgers[task].note_rewards(example_id, rewards)
+
+    def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None:
+        self._ledgers[task].settle(example_id, outcome)
+        self._fared[task].ended[outcome] += 1
+
+    def records(self) -> list[TaskRecord]:
+        return [
+            TaskRecord(
+                name=name,
+                weight=self._weights[name],
+                num_examples=self._ledgers[name].num_examples,
+                epoch=self._ledgers[name].epoch,
+                num_groups=fared.num_groups,
+                num_trained=fared.ended["t"],
+                num_rejected=fared.ended["r"],
+                num_dropped=fared.ended["d"],
+                reward=fared.mean(0),
+                success=fared.mean(1),
+            )
+            for name, fared in self._fared.items()
+        ]
+
+    def counters(self) -> dict[str, float]:
+        """For logs: what each task gets, and how its groups ended since the beginning of the run."""
+        found: dict[str, float] = {}
+        for one in self.records():
+            counts = {"groups": one.num_groups, "groups_rejected": one.num_rejected, "groups_dropped": one.num_dropped}
+            rates = {} if one.success is None else {"success": one.success}
+            known = {"weight": one.weight, "epoch": one.epoch, **counts, **rates}
+            found |= {f"task/{one.name}/{name}": value for name, value in known.items()}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "tasks": {name: ledger.state_dict() for name, ledger in self._ledgers.items()},
+            "credits": self._turns.credits,
+            "weights": dict(self._weights),
+            "asked_at": self._asked_at,
+            "fared": {
+                name: {"recent": list(one.recent), "num_groups": one.num_groups, "ended": dict(one.ended)}
+                for name, one in self._fared.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], finished: Collection[int] = ()) -> None:
+        """Tasks may be added at the end. Raises CheckpointError, which names the task, if others have changed."""
+        self._check_names([*state.get("tasks", ())])
+        for name, saved in state["tasks"].items():
+            try:
+                self._ledgers[name].load_state_dict(saved, finished)
+            except CheckpointError as error:
+                raise CheckpointError(f"task {name!r}: {error}") from error
+            fared = state["fared"][name]
+            self._fared[name].recent.extend((reward, success) for reward, success in fared["recent"])
+            self._fared[name].num_groups = fared["num_groups"]
+            self._fared[name].ended = Counter(fared["ended"])
+        self._turns.credits[: len(state["credits"])] = state["credits"]
+        if self._curriculum:
+            self._weights |= state["weights"]
+            self._asked_at = state["asked_at"]
+        self.prepare()
+
+    def _check_names(self, saved: list[str]) -> None:
+        names = [*self._ledgers]
+        if names[: len(saved)] != saved or not saved:
+            told = ", ".join(map(repr, saved)) or "no tasks"
+            raise CheckpointError(
+                f"the checkpoint was written with {told}, this run has {', '.join(map(repr, names))}; give the same "
+                "tasks in the same order, new ones after them, or start in another run_dir"
+            )
+
+    def _factor(self, name: str) -> float:
+        match self._mixture:
+            case FixedMixture():
+                return 1.0
+            case TemperatureMixture(temperature=temperature):
+                return (self._ledgers[name].num_examples or 0) ** (1 / temperature)
+            case SuccessMixture(floor=floor):
+                success = self._fared[name].mean(1)
+                p = 0.5 if success is None else success
+                return floor + 4 * p * (1 - p)
+
+    def _ask(self) -> None:
+        """Let the curriculum change the weights, where it is due."""
+        if self._curriculum is None:
+            return
+        if self._asked_at is not None and self._numbers.next < self._asked_at + self._every:
+            return
+        self._weights |= asked_for_weights(self._curriculum, self._numbers.next, self.records())
+        self._asked_at = self._numbers.next
+
+
+def asked_for_weights(curriculum: TaskCurriculum, num_groups: int, records: Sequence[TaskRecord]) -> dict[str, float]:
+    """The weights that it gives. Raises CurriculumError naming the curriculum and what is wrong."""
+    name = f"the curriculum over tasks {getattr(curriculum, '__qualname__', type(curriculum).__qualname__)}"
+    try:
+        weights = dict(curriculum(num_groups, records))
+    except (Exception, SystemExit) as error:
+        raise CurriculumError(f"{name} raised {type(error).__name__} after {num_groups} groups: {error}") from error
+    known = {one.name: one.weight for one in records}
+    if unknown := [one for one in weights if one not in known]:
+        raise CurriculumError(f"{name} named the task {unknown[0]!r:.80}; the tasks are {', '.join(map(repr, known))}")
+    try:
+        for task, weight in weights.items():
+            check_weight(f"the weight of task {task!r}", weight)
+        _check_weights({**known, **weights})
+    except ConfigError as error:
+        raise CurriculumError(f"{name} is wrong after {num_groups} groups: {error}") from None
+    return weights
+
+
+def _check_weights(weights: Mapping[str, float]) -> None:
+    if not any(weights.values()):
+        raise ConfigError(f"the weights of all tasks ({', '.join(map(repr, weights))}) are 0; give one of them more")
+
+
+def _check_sizes(ledgers: Mapping[str, ExampleLedger]) -> None:
+    if streams := [name for name, ledger in ledgers.items() if ledger.num_examples is None]:
+        raise ConfigError(
+            f"rollout.mixture.kind=temperature needs the size of each dataset, and task {streams[0]!r} has a stream; "
+            "choose another mixture, or give it rows by index"
+        )
