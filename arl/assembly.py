@@ -33,11 +33,12 @@ from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.settings import settings_without_keys
+from arl.api.tasks import Task, TaskCurriculum
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Group
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.data.given import examples_of, held_out_of
+from arl.data.fingerprint import fingerprint
 from arl.data.lazy_rows import NamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.engine.weights.delta import DeltaTransport
@@ -45,6 +46,7 @@ from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.eventlog.cpu_watch import CpuWatch, num_cores
 from arl.eventlog.writer import EventLog
+from arl.given_tasks import RunTask, RunTasks, check_settings, given_tasks
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
@@ -52,9 +54,12 @@ from arl.offload import TrainThread, finished, offload
 from arl.rehearsal import check_start, placed
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
-from arl.rollout.episode import EpisodeRunner, check_workflow
+from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.group import GroupRules
+from arl.rollout.ledger import ExampleLedger, GroupNumbers, Ledger
+from arl.rollout.task_ledger import TaskLedger
+from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
 from arl.serving import OpenedServers, connect, open_servers
 from arl.tracking.fan_out import Trackers
@@ -81,23 +86,36 @@ log = logging.getLogger(__name__)
 class _Given:
     """The arguments of `launch` beside the settings; see there."""
 
-    workflow: RolloutWorkflow
-    dataset: Dataset
-    eval_dataset: Dataset | None
+    workflow: RolloutWorkflow | None
+    dataset: Dataset | None
+    eval_dataset: Dataset | Mapping[str, Dataset] | None
     keep: Callable[[Group], bool] | None
     curriculum: Curriculum | None
+    tasks: Sequence[Task] | None
+    task_curriculum: TaskCurriculum | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """What is trained, checked, and who looks on."""
+
+    tasks: RunTasks
+    held_out: Dataset | None
+    workflow: RolloutWorkflow
     trackers: Sequence[Tracker]
 
 
 @asynccontextmanager
-async def launch(
+async def launch(  # noqa: PLR0913 - what a run is given, by name
     config: Config,
     *,
-    workflow: RolloutWorkflow,
-    dataset: Dataset,
+    workflow: RolloutWorkflow | None = None,
+    dataset: Dataset | None = None,
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
     keep: Callable[[Group], bool] | None = None,
     curriculum: Curriculum | None = None,
+    tasks: Sequence[Task] | None = None,
+    task_curriculum: TaskCurriculum | None = None,
     trackers: Sequence[Tracker] = (),
     held: OpenRun | None = None,
 ) -> AsyncGenerator[Trainer]:
@@ -106,22 +124,27 @@ async def launch(
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
     eval_dataset may be several datasets by name: each is evaluated and reported under its name.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
-    examples of each stage, in order; without one, epochs of the whole dataset. trackers: your own, beside those of
+    examples of each stage, in order; without one, epochs of the whole dataset. tasks: several of these at once, in the
+    place of workflow, dataset, eval_dataset, keep and curriculum; rollout.mixture shares the run's groups among them by
+    their weights, which task_curriculum may change. trackers: your own, beside those of
     log.trackers. held: run_dir, if the caller holds it. The workflow is entered first and left last, in each worker if
     there are any. Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers that
     arl started and writes END.json. Raises the ArlError of a part that could not start (RunFileError while another run
     trains in run_dir), and out of the block the first error of the run.
     """
-    given = _Given(
+    own = _Given(
         workflow=workflow,
-        dataset=examples_of("dataset", dataset),
-        eval_dataset=held_out_of(eval_dataset),
+        dataset=dataset,
+        eval_dataset=eval_dataset,
         keep=keep,
         curriculum=curriculum,
-        trackers=trackers,
+        tasks=tasks,
+        task_curriculum=task_curriculum,
     )
+    run_tasks = given_tasks(own)
+    given = _Trained(tasks=run_tasks, held_out=run_tasks.held_out, workflow=run_tasks.workflow, trackers=trackers)
     _check(config, given)
-    played = _played(config, workflow)
+    played = _played(config, given.workflow)
     async with AsyncExitStack() as stack:
         stack.enter_context(json_console(config.log.format == "json"))
         if held is None:
@@ -153,20 +176,22 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
     return EpisodeWorkers(workflow, config.rollout.num_workers, config.run_dir / "logs", config.endpoint)
 
 
-def _check(config: Config, given: _Given) -> None:
-    check_workflow(given.workflow)
+def _check(config: Config, given: _Trained) -> None:
+    check_settings(config, given.tasks)
     check_trackers(config.log.trackers, given.trackers)
-    if config.evaluation.every and given.eval_dataset is None:
+    if config.evaluation.every and given.held_out is None:
         raise ConfigError(
             f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
             "eval_dataset, or leave evaluation.every unset"
         )
     is_distilled = isinstance(config.algorithm.advantage, DistillationAdvantage)
-    if is_distilled and isinstance(given.workflow, DistillationWorkflow) and given.workflow.keep_reward:
-        raise ConfigError(
-            "the workflow keeps its own rewards beside the teacher's (keep_reward=True), and algorithm.advantage.kind="
-            "distillation would take them all for the teacher's; leave keep_reward out, or choose another algorithm"
-        )
+    for task in given.tasks.tasks:
+        if is_distilled and isinstance(task.workflow, DistillationWorkflow) and task.workflow.keep_reward:
+            raise ConfigError(
+                f"the {task.called('workflow')} keeps its own rewards beside the teacher's (keep_reward=True), and "
+                "algorithm.advantage.kind=distillation would take them all for the teacher's; leave keep_reward out, "
+                "or choose another algorithm"
+            )
     if config.train.lora and config.train.dtype == "bfloat16" and not isinstance(config.weights, AdapterWeightsConfig):
         log.warning(
             "weights.transport=%s publishes adapters merged into the model: if it is stored in bfloat16, rounding "
@@ -175,7 +200,7 @@ def _check(config: Config, given: _Given) -> None:
         )
 
 
-async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: RolloutWorkflow) -> Trainer:
+async def _build(stack: AsyncExitStack, config: Config, given: _Trained, played: RolloutWorkflow) -> Trainer:
     events = _events(stack, config)
     if isinstance(played, EpisodeWorkers):
         played.report_to(events)
@@ -188,7 +213,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
     findings = await check_start(config)
     tokens = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engine, opened = await _engines(stack, config, given.workflow, thread, events, tokens.unreceived)
+        learner, engine, opened = await _engines(stack, config, given.tasks, thread, events, tokens.unreceived)
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
     transport = await thread(weight_transport, config, learner.engine, opened)
     stack.callback(transport.close)
@@ -200,7 +225,9 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given, played: R
 
     digest = await offload(model_digest, config.model)
     model = {"model": config.model, "model_digest": digest}
-    identity = {**model, "seed": config.seed, "num_examples": len(given.dataset)}
+    identity = {**model, "seed": config.seed}
+    if not given.tasks.names:  # their ledger knows each task's, and lets tasks be added
+        identity["num_examples"] = given.tasks.num_examples
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
@@ -256,7 +283,7 @@ async def _close_events(opened: AbstractContextManager[EventLog], *error: Any) -
     await finished(offload(opened.__exit__, *error))
 
 
-def _beginning(given: _Given, settings: dict[str, Any], version: int, waiting: list[int]) -> RunBegan:
+def _beginning(given: _Trained, settings: dict[str, Any], version: int, waiting: list[int]) -> RunBegan:
     return RunBegan(
         version=version,
         waiting=waiting,
@@ -264,9 +291,10 @@ def _beginning(given: _Given, settings: dict[str, Any], version: int, waiting: l
         host=socket.gethostname(),
         pid=os.getpid(),
         cores=num_cores(),
-        workflow=type(given.workflow).__name__,
-        num_examples=len(given.dataset),
-        num_eval_examples=len(given.eval_dataset or ()),
+        workflow=", ".join(dict.fromkeys(type(task.workflow).__name__ for task in given.tasks.tasks)),
+        num_examples=given.tasks.num_examples,
+        num_eval_examples=len(given.held_out or ()),
+        tasks=given.tasks.names,
         settings=settings,
     )
 
@@ -280,13 +308,13 @@ async def _close_trackers(trackers: Trackers, kind: type[BaseException] | None, 
 async def _engines(
     stack: AsyncExitStack,
     config: Config,
-    workflow: RolloutWorkflow,
+    tasks: RunTasks,
     thread: TrainThread,
     events: Events,
     unreceived: Unreceived,
 ) -> tuple[RecoveringLearner, InferenceEngine, OpenedServers]:
     """Both at once: the train engine loads while servers start."""
-    loading = thread.submit(_load_learner, config, workflow, events)
+    loading = thread.submit(_load_learner, config, tasks, events)
     stack.push_async_callback(_close, thread, loading)
     try:
         opened = await open_servers(config, stack, config.run_dir / "logs")
@@ -301,7 +329,7 @@ async def _engines(
 def _runner(
     stack: AsyncExitStack,
     config: Config,
-    given: _Given,
+    given: _Trained,
     played: RolloutWorkflow,
     learner: RecoveringLearner,
     events: Events,
@@ -311,9 +339,9 @@ def _runner(
     failures = FailureLog(config.run_dir / "logs" / "episodes.log")
     stack.callback(failures.sum_up)
     rollout = config.rollout
-    return EpisodeRunner(
+    runner = EpisodeRunner(
         workflow=played,
-        workflow_name=type(given.workflow).__name__,
+        workflow_name=" and ".join(dict.fromkeys(type(task.workflow).__name__ for task in given.tasks.tasks)),
         timeout_s=rollout.episode_timeout_s,
         retries=rollout.episode_retries,
         failures=failures,
@@ -322,11 +350,18 @@ def _runner(
         events=events,
         tokens=tokens,
     )
+    if not isinstance(played, EpisodeWorkers | TaskWorkflows) or not given.tasks.names:
+        return runner
+    of_tasks = {
+        task.name: replace(runner, workflow=played.of(task.name), workflow_name=type(task.workflow).__name__)
+        for task in given.tasks.tasks
+    }
+    return replace(runner, of_tasks=of_tasks)
 
 
 def _rollout(
     config: Config,
-    given: _Given,
+    given: _Trained,
     engine: InferenceEngine,
     runner: EpisodeRunner,
     buffer: ReplayBuffer,
@@ -334,25 +369,52 @@ def _rollout(
     return RolloutController(
         engine,
         runner,
-        given.dataset,
+        {task.name: task.dataset for task in given.tasks.tasks},
         config.rollout,
         buffer,
         seed=config.seed,
-        rules=_group_rules(config.algorithm, given.keep),
-        curriculum=given.curriculum,
+        rules={task.name: _group_rules(config.algorithm, task) for task in given.tasks.tasks},
+        ledger=_ledger(config, given.tasks),
     )
 
 
-def _evaluator(config: Config, given: _Given, engine: InferenceEngine, runner: EpisodeRunner) -> Evaluator | None:
-    if given.eval_dataset is None:
+def _ledger(config: Config, tasks: RunTasks) -> Ledger:
+    numbers = GroupNumbers()
+    ledgers = {
+        task.name: ExampleLedger(
+            len(task.dataset),
+            shuffle=config.rollout.shuffle,
+            seed=f"{config.seed}-{task.name}" if task.name else config.seed,
+            curriculum=task.curriculum,
+            task=task.name,
+            numbers=numbers,
+            fingerprint=fingerprint(task.dataset),
+        )
+        for task in tasks.tasks
+    }
+    if not tasks.names:
+        return ledgers[""]
+    return TaskLedger(
+        ledgers,
+        {task.name: task.weight for task in tasks.tasks},
+        numbers,
+        config.rollout.mixture,
+        curriculum=tasks.curriculum,
+        every=config.rollout.batch_size,
+    )
+
+
+def _evaluator(config: Config, given: _Trained, engine: InferenceEngine, runner: EpisodeRunner) -> Evaluator | None:
+    if given.held_out is None:
         return None
     return Evaluator(
         engine,
-        replace(runner, retries=0),
-        given.eval_dataset,
+        runner.without_retries(),
+        given.held_out,
         config.evaluation,
         seed=config.seed if config.rollout.seed_requests else None,
-        places=given.eval_dataset.places if isinstance(given.eval_dataset, NamedRows) else None,
+        places=given.held_out.places if isinstance(given.held_out, NamedRows) else None,
+        task_of=partial(given.tasks.task_of, given.held_out),
     )
 
 
@@ -369,7 +431,7 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
     )
 
 
-def _load_learner(config: Config, workflow: RolloutWorkflow, events: Events) -> RecoveringLearner:
+def _load_learner(config: Config, tasks: RunTasks, events: Events) -> RecoveringLearner:
     host, log = partial(host_learner, _without_own_settings(config)), config.run_dir / "logs" / "trainer.log"
     hosts = chain([partial(host, looks_at_nodes=True)], repeat(host))  # a recovery takes the nodes that there are
 
@@ -379,7 +441,8 @@ def _load_learner(config: Config, workflow: RolloutWorkflow, events: Events) -> 
     recorder = Recorder(config, model_digest(config.model)) if config.record else None
     learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events, recorder)
     try:
-        _check_room(config, workflow, learner.engine.limits.context_length)
+        for task in tasks.tasks:
+            _check_room(config, task, learner.engine.limits.context_length)
     except BaseException:
         learner.close()
         raise
@@ -392,25 +455,26 @@ def _without_own_settings(config: Config) -> Config:
     return Config.model_construct(config.model_fields_set & values.keys(), **values)
 
 
-def _check_room(config: Config, workflow: RolloutWorkflow, of_model: int | None) -> None:
+def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
     """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt.
 
     of_model: the model's context in tokens, if it has a limit.
     """
-    engine = config.engine
+    engine, workflow = config.engine, task.workflow
     of_server = (engine.context_length or DEFAULT_CONTEXT_LENGTH) if isinstance(engine, LocalEngineConfig) else None
     limit = min((length for length in (of_model, of_server) if length is not None), default=None)
     if isinstance(workflow, AgentWorkflow) and limit is not None and workflow.sampling.max_new_tokens >= limit:
         raise ConfigError(
-            f"max_new_tokens is {workflow.sampling.max_new_tokens}, and prompt and answer have room for {limit} tokens "
-            "together; lower it" + (", or set engine.context_length" if limit == of_server else "")
+            f"{task.called('max_new_tokens')} is {workflow.sampling.max_new_tokens}, and prompt and answer have room "
+            f"for {limit} tokens together; lower it" + (", or set engine.context_length" if limit == of_server else "")
         )
 
 
-def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
+def _group_rules(algorithm: AlgorithmConfig, task: RunTask) -> GroupRules:
     advantage = algorithm.advantage
     return GroupRules(
-        keep=keep,
+        group_size=task.group_size,
+        keep=task.keep,
         drop_equal_rewards=algorithm.dynamic_sampling,
         compares_parts=isinstance(advantage, ReturnsAdvantage) and advantage.separate_rewards,
         compares_turns=isinstance(advantage, GiGPOAdvantage),

@@ -20,16 +20,17 @@ from arl.api.config import Config
 from arl.api.errors import ConfigError, HookError
 from arl.api.notebook import kernel_shell, run_html
 from arl.api.settings import laid_over, settings_without_keys
+from arl.api.tasks import Task, TaskCurriculum
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
 from arl.digest import Digest
+from arl.given_tasks import check_choice
 from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
 from arl.remarks import remarks
 from arl.rollout.controller import Dataset
-from arl.rollout.episode import check_workflow
 from arl.tracking.ready_made import check_trackers
 from arl.training.display import hide_progress_bars
 from arl.training.metrics import with_error
@@ -81,21 +82,25 @@ IS_LOADED_FOR_ITS_EXPERIMENT: ContextVar[bool] = ContextVar("is_loaded_for_its_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The model, agent and data of one run, as `launch` takes them. Raises ConfigError if workflow is not one."""
+    """The model, agent and data of one run, or its tasks, as `launch` takes them. Raises ConfigError."""
 
     model: str
     """A Hugging Face directory or name, instead of config.model."""
-    workflow: RolloutWorkflow
-    dataset: Dataset
+    workflow: RolloutWorkflow | None = None
+    dataset: Dataset | None = None
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None
     """Held-out examples, or several datasets of them by name."""
     keep: Callable[[Group], bool] | None = None
     curriculum: Curriculum | None = None
+    tasks: Sequence[Task] | None = None
+    """Several tasks, instead of all these."""
+    task_curriculum: TaskCurriculum | None = None
+    """Changes the tasks' weights."""
     trackers: Sequence[Tracker] = ()
     """Your own, beside those of log.trackers."""
 
     def __post_init__(self) -> None:
-        check_workflow(self.workflow)
+        check_choice(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +155,8 @@ class Experiment(Generic[ConfigT]):
             eval_dataset=setup.eval_dataset,
             keep=setup.keep,
             curriculum=setup.curriculum,
+            tasks=setup.tasks,
+            task_curriculum=setup.task_curriculum,
             trackers=setup.trackers,
             held=held,
         ) as trainer:

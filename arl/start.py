@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -21,6 +22,7 @@ from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig
 from arl.api.errors import ArlError, CheckpointError, ConfigError, DatasetError, ModelError
 from arl.api.settings import PEERS_NAMES, config_error, laid_over
+from arl.api.tasks import Task
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
@@ -51,11 +53,12 @@ Rows = str | Path | Dataset
 
 async def atrain(  # noqa: PLR0913 - what most runs set, where an editor completes it
     *,
-    dataset: Rows,
+    dataset: Rows | None = None,
     model: str | Path | None = None,
     reward: Rewards | None = None,
     workflow: RolloutWorkflow | None = None,
     eval_dataset: Rows | Mapping[str, Rows] | None = None,
+    tasks: Sequence[Task] | None = None,
     system: str | None = None,
     prompt: PromptFunction | None = None,
     columns: Columns | None = None,
@@ -87,6 +90,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         `question`. eval_dataset may be several datasets by name: each is evaluated and reported under its name.
     reward: a function of the answer's text and the example, or several: name -> function, or (weight, function).
     workflow: an agent, instead of a reward.
+    tasks: several agents, each with its dataset, instead of these: `arl.Task(name=..., workflow=..., dataset=...)`.
     system, prompt: the system prompt, and a function from an example to its question; only with a reward.
     columns: columns that rows get, each by the name of another column or by a function of the row:
         {"question": lambda row: row["problem"].strip(), "answer": "solution"}.
@@ -124,9 +128,16 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         },
     )
     sampling = _given({"max_new_tokens": max_new_tokens, "temperature": temperature})
-    _check_choice(reward, workflow, _given({"system": system, "prompt": prompt, **sampling}))
+    of_reward = _given({"system": system, "prompt": prompt, **sampling})
+    if tasks is None:
+        _check_choice(dataset, reward, workflow, of_reward)
+    else:
+        others = {"dataset": dataset, "eval_dataset": eval_dataset, "reward": reward, "workflow": workflow}
+        _check_alone({**others, "columns": columns, **of_reward})
 
     def prepare(config: Config) -> Setup:
+        if tasks is not None:
+            return Setup(model=config.model, tasks=[*map(_with_rows, tasks)], trackers=own_trackers)
         train = examples_of("dataset", _loaded(dataset, "train"), columns or {})
         held_out = _held_out(eval_dataset, columns or {})
         agent = workflow
@@ -214,7 +225,22 @@ def _check_types(model: object, system: object, prompt: object, config: object) 
         raise ConfigError(f"prompt is {prompt!r:.80}; give a function from an example to its question")
 
 
-def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, object]) -> None:
+def _check_alone(others: Mapping[str, object]) -> None:
+    if both := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"train got tasks, and {', '.join(both)} too; each arl.Task has its own: leave them out")
+
+
+def _with_rows(task: Any) -> Any:
+    """The task with datasets that are loaded; what is no task is refused later."""
+    if not isinstance(task, Task):
+        return task
+    held_out = None if task.eval_dataset is None else _held_out(task.eval_dataset, {})
+    return replace(task, dataset=_loaded(task.dataset, "train"), eval_dataset=held_out)
+
+
+def _check_choice(dataset: object, reward: object, workflow: object, of_reward: Mapping[str, object]) -> None:
+    if dataset is None:
+        raise ConfigError("train got no dataset; give rows, a file or a name on the hub, or tasks=[arl.Task(...)]")
     if (reward is None) == (workflow is None):
         got = "neither" if reward is None else "both"
         raise ConfigError(f"train got {got} of reward and workflow; give a reward for single answers, or an agent")

@@ -35,7 +35,8 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Fill in the batch's advantages, and with a critic its returns: 0 where nothing is trained.
 
     `batch` must hold proximal and reference logprobs for a KL in the reward, and values for GAE. A masked-out
-    trajectory counts in its group's reward statistics, but in no statistic over trained tokens. Raises TrajectoryError.
+    trajectory counts in its group's reward statistics, but in no statistic over trained tokens. A statistic over the
+    batch is one over the groups of the same task. Raises TrajectoryError.
     """
     settings, returns = config.advantage, batch.returns
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
@@ -269,7 +270,10 @@ def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
 
 
 def _check_weighed(batch: Batch, settings: ReturnsAdvantage) -> None:
-    """Raise TrajectoryError for a weight of a reward that no trajectory has. Roles may have rewards of other names."""
+    """Raise TrajectoryError for a weight of a reward that no trajectory has. Roles may have rewards of other names; so
+    may tasks, some of which a batch may lack."""
+    if any(group.task for group in batch.groups):
+        return
     named = {name for trajectory in batch.trajectories for name in trajectory.rewards}
     if named and (unknown := sorted(settings.reward_weights.keys() - named)):
         raise TrajectoryError(

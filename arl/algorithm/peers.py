@@ -156,13 +156,26 @@ def _are_equal(low: float, high: float) -> bool:
 
 
 def whitened(batch: Batch, values: torch.Tensor, *, by_episode: bool = False) -> torch.Tensor:
-    """(values - mean) / (std + 1e-6) of float64[T] values over the trained tokens, and 0 elsewhere.
+    """(values - mean) / (std + 1e-6) of float64[T] values over the trained tokens of each task, and 0 elsewhere.
 
     Equal numbers, and a single number, become exactly 0. by_episode: all episodes weigh the same in mean and std.
     """
-    trained, weights = values[batch.loss_mask], torch.ones(int(batch.loss_mask.sum()), dtype=torch.float64)
+    tasks = {group.task: number for number, group in enumerate(batch.groups)}
+    if len(tasks) < 2:
+        return _whitened(batch, values, batch.loss_mask, by_episode=by_episode)
+    owned = batch.repeated(torch.tensor([tasks[batch.groups[group].task] for group in batch.group]))
+    found = torch.zeros_like(values)
+    for number in tasks.values():
+        mask = batch.loss_mask & (owned == number)
+        found = torch.where(mask, _whitened(batch, values, mask, by_episode=by_episode), found)
+    return found
+
+
+def _whitened(batch: Batch, values: torch.Tensor, mask: torch.Tensor, *, by_episode: bool) -> torch.Tensor:
+    """Over the tokens in the mask."""
+    trained, weights = values[mask], torch.ones(int(mask.sum()), dtype=torch.float64)
     if by_episode:
-        episodes = torch.tensor(batch.episode, dtype=torch.int64)[batch.owners[batch.loss_mask]]
+        episodes = torch.tensor(batch.episode, dtype=torch.int64)[batch.owners[mask]]
         weights = weights / episodes.bincount()[episodes]
     count = round(math.fsum(weights.tolist()))
     if count < 2 or _are_equal(float(trained.min()), float(trained.max())):
@@ -170,4 +183,4 @@ def whitened(batch: Batch, values: torch.Tensor, *, by_episode: bool = False) ->
     middle = math.fsum((weights * trained).tolist()) / count
     squares = math.fsum((weights * (trained - middle) ** 2).tolist())
     divisor = Spread(middle, math.sqrt(squares / (count - 1))).divisor
-    return torch.where(batch.loss_mask, (values - middle) / divisor, 0.0)
+    return torch.where(mask, (values - middle) / divisor, 0.0)

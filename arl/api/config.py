@@ -38,6 +38,7 @@ from arl.api.engine_config import (
     WeightsConfig,
     check_fused,
 )
+from arl.api.errors import ConfigError
 from arl.api.objective import PassAtKAdvantage
 from arl.api.settings import Section, laid_over
 from arl.api.tasks import FixedMixture, MixtureConfig
@@ -66,7 +67,8 @@ class RolloutConfig(Section):
     episode_retries: NonNegativeInt = 1
     """How often an episode that failed runs again."""
     min_group_size: PositiveInt = 2
-    """The fewest finished episodes of a trained group; a smaller group is dropped. At most group_size."""
+    """The fewest finished episodes of a trained group; a smaller group is dropped. At most group_size. A task with a
+    smaller group_size of its own needs as many."""
     max_failure_rate: float = Field(default=0.5, gt=0, le=1)
     """The share of the last 64 episodes that may fail. Above it the run stops with the first traceback."""
     drop_stragglers_after_s: PositiveFloat | None = None
@@ -389,15 +391,27 @@ class Config(Section):
                 f"algorithm.minibatches is {algorithm.minibatches}; it must divide "
                 f"rollout.batch_size={rollout.batch_size} (a preset takes its paper's value); set one of them"
             )
-        if rollout.group_size == 1 and algorithm.is_group_relative:
-            raise ValueError(
-                f"rollout.group_size is 1, but algorithm.preset={algorithm.preset} compares the episodes of a group: "
-                "all advantages would be 0. Set group_size to 2 or more, or algorithm.advantage to one that does not "
-                "compare, such as baseline=none"
-            )
-        if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k >= rollout.group_size:
-            raise ValueError(
-                f"algorithm.advantage.k is {algorithm.advantage.k}; it must be below rollout.group_size="
-                f"{rollout.group_size}, or all advantages are equal"
-            )
+        if flaw := _group_size_flaw("rollout.group_size", rollout.group_size, algorithm):
+            raise ValueError(flaw)
         return self
+
+
+def check_group_size(name: str, group_size: int, algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError for one that the algorithm cannot use. name: what the error calls it."""
+    if flaw := _group_size_flaw(name, group_size, algorithm):
+        raise ConfigError(flaw)
+
+
+def _group_size_flaw(name: str, group_size: int, algorithm: AlgorithmConfig) -> str | None:
+    if group_size == 1 and algorithm.is_group_relative:
+        return (
+            f"{name} is 1, but algorithm.preset={algorithm.preset} compares the episodes of a group: all advantages "
+            "would be 0. Set group_size to 2 or more, or algorithm.advantage to one that does not compare, such as "
+            "baseline=none"
+        )
+    if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k >= group_size:
+        return (
+            f"algorithm.advantage.k is {algorithm.advantage.k}; it must be below {name}={group_size}, or all "
+            "advantages are equal"
+        )
+    return None

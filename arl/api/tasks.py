@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -43,16 +43,15 @@ class Task:
     """Which of its examples come next."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or "/" in self.name or self.name in _RESERVED:
+        name, group_size = cast("object", self.name), cast("object", self.group_size)
+        if not isinstance(name, str) or not name or "/" in name or name in _RESERVED:
             raise ConfigError(
                 f"a task is named {self.name!r:.80}; a name is a text without '/', and not 'reward' or 'episode', "
                 "because it becomes the metric task/NAME/reward"
             )
         check_weight(f"the weight of task {self.name!r}", self.weight)
-        if self.group_size is not None and (not isinstance(self.group_size, int) or self.group_size < 1):
-            raise ConfigError(
-                f"group_size of task {self.name!r} is {self.group_size!r:.40}; give a whole number from 1"
-            )
+        if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
+            raise ConfigError(f"group_size of task {self.name!r} is {group_size!r:.40}; give a whole number from 1")
 
 
 def check_weight(what: str, weight: object) -> None:

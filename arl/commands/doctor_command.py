@@ -16,6 +16,7 @@ from rich.text import Text
 from arl.api.config import Config
 from arl.commands.command import OTHER_FLAGS, parse, parser_of, run_command
 from arl.experiment import Experiment
+from arl.given_tasks import given_tasks
 
 if TYPE_CHECKING:
     from arl.doctor.checked import Checked, Diagnosis
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
         action="store_true",
         help="engine.kind=sglang: also load the doctor's weights into the given servers, then their own again",
     )
+    parser.add_argument("--task", metavar="NAME", help="of a script with several tasks: whose prompts to send")
     options, settings = parse(parser, argv)
     found: list[Diagnosis] = []
 
@@ -59,8 +61,10 @@ async def _diagnosed(experiment: Experiment[Any], config: Config, options: argpa
 
     sys.stderr.write(f"preparing {options.file}\n")
     config, setup = await experiment.aprepare(config)
+    tasks = given_tasks(setup)
+    task = tasks.alone(options.task).only if options.task else tasks.tasks[0]  # all have the same model
     sys.stderr.write(f"loading {config.model} for engine.kind={config.engine.kind} and the train engine\n")
-    opened = opened_examination(config, setup.workflow, publish=options.publish, on_check=_say)
+    opened = opened_examination(config, task.workflow, publish=options.publish, on_check=_say)
     async with opened as examination:
         return await examination.run()
 

@@ -26,10 +26,10 @@ from arl.api.engine import Sampler
 from arl.api.engine_config import RunningServersConfig
 from arl.api.errors import ConfigError, first_error
 from arl.api.types import ModelRequest, ModelResponse
-from arl.api.workflow import RolloutWorkflow
-from arl.data.given import held_out_of
+from arl.data.lazy_rows import NamedRows
 from arl.experiment import TRAINED, Experiment
 from arl.exporting import SavedWeights
+from arl.given_tasks import RunTasks, given_tasks
 from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
@@ -47,6 +47,8 @@ class Choice:
 
     file: Path
     split: Split
+    task: str | None
+    """Of a script with several tasks: the one to run; None: all."""
     greedy: bool
     trained: str | None
     """The model directory to serve: "" for the one that training left; None for the experiment's own model."""
@@ -58,6 +60,9 @@ class Choice:
         parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
         parser.add_argument(
             "--split", choices=("held-out", "train"), default="held-out", help="the examples to run (default: held-out)"
+        )
+        parser.add_argument(
+            "--task", metavar="NAME", help="of a script with several tasks: run this one (default: all)"
         )
         parser.add_argument(
             "--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks for"
@@ -78,7 +83,7 @@ class Choice:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Choice:
-        names = ("file", "split", "greedy", "trained", "checkpoint")
+        names = ("file", "split", "task", "greedy", "trained", "checkpoint")
         return cls(**{name: getattr(options, name) for name in names})
 
 
@@ -148,13 +153,22 @@ class Stage:
     """Everything that episodes need, open."""
 
     config: Config
-    workflow: RolloutWorkflow
+    tasks: RunTasks
+    """Those that are run."""
     examples: Dataset
     name: str
     """The name of the examples: held-out or train."""
     engine: Sampler
     decode: Decode
     greedy: bool
+
+    def first(self, number: int) -> list[int]:
+        """The indices of the first examples, of each task if there are several."""
+        of_tasks: dict[str, list[int]] = {}
+        places = self.examples.places if isinstance(self.examples, NamedRows) else {}
+        for name, own in places.items():
+            of_tasks.setdefault(name.partition("/")[0] if self.tasks.names else "", []).extend(own)
+        return [index for own in (of_tasks or {"": range(len(self.examples))}).values() for index in own[:number]]
 
     async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
         """Run in order, evaluation.max_concurrent_episodes at once. Await `on_end` after each; its error ends all."""
@@ -171,8 +185,9 @@ class Stage:
             raise error from error.__cause__
 
     async def _work(self, works: Iterable[Work], ended: asyncio.Queue[Run]) -> None:
-        runner = EpisodeRunner(workflow=self.workflow, timeout_s=self.config.rollout.episode_timeout_s)
         for work in works:
+            workflow = self.tasks.workflow_of(self.tasks.task_of(self.examples, work.index))
+            runner = EpisodeRunner(workflow=workflow, timeout_s=self.config.rollout.episode_timeout_s)
             sampler = TimedSampler(self._sampler(work))
             name = f"episode {work.number} of example {work.index}"
             report = EpisodeReport(is_evaluation=True)
@@ -195,7 +210,8 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     saved = await offload(_saved, config, choice.checkpoint) if choice.checkpoint is not None else None
     sys.stderr.write(f"preparing {choice.file}\n")
     config, setup = await experiment.aprepare(config)
-    examples = _examples(held_out_of(setup.eval_dataset) if choice.split == "held-out" else setup.dataset, choice)
+    tasks = given_tasks(setup) if choice.task is None else given_tasks(setup).alone(choice.task)
+    examples = _examples(tasks.held_out if choice.split == "held-out" else tasks.trained, choice)
     decode = await offload(decoder, config.model)
     with tempfile.TemporaryDirectory(prefix="arl-weights-") as scratch, _failures_shown_once():
         model = what = str(trained or config.model)
@@ -204,10 +220,10 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
             await offload(saved.export, Path(model))
         sys.stderr.write(f"serving {what} with engine.kind={config.engine.kind}\n")
         served = config.model_copy(update={"model": model})
-        async with entered(setup.workflow, config.endpoint), serve(served) as engine:
+        async with entered(tasks.workflow, config.endpoint), serve(served) as engine:
             yield Stage(
                 config=config,
-                workflow=setup.workflow,
+                tasks=tasks,
                 examples=examples,
                 name=choice.split,
                 engine=engine,

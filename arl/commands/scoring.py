@@ -167,7 +167,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k", type=_counts, metavar="K,K,...", help="the ks of pass@k, at most N each (default: 1, 2, 4, ... up to N)"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples")
+    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples, of each task")
     parser.add_argument(
         "--pass-reward",
         type=_number,
@@ -182,14 +182,14 @@ class Scoring:
     """One evaluation: runs the episodes, adds them up, and shows how far it is. out: gets a line for each."""
 
     def __init__(self, stage: Stage, scores: Scores, number: int, limit: int | None, out: TextIO | None) -> None:
-        size = len(stage.examples) if limit is None else min(limit, len(stage.examples))
-        self._works = [Work(index=index, number=j) for index in range(size) for j in range(number)]
+        indices = stage.first(len(stage.examples) if limit is None else limit)
+        self._works = [Work(index=index, number=j) for index in indices for j in range(number)]
         self._stage = stage
         self._scores = scores
         self._out = out
         rollout = stage.config.rollout
         self._budget = FailureBudget(rollout.max_failure_rate)
-        self._name = f"{size} {stage.name} examples"
+        self._name = f"{len(indices)} {stage.name} examples"
         self._display = Display(console=Console(stderr=True))  # stdout has the scores alone
 
     async def run(self) -> None:

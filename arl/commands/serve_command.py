@@ -51,6 +51,11 @@ def _prepared_by(prepare: Callable[[Any], Setup | Awaitable[Setup]]) -> Callable
     """The same preparation, with a workflow whose episodes are played by programs elsewhere."""
 
     def served(setup: Setup) -> Setup:
+        if setup.workflow is None:
+            raise ConfigError(
+                "arl serve puts programs elsewhere in the place of one workflow, and this script has several tasks; "
+                "give its experiment one workflow and dataset, or train it as a script"
+            )
         return replace(setup, workflow=played_elsewhere(setup.workflow, setup.model, _say_where))
 
     async def served_later(setup: Awaitable[Setup]) -> Setup:

@@ -45,18 +45,18 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _try(stage: Stage, options: argparse.Namespace, runs: list[Run]) -> None:
-    began, number = time.monotonic(), min(options.n, len(stage.examples))
-    report = Report(Console(), stage, number)
+    began, indices = time.monotonic(), stage.first(options.n)
+    report = Report(Console(), stage, len(indices))
     waiting: dict[int, Run] = {}
 
     async def on_end(run: Run) -> None:
         waiting[run.work.index] = run
-        while len(runs) in waiting:
-            runs.append(waiting.pop(len(runs)))
-            report.episode(runs[-1])
+        while len(runs) < len(indices) and indices[len(runs)] in waiting:
+            runs.append(waiting.pop(indices[len(runs)]))
+            report.episode(len(runs), runs[-1])
 
     report.begin()
-    await stage.run([Work(index=index, number=0) for index in range(number)], on_end)
+    await stage.run([Work(index=index, number=0) for index in indices], on_end)
     report.end([run.episode for run in runs], time.monotonic() - began)
 
 
@@ -72,11 +72,11 @@ class Report:
     def begin(self) -> None:
         self._line("tokens: ", legend(brackets=self._brackets))
 
-    def episode(self, run: Run) -> None:
+    def episode(self, number: int, run: Run) -> None:
         self._line()
-        self._console.rule(
-            f"episode {run.work.index + 1} of {self._number}: {self._stage.name} example {run.work.index}"
-        )
+        task = self._stage.tasks.task_of(self._stage.examples, run.work.index)
+        of_task = f" of task {task}" if task else ""
+        self._console.rule(f"episode {number} of {self._number}: {self._stage.name} example {run.work.index}{of_task}")
         self._outcome(run)
         for i, call in enumerate(run.calls, start=1):
             self._line(f"{f'turn {i}':<10}", _call_text(call))

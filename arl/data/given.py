@@ -44,6 +44,8 @@ def held_out_of(given: Any, columns: Columns = MappingProxyType({})) -> Any:
     """
     if given is None:
         return None
+    if isinstance(given, NamedRows):
+        return given
     if not isinstance(given, Mapping) or type(given).__name__ in _SPLITS:
         return examples_of("eval_dataset", given, columns)
     named = cast("Mapping[Any, Any]", given)

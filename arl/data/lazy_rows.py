@@ -75,9 +75,15 @@ class NamedRows(Joined):
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         super().__init__([*datasets.values()])
+        self.parts = dict(datasets)
+        """Name -> its rows."""
         starts = (0, *self._ends)
         self.places = {name: range(*starts[i : i + 2]) for i, name in enumerate(datasets)}
         """Name -> the indices of its rows."""
+
+    def name_of(self, index: int) -> str:
+        """Whose row it is."""
+        return [*self.parts][bisect_right(self._ends, index)]
 
 
 class WithColumns(LazyRows):

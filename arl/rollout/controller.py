@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
@@ -77,7 +77,8 @@ class RolloutController:
         self.pulse = runner.pulse
         self.tokens = runner.tokens
         self.lengths = LengthWatch()
-        self._datasets = dataset if isinstance(dataset, Mapping) else {"": dataset}
+        named = cast("Mapping[str, Dataset]", dataset if isinstance(dataset, Mapping) else {"": dataset})
+        self._datasets = named
         self._config = config
         self._buffer = buffer
         self._seed = seed

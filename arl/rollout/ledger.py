@@ -111,8 +111,10 @@ class ExampleLedger:
         curriculum: Curriculum | None = None,
         task: str = "",
         numbers: GroupNumbers | None = None,
+        fingerprint: Mapping[str, str] | None = None,
     ) -> None:
-        """task: whose examples they are. numbers: those of the run, if it has other ledgers."""
+        """task: whose examples they are. numbers: those of the run, if it has other ledgers. fingerprint: digests of
+        some examples, by their index, for comparison with a checkpoint's."""
         if num_examples < 1:
             raise DatasetError("the dataset is empty; training needs at least one example")
         self._settings = {"num_examples": num_examples, "shuffle": shuffle, "seed": seed}
@@ -122,6 +124,7 @@ class ExampleLedger:
         self._curriculum = curriculum
         self._task = task
         self._numbers = numbers or GroupNumbers()
+        self._fingerprint = fingerprint
         self._is_computed = shuffle and num_examples >= LARGE
         """Whether the order is a ComputedOrder. Checkpoints from before there was one go on with a Shuffle."""
         self._experience = Experience(num_examples) if curriculum else None
@@ -207,6 +210,7 @@ class ExampleLedger:
         return {
             **self._settings,
             **({"order": "computed"} if self._is_computed else {}),
+            **({"fingerprint": dict(self._fingerprint)} if self._fingerprint else {}),
             "epoch": self.epoch,
             "position": self._position,
             "next_group_id": self._numbers.next,
@@ -232,6 +236,7 @@ class ExampleLedger:
                     f"the checkpoint was written with {name} {state[name]}, this run has {value}; "
                     "continue with the same dataset and settings, or start in another run_dir"
                 )
+        self._check_examples(state.get("fingerprint", {}))
         self._is_computed = state.get("order") == "computed"
         self._epochs = [self._unpacked_epoch(**saved) for saved in state["epochs"]]
         self._order = self._order_of(self.epoch) if self._epochs else []
@@ -247,6 +252,15 @@ class ExampleLedger:
             self._load_experience(self._experience, state["experience"])
         self._coming = None
         self.prepare()
+
+    def _check_examples(self, saved: Mapping[str, str]) -> None:
+        now = self._fingerprint or {}
+        changed = next((index for index, digest in saved.items() if now.get(index, digest) != digest), None)
+        if changed is not None:
+            raise CheckpointError(
+                f"the dataset has changed since the checkpoint was written: example {changed} is another one; continue "
+                "with the dataset as it was, or start in another run_dir"
+            )
 
     def _unpacked_epoch(self, order: str | None, marks: str) -> _Epoch:
         places = None if order is None else array("q", unpacked(order))

@@ -134,9 +134,9 @@ class Checkpoints:
         identity = values["identity"]
         for name, value in self._identity.items():
             if not (name.endswith("_digest") or self._is_same(name, identity)):
+                written = f"with {name}={identity[name]!r}" if name in identity else f"without {name}"
                 raise CheckpointError(
-                    f"{path} was written with {name}={identity.get(name)!r}, this run has {value!r}; "
-                    "use another run_dir, or the same settings"
+                    f"{path} was written {written}, this run has {value!r}; use another run_dir, or the same settings"
                 )
         groups, replay = (self._groups(path / name) for name in ("groups.npz", "replay.npz"))
         return RunState(values=values, groups=groups, replay=replay)

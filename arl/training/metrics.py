@@ -56,10 +56,13 @@ class Evaluator:
         *,
         seed: int | None = None,
         places: Mapping[str, range] | None = None,
+        task_of: Callable[[int], str] = lambda _: "",
     ) -> None:
         """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed.
-        places: the indices of each named dataset's examples, if they have names.
+        places: the indices of each named dataset's examples, if they have names. task_of: the task of the example
+        at an index; its workflow runs the example.
         """
+        self._task_of = task_of
         self._places = places or {}
         self._num_begun = 0
         self._engine = engine
@@ -98,6 +101,7 @@ class Evaluator:
             seed=self._seed,
             on_end=ended,
             number=number,
+            task_of=self._task_of,
         )
         if is_first and all(episode.is_rejected for episode in episodes):
             what = {"number": len(episodes), "what": " of the first evaluation", "workflow": self._runner.called}
@@ -223,7 +227,21 @@ def batch_metrics(
         **_lengths_by_outcome(groups, is_trained),
         **mean_metrics(trajectories),
         **mean_rewards(_episodes(groups)),
+        **_of_tasks(groups),
     }
+
+
+def _of_tasks(groups: Sequence[Group]) -> dict[str, float]:
+    """`task/NAME/...` for each task in the batch; nothing without tasks."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(group.task for group in groups if group.task):
+        own = [group for group in groups if group.task == name]
+        found |= {
+            f"task/{name}/reward": fmean(episode_rewards(own)),
+            f"task/{name}/share": len(own) / len(groups),
+            f"task/{name}/equal_groups": fmean(map(_is_equal, own)),
+        }
+    return found
 
 
 def _lengths_by_outcome(groups: Iterable[Group], is_trained: Callable[[Trajectory], bool]) -> dict[str, float]:

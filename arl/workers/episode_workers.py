@@ -126,7 +126,15 @@ class EpisodeWorkers(RolloutWorkflow):
         if first is not error and first is not None:
             raise first
 
+    def of(self, task: str) -> RolloutWorkflow:
+        """One of the TaskWorkflows that were given, with its episodes in the same workers."""
+        return _OfTask(self, task)
+
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory] | None:
+        return await self.play(engine, data, "")
+
+    async def play(self, engine: Sampler, data: Example, task: str) -> Sequence[Trajectory] | None:
+        """Run an episode of a task; "": of the only workflow."""
         try:
             example = pickle.dumps(data, protocol=5)
         except Exception as error:
@@ -135,7 +143,7 @@ class EpisodeWorkers(RolloutWorkflow):
                 "columns that can be pickled, or set rollout.num_workers=0"
             ) from error
         worker = await self._choose()
-        return await worker.play(engine, example)
+        return await worker.play(engine, example, task)
 
     async def _choose(self) -> _Worker:
         """The worker with the fewest episodes. Waits for one that is ready; the caller limits the wait."""
@@ -148,6 +156,15 @@ class EpisodeWorkers(RolloutWorkflow):
 
     def _end(self, error: Exception) -> None:
         end_with(error, self._alarms)
+
+
+class _OfTask(RolloutWorkflow):
+    def __init__(self, workers: EpisodeWorkers, task: str) -> None:
+        self._workers = workers
+        self._task = task
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory] | None:
+        return await self._workers.play(engine, data, self._task)
 
 
 class _Episode:
@@ -312,14 +329,14 @@ class _Worker:
                 self._name, self._process.log.path,
             )  # fmt: skip
 
-    async def play(self, engine: Sampler, example: bytes) -> Sequence[Trajectory] | None:
+    async def play(self, engine: Sampler, example: bytes, task: str) -> Sequence[Trajectory] | None:
         """Run an episode. Cancelled, it waits until the episode has ended in the worker."""
         number, send = next(self._numbers), self._process.send
         calls = asyncio.TaskGroup()
         episode = self._episodes[number] = _Episode(engine, calls, send)
         try:
             async with calls:
-                send(Play(number, example))
+                send(Play(number, example, task))
                 try:
                     ended = await episode.ended
                 except asyncio.CancelledError:

@@ -26,6 +26,8 @@ class Play(NamedTuple):
     episode: int
     example: bytes
     """Pickled."""
+    task: str = ""
+    """Whose workflow plays it, if they are TaskWorkflows."""
 
 
 class Stop(NamedTuple):

@@ -33,6 +33,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.remote_calls import Message, OtherTracebackError
 from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import EpisodeRunner
+from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.watches import LagMonitor
 from arl.web.watch import Watch
 from arl.workers.pipe import (
@@ -99,7 +100,9 @@ class _Host:
     def __init__(self, workflow: RolloutWorkflow, endpoint: EndpointConfig) -> None:
         self._workflow = workflow
         self._endpoint = endpoint
-        self._runner = EpisodeRunner(workflow=workflow, timeout_s=math.inf)
+        named = workflow.names if isinstance(workflow, TaskWorkflows) else ("",)
+        of = workflow.of if isinstance(workflow, TaskWorkflows) else lambda _: workflow
+        self._runners = {name: EpisodeRunner(workflow=of(name), timeout_s=math.inf) for name in named}
         self._episodes: dict[int, asyncio.Task[Ended]] = {}
         self._answers: dict[int, asyncio.Future[ModelResponse]] = {}
         self._numbers = itertools.count()
@@ -188,7 +191,7 @@ class _Host:
         EPISODE.set(EpisodeContext("", _Notes(self._pipe, play.episode)))
         clock = EpisodeClock(on_change=lambda is_still: self._pipe.send(Clocked(play.episode, is_still)))
         try:
-            returned = await self._runner.attempt(_Engine(self, play.episode), example, clock)
+            returned = await self._runners[play.task].attempt(_Engine(self, play.episode), example, clock)
         except ArlError:
             return Ended(play.episode, is_interrupt=True)
         return _failed(play.episode, returned) if isinstance(returned, Exception) else Ended(play.episode, returned)

@@ -18,6 +18,7 @@ from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.group import GroupRules
+from arl.rollout.ledger import ExampleLedger
 
 
 def examples(n: int) -> list[Example]:
@@ -170,7 +171,7 @@ def controlled(
         buffer,
         seed=seed,
         rules=GroupRules(keep=keep, drop_equal_rewards=drop_equal_rewards, has_baseline=has_baseline),
-        curriculum=curriculum,
+        ledger=ExampleLedger(num_examples, shuffle=config.shuffle, seed=seed, curriculum=curriculum),
     )
     return controller, buffer, engine
 

@@ -95,7 +95,7 @@ def test_the_episodes_of_a_group_share_one_reading_of_their_example() -> None:
     async def main() -> None:
         act = lambda number: seen.append(number) or GOOD  # noqa: E731
         controller, buffer, engine = controlled(Scripted(act), 5, group_size=3, batch_size=1, max_staleness=0)
-        controller._dataset = Augmented(examples(5))
+        controller._datasets = {"": Augmented(examples(5))}
         await train(controller, buffer, engine, range(2))
 
     run_in_virtual_time(main())

@@ -1,0 +1,193 @@
+"""What a run is given to train on, checked: one agent and its dataset, or several tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from arl.api.config import Config, check_group_size
+from arl.api.errors import ConfigError, DatasetError
+from arl.api.tasks import FixedMixture, Task, TaskCurriculum
+from arl.api.types import Group
+from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.data.given import examples_of, held_out_of
+from arl.data.lazy_rows import NamedRows
+from arl.rollout.controller import Dataset
+from arl.rollout.episode import check_workflow
+from arl.rollout.task_workflows import TaskWorkflows
+
+_OF_ONE_AGENT = ("workflow", "dataset", "eval_dataset", "keep", "curriculum")
+
+
+class Given(Protocol):
+    """The arguments that say what is trained, of `launch` and of a Setup."""
+
+    @property
+    def workflow(self) -> RolloutWorkflow | None: ...
+    @property
+    def dataset(self) -> Dataset | None: ...
+    @property
+    def eval_dataset(self) -> Any: ...
+    @property
+    def keep(self) -> Callable[[Group], bool] | None: ...
+    @property
+    def curriculum(self) -> Curriculum | None: ...
+    @property
+    def tasks(self) -> Sequence[Task] | None: ...
+    @property
+    def task_curriculum(self) -> TaskCurriculum | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTask:
+    """One task of a run, with its rows; the only one has no name."""
+
+    name: str = ""
+    workflow: RolloutWorkflow
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    weight: float = 1.0
+    group_size: int | None = None
+    keep: Callable[[Group], bool] | None = None
+    curriculum: Curriculum | None = None
+
+    def called(self, what: str) -> str:
+        """What errors call its `what`."""
+        return f"{what} of task {self.name!r}" if self.name else what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTasks:
+    """All tasks of a run."""
+
+    tasks: tuple[RunTask, ...]
+    curriculum: TaskCurriculum | None = None
+    """Changes the tasks' weights."""
+
+    @property
+    def names(self) -> list[str]:
+        """Empty in a run without tasks."""
+        return [task.name for task in self.tasks if task.name]
+
+    @property
+    def workflow(self) -> RolloutWorkflow:
+        """The only one, or all of them as one."""
+        return TaskWorkflows({task.name: task.workflow for task in self.tasks}) if self.names else self.only.workflow
+
+    @property
+    def only(self) -> RunTask:
+        (task,) = self.tasks
+        return task
+
+    @property
+    def num_examples(self) -> int:
+        return sum(len(task.dataset) for task in self.tasks)
+
+    @property
+    def held_out(self) -> Dataset | None:
+        """All held-out examples. Of named tasks they are NamedRows: by NAME, or by NAME/SUB."""
+        if not self.names:
+            return self.only.eval_dataset
+        named: dict[str, Any] = {}
+        for task in self.tasks:
+            if isinstance(task.eval_dataset, NamedRows):
+                named |= {f"{task.name}/{sub}": rows for sub, rows in task.eval_dataset.parts.items()}
+            elif task.eval_dataset is not None:
+                named[task.name] = task.eval_dataset
+        return NamedRows(named) if named else None
+
+    @property
+    def trained(self) -> Dataset:
+        """All examples that are trained; of named tasks NamedRows."""
+        return NamedRows({task.name: task.dataset for task in self.tasks}) if self.names else self.only.dataset
+
+    def task_of(self, rows: Dataset | None, index: int) -> str:
+        """The name of the task of an example of `held_out` or `trained`; "" in a run without tasks."""
+        return rows.name_of(index).partition("/")[0] if self.names and isinstance(rows, NamedRows) else ""
+
+    def workflow_of(self, name: str) -> RolloutWorkflow:
+        return next(task.workflow for task in self.tasks if task.name == name)
+
+    def alone(self, name: str) -> RunTasks:
+        """This task, without the others. Raises ConfigError, which names them."""
+        found = tuple(task for task in self.tasks if task.name == name)
+        if not found:
+            known = ", ".join(map(repr, self.names)) or "none, as there is one workflow and one dataset"
+            raise ConfigError(f"--task is {name!r:.80}, and the tasks are: {known}")
+        return RunTasks(tasks=found)
+
+
+def given_tasks(given: Given) -> RunTasks:
+    """Check what a run is given, and take its datasets as rows. Raises ConfigError and DatasetError."""
+    check_choice(given)
+    if given.tasks is None:
+        assert_given: Any = given
+        return RunTasks(
+            tasks=(
+                RunTask(
+                    workflow=assert_given.workflow,
+                    dataset=examples_of("dataset", given.dataset),
+                    eval_dataset=held_out_of(given.eval_dataset),
+                    keep=given.keep,
+                    curriculum=given.curriculum,
+                ),
+            )
+        )
+    return RunTasks(tasks=tuple(map(_taken, given.tasks)), curriculum=given.task_curriculum)
+
+
+def _taken(task: Task) -> RunTask:
+    try:
+        dataset, held_out = examples_of("dataset", task.dataset), held_out_of(task.eval_dataset)
+    except DatasetError as error:
+        raise DatasetError(f"task {task.name!r}: {error}") from error
+    return RunTask(
+        name=task.name,
+        workflow=task.workflow,
+        dataset=dataset,
+        eval_dataset=held_out,
+        weight=task.weight,
+        group_size=task.group_size,
+        keep=task.keep,
+        curriculum=task.curriculum,
+    )
+
+
+def check_choice(given: Given) -> None:
+    """Raise ConfigError unless it is one agent with a dataset, or tasks of different names."""
+    if given.tasks is None:
+        if given.task_curriculum is not None:
+            raise ConfigError("task_curriculum gives the weights of tasks, and there are none; give tasks=[...]")
+        if given.workflow is None and given.dataset is None:
+            raise ConfigError("there is nothing to train on; give a workflow and a dataset, or tasks=[arl.Task(...)]")
+        check_workflow(given.workflow)
+        return
+    if both := [name for name in _OF_ONE_AGENT if getattr(given, name) is not None]:
+        raise ConfigError(f"tasks were given, and {', '.join(both)} too; each arl.Task has its own: leave them out")
+    tasks = list(given.tasks)
+    if strange := next((task for task in tasks if not isinstance(task, Task)), None):
+        raise ConfigError(f"tasks has a {type(strange).__name__}; it must be a list of arl.Task(...)")
+    if not tasks:
+        raise ConfigError("tasks is empty; give at least one arl.Task")
+    name, number = Counter(task.name for task in tasks).most_common(1)[0]
+    if number > 1:
+        raise ConfigError(f"{number} tasks are named {name!r}; each needs a name of its own")
+    for task in tasks:
+        try:
+            check_workflow(task.workflow)
+        except ConfigError as error:
+            raise ConfigError(f"task {task.name!r}: {error}") from None
+    if not any(task.weight for task in tasks) and given.task_curriculum is None:
+        raise ConfigError(f"the weights of all tasks ({', '.join(repr(t.name) for t in tasks)}) are 0; give one more")
+
+
+def check_settings(config: Config, given: RunTasks) -> None:
+    """Raise ConfigError for settings that do not fit the tasks."""
+    mixture = config.rollout.mixture
+    if not given.names and not isinstance(mixture, FixedMixture):
+        raise ConfigError(f"rollout.mixture.kind is {mixture.kind}, but the run has no tasks to mix; leave it out")
+    for task in given.tasks:
+        if task.group_size is not None:
+            check_group_size(task.called("group_size"), task.group_size, config.algorithm)
