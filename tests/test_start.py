@@ -116,7 +116,15 @@ async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any])
         ({"dataset": SUMS, "stpes": 3}, "arl.train got an unexpected keyword argument 'stpes'; did you mean steps?"),
         ({"dataset": SUMS, "n": 3}, "arl.train got an unexpected keyword argument 'n'; did you mean group_size?"),
         ({"dataset": SUMS, "xyz": 3}, "arl.train got an unexpected keyword argument 'xyz'"),
-        ({}, "arl.train missing a required argument: 'dataset'"),
+        ({}, "train got no model; give a Hugging Face directory, or a name on the hub"),
+        (
+            {"model": "m", "reward": right},
+            "train got no dataset; give rows, a file or a name on the hub, or tasks=[arl.Task(...)]",
+        ),
+        (
+            {"model": "m", "reward": right, "tasks": []},
+            "train got tasks, and reward too; each arl.Task has its own: leave them out",
+        ),
     ],
 )
 def test_an_argument_that_is_unknown_or_missing_is_named_with_a_close_one(arguments: Any, said: str) -> None:

@@ -31,10 +31,11 @@ from arl.algorithm.batch import Batch
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.peers import spread_of, whitened
 from arl.algorithm.returns import gae_advantages
-from arl.api.algorithm import preset
+from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import PackedTokens, TokenOutputs
 from arl.api.errors import TrajectoryError
 from arl.api.objective import GAEAdvantage
+from arl.api.presets import PRESETS
 from arl.api.types import Group
 
 seeds = st.integers(0, 2**20)
@@ -244,3 +245,34 @@ def test_the_expected_gradient_is_that_of_the_divergence(student: tuple[float, .
     divergence = (current.exp() * (current - torch.tensor(TEACHER, dtype=torch.float64).log())).sum()
     (theirs,) = torch.autograd.grad(divergence, logits)
     assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
+
+
+def of_task(groups: list[Group], task: str) -> list[Group]:
+    return [replace(group, task=task) for group in groups]
+
+
+EVERY_PRESET = [preset(name) for name in PRESETS]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*EVERY_PRESET, *(config_of(advantage, **others) for advantage, others in ESTIMATORS)],
+    ids=lambda c: c.preset,
+)
+@settings(max_examples=4, deadline=None)
+@given(seed=seeds)
+def test_a_task_has_the_advantages_that_it_has_alone_and_one_task_those_of_a_run_without(
+    config: AlgorithmConfig, seed: int
+):
+    first, second = random_groups(seed), random_groups(seed + 1)
+    tasks = {"a": of_task(first, "a"), "b": of_task(second, "b")}
+    both = [group for pair in itertools.zip_longest(tasks["a"], tasks["b"]) for group in pair if group]
+
+    def rows(groups: list[Group]) -> list[list[float]]:
+        return rows_of(with_advantages(taken(groups, config), config))
+
+    owners = [group.task for group in both for _ in group.trajectories]
+    mixed = rows(both)
+    for name, groups in tasks.items():
+        assert [row for row, owner in zip(mixed, owners, strict=True) if owner == name] == rows(groups)
+    assert rows(of_task(both, "one")) == rows(of_task(both, ""))
