@@ -46,7 +46,7 @@ from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.eventlog.cpu_watch import CpuWatch, num_cores
 from arl.eventlog.writer import EventLog
-from arl.given_tasks import RunTask, RunTasks, check_settings, given_tasks
+from arl.given_tasks import Given, RunTask, RunTasks, check_settings, given_tasks
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
@@ -80,19 +80,6 @@ from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """The arguments of `launch` beside the settings; see there."""
-
-    workflow: RolloutWorkflow | None
-    dataset: Dataset | None
-    eval_dataset: Dataset | Mapping[str, Dataset] | None
-    keep: Callable[[Group], bool] | None
-    curriculum: Curriculum | None
-    tasks: Sequence[Task] | None
-    task_curriculum: TaskCurriculum | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +119,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
     arl started and writes END.json. Raises the ArlError of a part that could not start (RunFileError while another run
     trains in run_dir), and out of the block the first error of the run.
     """
-    own = _Given(
+    own = Given(
         workflow=workflow,
         dataset=dataset,
         eval_dataset=eval_dataset,

@@ -20,17 +20,14 @@ from arl.api.config import Config
 from arl.api.errors import ConfigError, HookError
 from arl.api.notebook import kernel_shell, run_html
 from arl.api.settings import laid_over, settings_without_keys
-from arl.api.tasks import Task, TaskCurriculum
 from arl.api.tracking import Tracker
-from arl.api.types import Evaluation, Group, StepStats
-from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.api.types import Evaluation, StepStats
 from arl.cli import run
 from arl.digest import Digest
-from arl.given_tasks import check_choice
+from arl.given_tasks import Given, check_choice
 from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
 from arl.remarks import remarks
-from arl.rollout.controller import Dataset
 from arl.tracking.ready_made import check_trackers
 from arl.training.display import hide_progress_bars
 from arl.training.metrics import with_error
@@ -81,21 +78,11 @@ IS_LOADED_FOR_ITS_EXPERIMENT: ContextVar[bool] = ContextVar("is_loaded_for_its_e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class Setup(Given):
     """The model, agent and data of one run, or its tasks, as `launch` takes them. Raises ConfigError."""
 
     model: str
     """A Hugging Face directory or name, instead of config.model."""
-    workflow: RolloutWorkflow | None = None
-    dataset: Dataset | None = None
-    eval_dataset: Dataset | Mapping[str, Dataset] | None = None
-    """Held-out examples, or several datasets of them by name."""
-    keep: Callable[[Group], bool] | None = None
-    curriculum: Curriculum | None = None
-    tasks: Sequence[Task] | None = None
-    """Several tasks, instead of all these."""
-    task_curriculum: TaskCurriculum | None = None
-    """Changes the tasks' weights."""
     trackers: Sequence[Tracker] = ()
     """Your own, beside those of log.trackers."""
 

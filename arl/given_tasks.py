@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, cast
 
 from arl.api.config import Config, check_group_size
 from arl.api.errors import ConfigError, DatasetError
@@ -21,23 +21,20 @@ from arl.rollout.task_workflows import TaskWorkflows
 _OF_ONE_AGENT = ("workflow", "dataset", "eval_dataset", "keep", "curriculum")
 
 
-class Given(Protocol):
-    """The arguments that say what is trained, of `launch` and of a Setup."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a run is given to train on: an agent and its data, or tasks."""
 
-    @property
-    def workflow(self) -> RolloutWorkflow | None: ...
-    @property
-    def dataset(self) -> Dataset | None: ...
-    @property
-    def eval_dataset(self) -> Any: ...
-    @property
-    def keep(self) -> Callable[[Group], bool] | None: ...
-    @property
-    def curriculum(self) -> Curriculum | None: ...
-    @property
-    def tasks(self) -> Sequence[Task] | None: ...
-    @property
-    def task_curriculum(self) -> TaskCurriculum | None: ...
+    workflow: RolloutWorkflow | None = None
+    dataset: Dataset | None = None
+    eval_dataset: Dataset | Mapping[str, Dataset] | None = None
+    """Held-out examples, or several datasets of them by name."""
+    keep: Callable[[Group], bool] | None = None
+    curriculum: Curriculum | None = None
+    tasks: Sequence[Task] | None = None
+    """Several tasks, instead of all these."""
+    task_curriculum: TaskCurriculum | None = None
+    """Changes the tasks' weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +120,14 @@ def given_tasks(given: Given) -> RunTasks:
     """Check what a run is given, and take its datasets as rows. Raises ConfigError and DatasetError."""
     check_choice(given)
     if given.tasks is None:
-        assert_given: Any = given
-        return RunTasks(
-            tasks=(
-                RunTask(
-                    workflow=assert_given.workflow,
-                    dataset=examples_of("dataset", given.dataset),
-                    eval_dataset=held_out_of(given.eval_dataset),
-                    keep=given.keep,
-                    curriculum=given.curriculum,
-                ),
-            )
+        only = RunTask(
+            workflow=cast("RolloutWorkflow", given.workflow),  # check_choice has seen it
+            dataset=examples_of("dataset", given.dataset),
+            eval_dataset=held_out_of(given.eval_dataset),
+            keep=given.keep,
+            curriculum=given.curriculum,
         )
+        return RunTasks(tasks=(only,))
     return RunTasks(tasks=tuple(map(_taken, given.tasks)), curriculum=given.task_curriculum)
 
 

@@ -18,7 +18,7 @@ from agent_script import TOKENIZER, SayDigits
 from embedded_server import server_here, server_process
 from free_port import free_port
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from recovery.invariants import newest_checkpoint
+from recovery.invariants import newest_checkpoint, trained_batches
 from scripted_launch import small, use_scripted_training
 from transformers import AutoTokenizer
 
@@ -27,8 +27,10 @@ from arl.api.algorithm import preset
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
-from arl.assembly import _check, _check_room, _Given, launch
+from arl.assembly import _check, _check_room, _Trained, launch
 from arl.engine.tiny import write_tiny_model
+from arl.eventlog.run_record import read_run
+from arl.given_tasks import Given, RunTask, given_tasks
 from arl.rewards import NumericMatch
 from arl.trainer_process import _check_critics_tokens, load_train_engine
 from arl.training.run_end import how_it_ended
@@ -47,8 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NO_TEACHER: Any = None
 
 
-def start(model: Path, run_dir: Path, *flags: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(SCRIPT), "--model", str(model), "--run_dir", str(run_dir), *flags]
+def start(model: Path, run_dir: Path, *flags: str, script: Path = SCRIPT) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(script), "--model", str(model), "--run_dir", str(run_dir), *flags]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
     small = ["--rollout.batch_size", "2", "--rollout.group_size", "2", "--checkpoint.every", "1"]
     return subprocess.Popen(
@@ -167,6 +169,30 @@ def test_after_a_kill_a_rerun_continues_and_after_ctrl_c_and_a_kill_no_process_i
     assert len(rows) == interrupted.version
 
 
+@pytest.mark.runs
+@pytest.mark.timeout(300)
+def test_a_run_of_two_tasks_that_was_killed_goes_on_with_both(model: Path, tmp_path: Path) -> None:
+    script, flags = SCRIPT.with_name("task_script.py"), ("--steps", "8", "--evaluation.every", "4")
+    with start(model, tmp_path, *flags, script=script) as process:
+        read_until(process, "trained 3")
+        process.kill()
+    saved, _ = newest_checkpoint(tmp_path)
+    assert 0 < saved < 8
+    with start(model, tmp_path, *flags, script=script) as process:
+        rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, rest
+    assert f"trained {saved + 1}\n" in rest
+    batches = trained_batches(read_run(tmp_path))
+    assert [len(batch) for batch in batches] == [2] * 8
+    assert {(group.task, len(group.episodes)) for batch in batches for group in batch} == {
+        ("digits", 2),
+        ("letters", 3),
+    }
+    last = read_jsonl(tmp_path / "metrics.jsonl")[-1]
+    assert abs(last["task/digits/groups"] - 2 * last["task/letters/groups"]) < 3
+    assert read_jsonl(tmp_path / "evaluations.jsonl")[-1]["by_name"].keys() == {"digits", "letters"}
+
+
 async def begin(run_dir: Path, *, workflow: Any = None, dataset: Any = ({"number": 1},), **settings: Any) -> None:
     """Start a run that cannot start, if only because it has no model."""
     config = small(run_dir, **{"model": str(run_dir / "none"), **settings})
@@ -268,7 +294,7 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused(
     sampling = SamplingParams(max_new_tokens=4096)
     workflow = SingleTurnWorkflow(TOKENIZER, NumericMatch(), sampling=sampling)
     with pytest.raises(ConfigError, match=f"max_new_tokens is 4096.*{advice}") if advice else nullcontext():
-        _check_room(config, workflow, of_model)
+        _check_room(config, RunTask(workflow=workflow, dataset=[{}], eval_dataset=None), of_model)
 
 
 def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> None:
@@ -284,6 +310,6 @@ def test_a_warning_says_that_servers_would_get_rounded_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, transport: str, count: int
 ) -> None:
     config = small(tmp_path, train={"dtype": dtype, "lora": {"rank": 4}}, weights={"transport": transport})
-    given = _Given(workflow=SayDigits(), dataset=[{}], eval_dataset=None, keep=None, curriculum=None, trackers=())
-    _check(config, given)
+    tasks = given_tasks(Given(workflow=SayDigits(), dataset=[{}]))
+    _check(config, _Trained(tasks=tasks, held_out=None, workflow=tasks.workflow, trackers=()))
     assert caplog.text.count("merged into the model") == count

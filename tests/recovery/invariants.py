@@ -41,7 +41,7 @@ def trained_batches(run: RunRecord) -> list[list[GroupRecord]]:
     assert len(set(numbers)) == len(numbers), "a group was trained twice"
     batches = [[group for group in run.groups if group.step == version] for version in named]
     assert [sorted(group.group for group in batch) for batch in batches] == [sorted(batch) for batch in named.values()]
-    examples = [(group.epoch, group.row) for batch in batches for group in batch]
+    examples = [(group.task, group.epoch, group.row) for batch in batches for group in batch]
     assert len(set(examples)) == len(examples), "an example of an epoch was trained twice"
     assert not any(episode.is_undone for batch in batches for group in batch for episode in group.episodes)
     return batches
