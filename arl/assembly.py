@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,11 +35,12 @@ from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdva
 from arl.api.settings import settings_without_keys
 from arl.api.tasks import Task, TaskCurriculum
 from arl.api.tracking import TrackedRun, Tracker
-from arl.api.types import Group
+from arl.api.types import Example, Group
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.data.fingerprint import fingerprint
 from arl.data.lazy_rows import NamedRows
+from arl.data.streams import StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
@@ -58,6 +59,7 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.group import GroupRules
 from arl.rollout.ledger import ExampleLedger, GroupNumbers, Ledger
+from arl.rollout.stream_ledger import StreamLedger
 from arl.rollout.task_ledger import TaskLedger
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
@@ -97,7 +99,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
     config: Config,
     *,
     workflow: RolloutWorkflow | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | Iterable[Example] | None = None,
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
     keep: Callable[[Group], bool] | None = None,
     curriculum: Curriculum | None = None,
@@ -108,8 +110,9 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
-    dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
-    eval_dataset may be several datasets by name: each is evaluated and reported under its name.
+    dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`. A
+    dataset may be a stream of `datasets`, whose rows come in its order. eval_dataset may be several datasets by name:
+    each is evaluated and reported under its name.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
     examples of each stage, in order; without one, epochs of the whole dataset. tasks: several of these at once, in the
     place of workflow, dataset, eval_dataset, keep and curriculum; rollout.mixture shares the run's groups among them by
@@ -213,7 +216,9 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Trained, played:
     digest = await offload(model_digest, config.model)
     model = {"model": config.model, "model_digest": digest}
     identity = {**model, "seed": config.seed}
-    if not given.tasks.names:  # their ledger knows each task's, and lets tasks be added
+    if (
+        not given.tasks.names and given.tasks.num_examples is not None
+    ):  # their ledger knows each task's, and lets tasks be added
         identity["num_examples"] = given.tasks.num_examples
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
@@ -279,7 +284,7 @@ def _beginning(given: _Trained, settings: dict[str, Any], version: int, waiting:
         pid=os.getpid(),
         cores=num_cores(),
         workflow=", ".join(dict.fromkeys(type(task.workflow).__name__ for task in given.tasks.tasks)),
-        num_examples=given.tasks.num_examples,
+        num_examples=given.tasks.num_examples or 0,
         num_eval_examples=len(given.held_out or ()),
         tasks=given.tasks.names,
         settings=settings,
@@ -356,7 +361,7 @@ def _rollout(
     return RolloutController(
         engine,
         runner,
-        {task.name: task.dataset for task in given.tasks.tasks},
+        given.tasks.datasets,
         config.rollout,
         buffer,
         seed=config.seed,
@@ -367,18 +372,7 @@ def _rollout(
 
 def _ledger(config: Config, tasks: RunTasks) -> Ledger:
     numbers = GroupNumbers()
-    ledgers = {
-        task.name: ExampleLedger(
-            len(task.dataset),
-            shuffle=config.rollout.shuffle,
-            seed=f"{config.seed}-{task.name}" if task.name else config.seed,
-            curriculum=task.curriculum,
-            task=task.name,
-            numbers=numbers,
-            fingerprint=fingerprint(task.dataset),
-        )
-        for task in tasks.tasks
-    }
+    ledgers = {task.name: _ledger_of(config, task, numbers) for task in tasks.tasks}
     if not tasks.names:
         return ledgers[""]
     return TaskLedger(
@@ -388,6 +382,25 @@ def _ledger(config: Config, tasks: RunTasks) -> Ledger:
         config.rollout.mixture,
         curriculum=tasks.curriculum,
         every=config.rollout.batch_size,
+    )
+
+
+def _ledger_of(config: Config, task: RunTask, numbers: GroupNumbers) -> ExampleLedger | StreamLedger:
+    if isinstance(task.dataset, StreamedRows):
+        log.warning(
+            "the %s is a stream: its rows come in the stream's order, which rollout.shuffle does not change, and again "
+            "when it has ended",
+            task.called("dataset"),
+        )
+        return StreamLedger(task.dataset, offload, task=task.name, numbers=numbers)
+    return ExampleLedger(
+        len(task.dataset),
+        shuffle=config.rollout.shuffle,
+        seed=f"{config.seed}-{task.name}" if task.name else config.seed,
+        curriculum=task.curriculum,
+        task=task.name,
+        numbers=numbers,
+        fingerprint=fingerprint(task.dataset),
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from arl.api.config import Config, check_group_size
 from arl.api.errors import ConfigError, DatasetError
-from arl.api.tasks import FixedMixture, Task, TaskCurriculum
-from arl.api.types import Group
+from arl.api.tasks import FixedMixture, Task, TaskCurriculum, TemperatureMixture
+from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.data.given import examples_of, held_out_of
 from arl.data.lazy_rows import NamedRows
+from arl.data.streams import StreamedRows
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.rollout.task_workflows import TaskWorkflows
@@ -26,7 +27,7 @@ class Given:
     """What a run is given to train on: an agent and its data, or tasks."""
 
     workflow: RolloutWorkflow | None = None
-    dataset: Dataset | None = None
+    dataset: Dataset | Iterable[Example] | None = None
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None
     """Held-out examples, or several datasets of them by name."""
     keep: Callable[[Group], bool] | None = None
@@ -43,7 +44,7 @@ class RunTask:
 
     name: str = ""
     workflow: RolloutWorkflow
-    dataset: Dataset
+    dataset: Dataset | StreamedRows
     eval_dataset: Dataset | None
     weight: float = 1.0
     group_size: int | None = None
@@ -79,8 +80,15 @@ class RunTasks:
         return task
 
     @property
-    def num_examples(self) -> int:
-        return sum(len(task.dataset) for task in self.tasks)
+    def num_examples(self) -> int | None:
+        """None: unknown, of a stream."""
+        sized = [task.dataset for task in self.tasks if not isinstance(task.dataset, StreamedRows)]
+        return sum(map(len, sized)) if len(sized) == len(self.tasks) else None
+
+    @property
+    def datasets(self) -> dict[str, Dataset]:
+        """Those with rows by index, by task."""
+        return {task.name: task.dataset for task in self.tasks if not isinstance(task.dataset, StreamedRows)}
 
     @property
     def held_out(self) -> Dataset | None:
@@ -97,8 +105,10 @@ class RunTasks:
 
     @property
     def trained(self) -> Dataset:
-        """All examples that are trained; of named tasks NamedRows."""
-        return NamedRows({task.name: task.dataset for task in self.tasks}) if self.names else self.only.dataset
+        """All examples that are trained; of named tasks NamedRows. Raises ConfigError if there is a stream."""
+        if len(self.datasets) < len(self.tasks):
+            raise ConfigError("the examples that are trained are a stream, which has no rows by index; run others")
+        return NamedRows(self.datasets) if self.names else self.datasets[""]
 
     def task_of(self, rows: Dataset | None, index: int) -> str:
         """The name of the task of an example of `held_out` or `trained`; "" in a run without tasks."""
@@ -122,7 +132,7 @@ def given_tasks(given: Given) -> RunTasks:
     if given.tasks is None:
         only = RunTask(
             workflow=cast("RolloutWorkflow", given.workflow),  # check_choice has seen it
-            dataset=examples_of("dataset", given.dataset),
+            dataset=examples_of("dataset", given.dataset, may_stream=True),
             eval_dataset=held_out_of(given.eval_dataset),
             keep=given.keep,
             curriculum=given.curriculum,
@@ -133,7 +143,8 @@ def given_tasks(given: Given) -> RunTasks:
 
 def _taken(task: Task) -> RunTask:
     try:
-        dataset, held_out = examples_of("dataset", task.dataset), held_out_of(task.eval_dataset)
+        dataset = examples_of("dataset", task.dataset, may_stream=True)
+        held_out = held_out_of(task.eval_dataset)
     except DatasetError as error:
         raise DatasetError(f"task {task.name!r}: {error}") from error
     return RunTask(
@@ -182,5 +193,15 @@ def check_settings(config: Config, given: RunTasks) -> None:
     if not given.names and not isinstance(mixture, FixedMixture):
         raise ConfigError(f"rollout.mixture.kind is {mixture.kind}, but the run has no tasks to mix; leave it out")
     for task in given.tasks:
+        if task.curriculum is not None and isinstance(task.dataset, StreamedRows):
+            raise ConfigError(
+                f"the {task.called('curriculum')} chooses examples by their index, and its dataset is a stream; leave "
+                "it out, or give rows by index"
+            )
+        if isinstance(task.dataset, StreamedRows) and isinstance(mixture, TemperatureMixture):
+            raise ConfigError(
+                f"rollout.mixture.kind is temperature, which needs the size of each dataset, and the "
+                f"{task.called('dataset')} is a stream; choose another mixture, or give rows by index"
+            )
         if task.group_size is not None:
             check_group_size(task.called("group_size"), task.group_size, config.algorithm)

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -30,6 +30,7 @@ from arl.cli import Stopped, exit_with, run_until_stopped
 from arl.data.given import examples_of, first_of_each, held_out_of
 from arl.data.lazy_rows import Columns
 from arl.data.loading import load_dataset
+from arl.data.streams import StreamedRows
 from arl.experiment import Experiment, Setup, StepHook, TrainingResult
 from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
 from arl.json_console import json_console
@@ -138,15 +139,16 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     def prepare(config: Config) -> Setup:
         if tasks is not None:
             return Setup(model=config.model, tasks=[*map(_with_rows, tasks)], trackers=own_trackers)
-        train = examples_of("dataset", _loaded(dataset, "train"), columns or {})
+        train = examples_of("dataset", _loaded(dataset, "train"), columns or {}, may_stream=True)
         held_out = _held_out(eval_dataset, columns or {})
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
-            first = (train[index] for index in range(min(len(train), _CHECKED)))
+            first = train.head(_CHECKED) if isinstance(train, StreamedRows) else _first(train)
             for example in (*first, *(first_of_each(held_out) if held_out is not None else ())):
                 agent.check_example(example)  # before anything starts
-        return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out, trackers=own_trackers)
+        rows = cast("Any", train)
+        return Setup(model=config.model, workflow=agent, dataset=rows, eval_dataset=held_out, trackers=own_trackers)
 
     return await Experiment(config=type(settings), prepare=prepare, on_step=on_step).train(settings)
 
@@ -246,6 +248,10 @@ def _check_choice(dataset: object, reward: object, workflow: object, of_reward: 
         raise ConfigError(f"train got {got} of reward and workflow; give a reward for single answers, or an agent")
     if workflow is not None and of_reward:
         raise ConfigError(f"{', '.join(of_reward)} cannot be given beside a workflow, which has its own; set it there")
+
+
+def _first(rows: Any) -> Iterator[Any]:
+    return (rows[index] for index in range(min(len(rows), _CHECKED)))
 
 
 def _loaded(rows: Any, split: str) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from one_turn import OneTurn
 from scripted_launch import small, use_fakes
@@ -220,3 +221,33 @@ async def test_what_cannot_be_trained_is_refused_before_anything_starts(
 async def test_a_curriculum_over_tasks_that_fails_ends_the_run_by_name(tmp_path: Path, fakes: None) -> None:
     with pytest.raises(CurriculumError, match="named the task 'middle'; the tasks are 'low', 'high'"):
         await run(small(tmp_path), two_tasks(), task_curriculum=lambda *_: {"middle": 1.0})
+
+
+async def test_a_stream_is_trained_in_its_order_beside_rows_by_index_and_goes_on_at_its_row(
+    tmp_path: Path, fakes: None
+) -> None:
+    def tasks() -> list[arl.Task]:
+        stream = datasets.Dataset.from_list(HIGH).to_iterable_dataset()
+        return [arl.Task(name="rows", workflow=OneTurn(), dataset=LOW), task("stream", dataset=stream)]
+
+    await run(small(tmp_path, steps=3, rollout=SYNCHRONOUS), tasks())
+    await run(small(tmp_path, steps=8, rollout=SYNCHRONOUS), tasks())
+    groups = [group for group in read_run(tmp_path).groups if group.step and group.task == "stream"]
+    assert len(groups) == 16
+    assert [group.row for group in sorted(groups, key=lambda group: group.group)] == list(range(16))
+    assert all(group.example["number"] == 100 + group.row for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("given", "mixture", "message"),
+    [
+        ({"curriculum": lambda *_: [0]}, "fixed", "the curriculum of task 'a' chooses .* its dataset is a stream"),
+        ({}, "temperature", "needs the size of each dataset, and the dataset of task 'a' is a stream"),
+    ],
+)
+async def test_what_needs_the_length_of_a_stream_is_refused(
+    tmp_path: Path, given: dict[str, Any], mixture: str, message: str
+) -> None:
+    stream = datasets.Dataset.from_list(HIGH).to_iterable_dataset()
+    with pytest.raises(ConfigError, match=message):
+        await run(small(tmp_path, rollout={"mixture": {"kind": mixture}}), [task(dataset=stream, **given)])

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from arl.api.errors import DatasetError
 from arl.data.lazy_rows import Columns, NamedRows, WithColumns
+from arl.data.streams import StreamedRows
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +20,15 @@ _SPLITS = ("DatasetDict", "IterableDatasetDict")
 _RESERVED = ("reward", "episode", "")
 
 
-def examples_of(name: str, given: Any, columns: Columns = MappingProxyType({})) -> Any:
+def examples_of(name: str, given: Any, columns: Columns = MappingProxyType({}), *, may_stream: bool = False) -> Any:
     """The dataset as rows by index, with these columns too. name: what errors call it.
 
     Taken are sequences of mappings (a list of dicts, a `datasets.Dataset`, rows of `load_dataset`, a torch Dataset of
-    dicts), tables of pandas, polars and pyarrow, and streams of `datasets`, which are read to their end. Raises
-    DatasetError for anything else.
+    dicts), tables of pandas, polars and pyarrow, and streams of `datasets`, which are read to their end; with
+    may_stream they become StreamedRows. Raises DatasetError for anything else.
     """
+    if may_stream and (isinstance(given, StreamedRows) or _is_stream(given)):
+        return _streamed(name, given, columns)
     rows = _taken(name, given)
     if len(rows) == 0:
         raise DatasetError(f"{name} is empty; it needs at least one example")
@@ -91,12 +94,24 @@ def _taken(name: str, given: Any) -> Any:
         return given.to_pylist()
     if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return given
-    if library == "datasets":
+    if _is_stream(given):
         return _read(name, given)
     what = f"{name} is a {kind}, which has no {'rows by index' if hasattr(given, '__len__') else 'length'}"
     if hasattr(given, "__iter__"):
         raise DatasetError(f"{what}; if it ends, give its rows: list({name})")
     raise DatasetError(f"{what}; give a list of dicts, a datasets.Dataset, or a name for arl.load_dataset")
+
+
+def _is_stream(given: Any) -> bool:
+    is_plain = not isinstance(given, Mapping) and hasattr(given, "__iter__") and not hasattr(given, "__len__")
+    return is_plain and type(given).__module__.partition(".")[0] == "datasets"
+
+
+def _streamed(name: str, given: Any, columns: Columns) -> StreamedRows:
+    rows = given if isinstance(given, StreamedRows) else StreamedRows(name, given, columns)
+    if not rows.head(1):
+        raise DatasetError(f"{name} is empty; it needs at least one example")
+    return rows
 
 
 def _are_columns(given: Mapping[Any, Any]) -> bool:

@@ -70,7 +70,8 @@ class RolloutController:
         rules: GroupRules | Mapping[str, GroupRules] = GroupRules(),  # noqa: B008 - it is frozen
         ledger: Ledger | None = None,
     ) -> None:
-        """dataset, rules: or those of each task. ledger: None: of epochs of the dataset."""
+        """dataset, rules: or those of each task. A stream's ledger has its examples itself. ledger: None: of epochs of
+        the dataset."""
         self._events = runner.events
         self._engine = engine
         self._runner = runner
@@ -156,10 +157,11 @@ class RolloutController:
             )
 
     async def _admit(self) -> GroupRun:
+        await self.ledger.ready()
         slot = await self._buffer.admit()
         issue = self.ledger.issue()
         epoch, row = issue.example_id
-        example = self._datasets[issue.task][row]  # read once: its episodes get the same one
+        example = self._datasets[issue.task][row] if issue.example is None else issue.example  # read once, for all
         columns = shown(example)
         self._events.emit(
             GroupAdmitted(

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from arl.api.errors import CheckpointError, DatasetError
+from arl.api.types import Example
 from arl.api.workflow import Curriculum
 from arl.rollout.experience import Experience, asked_for_stage
 from arl.rollout.order import LARGE, ComputedOrder, Shuffle
@@ -30,6 +31,8 @@ class Issue:
     example_id: ExampleId
     task: str = ""
     """The name of its task; "" in a run without tasks."""
+    example: Example | None = None
+    """The row, of a stream; others are read by their index."""
 
 
 class Ledger(Protocol):
@@ -39,6 +42,10 @@ class Ledger(Protocol):
     """
 
     def prepare(self) -> None: ...
+
+    async def ready(self) -> None:
+        """Wait until `issue` can answer at once. Await it before each."""
+        ...
 
     def issue(self) -> Issue: ...
 
@@ -152,6 +159,9 @@ class ExampleLedger:
             self._coming = self._coming or self._shuffled(len(self._epochs))
             self._coming.advance(self._position if self._epochs else self._num_examples)
 
+    async def ready(self) -> None:
+        """It is."""
+
     @property
     def _is_stepwise(self) -> bool:
         return self._shuffle and not self._is_computed and self._curriculum is None
@@ -225,6 +235,11 @@ class ExampleLedger:
 
         Raises CheckpointError if it was written for another dataset, order or seed.
         """
+        if state.get("is_stream"):
+            raise CheckpointError(
+                "the checkpoint was written with a stream, and this run has rows by index; continue with the same "
+                "dataset, or start in another run_dir"
+            )
         if "tasks" in state:
             raise CheckpointError(
                 f"the checkpoint was written with the tasks {', '.join(map(repr, state['tasks']))}, this run has none; "

@@ -15,7 +15,7 @@ class GroupOutcome(StrEnum):
     DROPPED = "d"
 
 
-def packed(data: bytes) -> str:
+def packed(data: bytes | bytearray) -> str:
     return b64encode(zlib.compress(data)).decode("ascii")
 
 

@@ -20,9 +20,13 @@ from arl.api.tasks import (
 )
 from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, Issue
 from arl.rollout.outcome import GroupOutcome
+from arl.rollout.stream_ledger import StreamLedger
 
 _RECENT = SuccessMixture()
 """Its window and its success_reward describe recent groups, if the mixture does not say."""
+
+
+OneLedger = ExampleLedger | StreamLedger
 
 
 class Turns:
@@ -74,7 +78,7 @@ class TaskLedger:
 
     def __init__(
         self,
-        ledgers: Mapping[str, ExampleLedger],
+        ledgers: Mapping[str, OneLedger],
         weights: Mapping[str, float],
         numbers: GroupNumbers,
         mixture: MixtureConfig = FixedMixture(),  # noqa: B008 - it is frozen
@@ -100,14 +104,16 @@ class TaskLedger:
         counted = mixture if isinstance(mixture, SuccessMixture) else _RECENT
         self._success_reward = counted.success_reward
         self._fared = {name: _Fared(recent=deque(maxlen=counted.window)) for name in ledgers}
-        if isinstance(mixture, TemperatureMixture):
-            _check_sizes(ledgers)
 
     def prepare(self) -> None:
         for ledger in self._ledgers.values():
             ledger.prepare()
 
-    def of(self, task: str) -> ExampleLedger:
+    async def ready(self) -> None:
+        for ledger in self._ledgers.values():
+            await ledger.ready()
+
+    def of(self, task: str) -> OneLedger:
         return self._ledgers[task]
 
     def issue(self) -> Issue:
@@ -248,11 +254,3 @@ def asked_for_weights(curriculum: TaskCurriculum, num_groups: int, records: Sequ
 def _check_weights(weights: Mapping[str, float]) -> None:
     if not any(weights.values()):
         raise ConfigError(f"the weights of all tasks ({', '.join(map(repr, weights))}) are 0; give one of them more")
-
-
-def _check_sizes(ledgers: Mapping[str, ExampleLedger]) -> None:
-    if streams := [name for name, ledger in ledgers.items() if ledger.num_examples is None]:
-        raise ConfigError(
-            f"rollout.mixture.kind=temperature needs the size of each dataset, and task {streams[0]!r} has a stream; "
-            "choose another mixture, or give it rows by index"
-        )
