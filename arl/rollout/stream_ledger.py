@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from arl.api.errors import CheckpointError, DatasetError
 from arl.api.types import Example
 from arl.rollout.ledger import ExampleId, GroupNumbers, Issue
 from arl.rollout.outcome import GroupOutcome, packed, unpacked
+
+_FEW = 16
 
 
 class Chunk(Protocol):
@@ -91,7 +94,8 @@ class StreamLedger:
         self._after: Any = stream.beginning
         """Where the next chunk begins; None: in the next epoch."""
         self._places: list[_Place] = []
-        """The chunks that would be read again."""
+        """The chunks that would be read again, and until there are _most_places, others."""
+        self._most_places = _FEW
         self._marks = [bytearray()]
         self._packed: dict[int, str] = {}
         """The marks of epochs that have ended, as they lie in checkpoints."""
@@ -231,7 +235,9 @@ class StreamLedger:
 
     async def _read_chunk(self) -> None:
         chunk = await self._read(partial(self._stream.read, self._after))
-        self._forget_places()
+        if len(self._places) > self._most_places:
+            self._forget_places()
+            self._most_places = 2 * len(self._places) + _FEW
         if chunk.rows:
             self._places.append(_Place.of(self.epoch, self._position, len(chunk.rows), chunk.cursor, chunk.digest))
         self._rows.extend(chunk.rows)
@@ -245,10 +251,7 @@ class StreamLedger:
 
     def _forget_places(self) -> None:
         """Keep the last chunk, and those that have a pending example."""
-        needed = set(self._pending) | {issue.example_id for issue in self._owed}
-        self._places = [
-            place
-            for place in self._places
-            if place is self._places[-1]
-            or any(e == place.epoch and 0 <= i - place.first < place.size for e, i in needed)
-        ]
+        begins = [(place.epoch, place.first) for place in self._places]
+        needed = [*self._pending, *(issue.example_id for issue in self._owed)]
+        kept = {bisect_right(begins, example_id) - 1 for example_id in needed} | {len(begins) - 1}
+        self._places = [place for number, place in enumerate(self._places) if number in kept]
