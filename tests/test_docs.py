@@ -29,6 +29,7 @@ from arl.api.engine_config import ClientConfig
 from arl.api.presets import PRESETS
 from arl.api.scripted import ScriptedEngine
 from arl.api.settings import settings_of
+from arl.api.tasks import Task
 from arl.assembly import launch
 from arl.cli import load_config
 from arl.engine.client.processes import ServerProcesses
@@ -44,6 +45,7 @@ from arl.workflow.proxy.responses import ResponsesRequest
 from arl.workflow.teachers import ModelServer, TeacherClient
 
 ROOT = Path(__file__).parents[1]
+SOME = [{"number": 1}]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -172,11 +174,14 @@ async def answer_of_a_model(server: ModelServer, path: str, payload: Any = None,
 
 
 async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
-    async with launch(small(tmp_path), workflow=OneTurn(), dataset=[{"number": 1}]) as trainer:
+    use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: [9, 9]))
+    async with launch(small(tmp_path), workflow=OneTurn(), dataset=SOME) as trainer:
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
     of_some_batches = {"straggler_episode_s", "overtaken_episode_s", "length/winning_tokens", "length/losing_tokens"}
+    of_tasks = set[str]()
+    async with launch(small(tmp_path / "tasks"), tasks=[Task(name="NAME", workflow=OneTurn(), dataset=SOME)]) as trainer:
+        of_tasks = {name async for step in trainer for name in step.metrics if name.startswith("task/")}
     of_servers = {
         *ServerWatch(ServerPool(0), ClientConfig(), ServerProcesses([])).counters(),
         "servers/generated_tokens",
@@ -186,7 +191,7 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert (
         explained - {"episode/NAME", "reward/NAME"}
-        == step.metrics.keys() | of_training.keys() | names_of_the_loss() | of_some_batches | of_servers
+        == step.metrics.keys() | of_training.keys() | names_of_the_loss() | of_some_batches | of_servers | of_tasks
     )
 
 
