@@ -8,6 +8,7 @@
 | task | consumes | produces | waits for | woken by |
 |---|---|---|---|---|
 | run | room, an example | a group's task | a free place; `admit`; `launched` | an episode; `published`, `release` |
+| | rows of a stream | | `ready` | a thread that has read them |
 | a group | an example | a finished group, or a free place | `_decided` | its episodes: enough, or all, have ended |
 | an episode | an episode place | trajectories | the workflow | engine, tools, its time limit, a cut |
 | stragglers | groups that keep the trainer waiting | cuts | `wait_for_stragglers` | the buffer, the clock |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from arl.api.tasks import (
 from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, Issue
 from arl.rollout.outcome import GroupOutcome
 from arl.rollout.stream_ledger import StreamLedger
+
+log = logging.getLogger(__name__)
 
 _RECENT = SuccessMixture()
 """Its window and its success_reward describe recent groups, if the mixture does not say."""
@@ -200,6 +203,9 @@ class TaskLedger:
         if self._curriculum:
             self._weights |= state["weights"]
             self._asked_at = state["asked_at"]
+        elif other := {name: one for name, one in state["weights"].items() if self._weights[name] != one}:
+            told = "; ".join(f"{name!r} {one:g} -> {self._weights[name]:g}" for name, one in other.items())
+            log.warning("from here on, tasks have other weights than before: %s", told)
         self.prepare()
 
     def _check_names(self, saved: list[str]) -> None:
