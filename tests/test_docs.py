@@ -179,8 +179,8 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
     of_some_batches = {"straggler_episode_s", "overtaken_episode_s", "length/winning_tokens", "length/losing_tokens"}
-    of_tasks = set[str]()
-    async with launch(small(tmp_path / "tasks"), tasks=[Task(name="NAME", workflow=OneTurn(), dataset=SOME)]) as trainer:
+    tasks = [Task(name="NAME", workflow=OneTurn(), dataset=SOME)]
+    async with launch(small(tmp_path / "tasks"), tasks=tasks) as trainer:
         of_tasks = {name async for step in trainer for name in step.metrics if name.startswith("task/")}
     of_servers = {
         *ServerWatch(ServerPool(0), ClientConfig(), ServerProcesses([])).counters(),
