@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
     from arl.api.grammar import Grammar
     from arl.api.installing import __version__
+    from arl.api.run_tasks import Task, TaskRecord
     from arl.api.scripted import ScriptedEngine
-    from arl.api.tasks import Task, TaskRecord
     from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
     from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
     from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
@@ -62,7 +62,7 @@ _HOMES = {
     "arl.api.grammar": "Grammar",
     "arl.api.installing": "__version__",
     "arl.api.scripted": "ScriptedEngine",
-    "arl.api.tasks": "Task TaskRecord",
+    "arl.api.run_tasks": "Task TaskRecord",
     "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
     "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",
     "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",

@@ -17,7 +17,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.endpoint import entered
 from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
@@ -31,23 +30,21 @@ from arl.api.engine_config import (
 from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
-from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.objective import DistillationAdvantage
+from arl.api.run_tasks import Task, TaskCurriculum
 from arl.api.settings import settings_without_keys
-from arl.api.tasks import Task, TaskCurriculum
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Example, Group
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.data.fingerprint import fingerprint
 from arl.data.lazy_rows import NamedRows
-from arl.data.streams import StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.eventlog.cpu_watch import CpuWatch, num_cores
 from arl.eventlog.writer import EventLog
-from arl.given_tasks import Given, RunTask, RunTasks, check_settings, given_tasks
+from arl.given_tasks import Given, RunTask, RunTasks, check_settings, given_tasks, group_rules, ledger_of
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
@@ -57,10 +54,6 @@ from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
-from arl.rollout.group import GroupRules
-from arl.rollout.ledger import ExampleLedger, GroupNumbers, Ledger
-from arl.rollout.stream_ledger import StreamLedger
-from arl.rollout.task_ledger import TaskLedger
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
 from arl.serving import OpenedServers, connect, open_servers
@@ -85,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trained:
+class _GivenRun:
     """What is trained, checked, and who looks on."""
 
     tasks: RunTasks
@@ -132,7 +125,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
         task_curriculum=task_curriculum,
     )
     run_tasks = given_tasks(own)
-    given = _Trained(tasks=run_tasks, held_out=run_tasks.held_out, workflow=run_tasks.workflow, trackers=trackers)
+    given = _GivenRun(tasks=run_tasks, held_out=run_tasks.held_out, workflow=run_tasks.workflow, trackers=trackers)
     _check(config, given)
     played = _played(config, given.workflow)
     async with AsyncExitStack() as stack:
@@ -166,7 +159,7 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
     return EpisodeWorkers(workflow, config.rollout.num_workers, config.run_dir / "logs", config.endpoint)
 
 
-def _check(config: Config, given: _Trained) -> None:
+def _check(config: Config, given: _GivenRun) -> None:
     check_settings(config, given.tasks)
     check_trackers(config.log.trackers, given.trackers)
     if config.evaluation.every and given.held_out is None:
@@ -190,7 +183,7 @@ def _check(config: Config, given: _Trained) -> None:
         )
 
 
-async def _build(stack: AsyncExitStack, config: Config, given: _Trained, played: RolloutWorkflow) -> Trainer:
+async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played: RolloutWorkflow) -> Trainer:
     events = _events(stack, config)
     if isinstance(played, EpisodeWorkers):
         played.report_to(events)
@@ -275,7 +268,7 @@ async def _close_events(opened: AbstractContextManager[EventLog], *error: Any) -
     await finished(offload(opened.__exit__, *error))
 
 
-def _beginning(given: _Trained, settings: dict[str, Any], version: int, waiting: list[int]) -> RunBegan:
+def _beginning(given: _GivenRun, settings: dict[str, Any], version: int, waiting: list[int]) -> RunBegan:
     return RunBegan(
         version=version,
         waiting=waiting,
@@ -321,7 +314,7 @@ async def _engines(
 def _runner(
     stack: AsyncExitStack,
     config: Config,
-    given: _Trained,
+    given: _GivenRun,
     played: RolloutWorkflow,
     learner: RecoveringLearner,
     events: Events,
@@ -353,7 +346,7 @@ def _runner(
 
 def _rollout(
     config: Config,
-    given: _Trained,
+    given: _GivenRun,
     engine: InferenceEngine,
     runner: EpisodeRunner,
     buffer: ReplayBuffer,
@@ -365,46 +358,12 @@ def _rollout(
         config.rollout,
         buffer,
         seed=config.seed,
-        rules={task.name: _group_rules(config.algorithm, task) for task in given.tasks.tasks},
-        ledger=_ledger(config, given.tasks),
+        rules={task.name: group_rules(config.algorithm, task) for task in given.tasks.tasks},
+        ledger=ledger_of(config, given.tasks),
     )
 
 
-def _ledger(config: Config, tasks: RunTasks) -> Ledger:
-    numbers = GroupNumbers()
-    ledgers = {task.name: _ledger_of(config, task, numbers) for task in tasks.tasks}
-    if not tasks.names:
-        return ledgers[""]
-    return TaskLedger(
-        ledgers,
-        {task.name: task.weight for task in tasks.tasks},
-        numbers,
-        config.rollout.mixture,
-        curriculum=tasks.curriculum,
-        every=config.rollout.batch_size,
-    )
-
-
-def _ledger_of(config: Config, task: RunTask, numbers: GroupNumbers) -> ExampleLedger | StreamLedger:
-    if isinstance(task.dataset, StreamedRows):
-        log.warning(
-            "the %s is a stream: its rows come in the stream's order, which rollout.shuffle does not change, and again "
-            "when it has ended",
-            task.called("dataset"),
-        )
-        return StreamLedger(task.dataset, offload, task=task.name, numbers=numbers)
-    return ExampleLedger(
-        len(task.dataset),
-        shuffle=config.rollout.shuffle,
-        seed=f"{config.seed}-{task.name}" if task.name else config.seed,
-        curriculum=task.curriculum,
-        task=task.name,
-        numbers=numbers,
-        fingerprint=fingerprint(task.dataset),
-    )
-
-
-def _evaluator(config: Config, given: _Trained, engine: InferenceEngine, runner: EpisodeRunner) -> Evaluator | None:
+def _evaluator(config: Config, given: _GivenRun, engine: InferenceEngine, runner: EpisodeRunner) -> Evaluator | None:
     if given.held_out is None:
         return None
     return Evaluator(
@@ -468,19 +427,6 @@ def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
             f"{task.called('max_new_tokens')} is {workflow.sampling.max_new_tokens}, and prompt and answer have room "
             f"for {limit} tokens together; lower it" + (", or set engine.context_length" if limit == of_server else "")
         )
-
-
-def _group_rules(algorithm: AlgorithmConfig, task: RunTask) -> GroupRules:
-    advantage = algorithm.advantage
-    return GroupRules(
-        group_size=task.group_size,
-        keep=task.keep,
-        drop_equal_rewards=algorithm.dynamic_sampling,
-        compares_parts=isinstance(advantage, ReturnsAdvantage) and advantage.separate_rewards,
-        compares_turns=isinstance(advantage, GiGPOAdvantage),
-        compares_tokens=isinstance(advantage, DistillationAdvantage),
-        has_baseline=algorithm.needs_greedy_episode,
-    )
 
 
 async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]) -> None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config, check_group_size
 from arl.api.errors import ConfigError, DatasetError
-from arl.api.tasks import FixedMixture, Task, TaskCurriculum, TemperatureMixture
+from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.run_tasks import FixedMixture, Task, TaskCurriculum, TemperatureMixture
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.data.given import examples_of, held_out_of
 from arl.data.lazy_rows import NamedRows
-from arl.data.streams import StreamedRows
+from arl.data.row_digests import fingerprint
+from arl.data.streamed_rows import StreamedRows
+from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
+from arl.rollout.group import GroupRules
+from arl.rollout.ledger import ExampleLedger, GroupNumbers, Ledger
+from arl.rollout.stream_ledger import StreamLedger
+from arl.rollout.task_ledger import TaskLedger
 from arl.rollout.task_workflows import TaskWorkflows
+
+log = logging.getLogger(__name__)
 
 _OF_ONE_AGENT = ("workflow", "dataset", "eval_dataset", "keep", "curriculum")
 
@@ -205,3 +216,53 @@ def check_settings(config: Config, given: RunTasks) -> None:
             )
         if task.group_size is not None:
             check_group_size(task.called("group_size"), task.group_size, config.algorithm)
+
+
+# What the controller gets of them.
+
+
+def ledger_of(config: Config, tasks: RunTasks) -> Ledger:
+    numbers = GroupNumbers()
+    ledgers = {task.name: _ledger_of_one(config, task, numbers) for task in tasks.tasks}
+    if not tasks.names:
+        return ledgers[""]
+    return TaskLedger(
+        ledgers,
+        {task.name: task.weight for task in tasks.tasks},
+        numbers,
+        config.rollout.mixture,
+        curriculum=tasks.curriculum,
+        every=config.rollout.batch_size,
+    )
+
+
+def _ledger_of_one(config: Config, task: RunTask, numbers: GroupNumbers) -> ExampleLedger | StreamLedger:
+    if isinstance(task.dataset, StreamedRows):
+        log.warning(
+            "the %s is a stream: its rows come in the stream's order, which rollout.shuffle does not change, and again "
+            "when it has ended",
+            task.called("dataset"),
+        )
+        return StreamLedger(task.dataset, offload, task=task.name, numbers=numbers)
+    return ExampleLedger(
+        len(task.dataset),
+        shuffle=config.rollout.shuffle,
+        seed=f"{config.seed}-{task.name}" if task.name else config.seed,
+        curriculum=task.curriculum,
+        task=task.name,
+        numbers=numbers,
+        fingerprint=fingerprint(task.dataset),
+    )
+
+
+def group_rules(algorithm: AlgorithmConfig, task: RunTask) -> GroupRules:
+    advantage = algorithm.advantage
+    return GroupRules(
+        group_size=task.group_size,
+        keep=task.keep,
+        drop_equal_rewards=algorithm.dynamic_sampling,
+        compares_parts=isinstance(advantage, ReturnsAdvantage) and advantage.separate_rewards,
+        compares_turns=isinstance(advantage, GiGPOAdvantage),
+        compares_tokens=isinstance(advantage, DistillationAdvantage),
+        has_baseline=algorithm.needs_greedy_episode,
+    )

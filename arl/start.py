@@ -21,8 +21,8 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig
 from arl.api.errors import ArlError, CheckpointError, ConfigError, DatasetError, ModelError
+from arl.api.run_tasks import Task
 from arl.api.settings import PEERS_NAMES, config_error, laid_over
-from arl.api.tasks import Task
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
@@ -30,7 +30,7 @@ from arl.cli import Stopped, exit_with, run_until_stopped
 from arl.data.given import examples_of, first_of_each, held_out_of
 from arl.data.lazy_rows import Columns
 from arl.data.loading import load_dataset
-from arl.data.streams import StreamedRows
+from arl.data.streamed_rows import StreamedRows
 from arl.experiment import Experiment, Setup, StepHook, TrainingResult
 from arl.in_cell import is_in_cell, is_loop_running, run_in_cell
 from arl.json_console import json_console

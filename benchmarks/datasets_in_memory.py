@@ -73,7 +73,7 @@ def measure(file: Path) -> None:
 
 
 def measure_ledger(rows: Sequence[Any]) -> None:
-    from arl.data.fingerprint import fingerprint
+    from arl.data.row_digests import fingerprint
     from arl.rollout.ledger import ExampleLedger
     from arl.rollout.outcome import GroupOutcome
 
@@ -112,7 +112,7 @@ def measure_stream(file: Path) -> None:
 
     import datasets
 
-    from arl.data.streams import StreamedRows
+    from arl.data.streamed_rows import StreamedRows
     from arl.rollout.outcome import GroupOutcome
     from arl.rollout.stream_ledger import StreamLedger
 

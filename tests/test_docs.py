@@ -27,9 +27,9 @@ from arl.api.config import Config, EventsConfig, LogConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.engine_config import ClientConfig
 from arl.api.presets import PRESETS
+from arl.api.run_tasks import Task
 from arl.api.scripted import ScriptedEngine
 from arl.api.settings import settings_of
-from arl.api.tasks import Task
 from arl.assembly import launch
 from arl.cli import load_config
 from arl.engine.client.processes import ServerProcesses

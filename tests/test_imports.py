@@ -173,7 +173,7 @@ ALLOWED = {
     "arl.child_process": (),
     "arl.object_process": ("arl.api", "arl.remote_calls", "arl.child_process", "arl.web.watch"),
     "arl.data": ("arl.api",),
-    "arl.given_tasks": ("arl.api", "arl.data", "arl.rollout"),
+    "arl.given_tasks": ("arl.api", "arl.data", "arl.rollout", "arl.offload"),
     "arl.doctor": ("arl.api", "arl.web", "arl.offload"),
     "arl.commands": (
         "arl.api",

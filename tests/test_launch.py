@@ -27,7 +27,7 @@ from arl.api.algorithm import preset
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
-from arl.assembly import _check, _check_room, _Trained, launch
+from arl.assembly import _check, _check_room, _GivenRun, launch
 from arl.engine.tiny import write_tiny_model
 from arl.eventlog.run_record import read_run
 from arl.given_tasks import Given, RunTask, given_tasks
@@ -311,5 +311,5 @@ def test_a_warning_says_that_servers_would_get_rounded_adapters(
 ) -> None:
     config = small(tmp_path, train={"dtype": dtype, "lora": {"rank": 4}}, weights={"transport": transport})
     tasks = given_tasks(Given(workflow=SayDigits(), dataset=[{}]))
-    _check(config, _Trained(tasks=tasks, held_out=None, workflow=tasks.workflow, trackers=()))
+    _check(config, _GivenRun(tasks=tasks, held_out=None, workflow=tasks.workflow, trackers=()))
     assert caplog.text.count("merged into the model") == count

@@ -1,5 +1,6 @@
 """Runs of several tasks, over the official fakes: each task's agent, groups, numbers and evaluations."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 from one_turn import OneTurn
+from records import grouped, trajectory
 from scripted_launch import small, use_fakes
 
 import arl
@@ -251,3 +253,10 @@ async def test_what_needs_the_length_of_a_stream_is_refused(
     stream = datasets.Dataset.from_list(HIGH).to_iterable_dataset()
     with pytest.raises(ConfigError, match=message):
         await run(small(tmp_path, rollout={"mixture": {"kind": mixture}}), [task(dataset=stream, **given)])
+
+
+def test_a_group_of_a_checkpoint_from_before_there_were_tasks_has_none() -> None:
+    header, arrays = flatten([grouped(trajectory())])
+    known = json.loads(header)
+    del known["groups"]["task"]
+    assert [group.task for group in restore(json.dumps(known).encode(), arrays)] == [""]

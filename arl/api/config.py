@@ -40,8 +40,8 @@ from arl.api.engine_config import (
 )
 from arl.api.errors import ConfigError
 from arl.api.objective import PassAtKAdvantage
+from arl.api.run_tasks import FixedMixture, MixtureConfig
 from arl.api.settings import Section, laid_over
-from arl.api.tasks import FixedMixture, MixtureConfig
 from arl.api.tracker_config import TrackerConfig
 
 METRICS_KEY = "ARL_METRICS_KEY"

@@ -5,5 +5,7 @@
 | loading | load_dataset and load_splits |
 | file_rows | one file's rows |
 | lazy_rows | rows that are made when they are read |
+| streamed_rows | a stream of `datasets`, read in chunks |
+| row_digests | whether a dataset is the one that it was |
 | given | what a user gives as a dataset, checked |
 """

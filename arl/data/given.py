@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from arl.api.errors import DatasetError
 from arl.data.lazy_rows import Columns, NamedRows, WithColumns
-from arl.data.streams import StreamedRows
+from arl.data.streamed_rows import StreamedRows
 
 log = logging.getLogger(__name__)
 

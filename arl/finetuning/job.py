@@ -32,7 +32,7 @@ from arl.data.lazy_rows import Chosen
 from arl.data.loading import load_dataset
 from arl.engine.model_files import load_part, load_tokenizer, model_digest, model_limits
 from arl.finetuning.demonstrations import shuffled_batches, write_model
-from arl.finetuning.tasks import Examples, Task, task_of
+from arl.finetuning.tasks import Examples, FinetuningTask, task_of
 from arl.offload import TrainThread, finished, offload
 from arl.stopping import SCRIPT_END
 from arl.trainer_process import load_train_engine
@@ -82,7 +82,7 @@ async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
 class TuningRun:
     """The parts of one run. Its blocking methods run on the train thread, one after another."""
 
-    def __init__(self, config: FinetuneConfig, task: Task, display: Display) -> None:
+    def __init__(self, config: FinetuneConfig, task: FinetuningTask, display: Display) -> None:
         self._config, self._task, self._display = config, task, display
         self._rows = {name: config.run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
         self._engine: TrainEngine | None = None

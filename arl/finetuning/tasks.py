@@ -25,7 +25,7 @@ _AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class FinetuningTask:
     """One way to fine-tune."""
 
     name: str
@@ -41,20 +41,22 @@ class Task:
     """Whether the loss compares with the logprobs of the start model."""
 
 
-def task_of(config: FinetuneConfig) -> Task:
+def task_of(config: FinetuneConfig) -> FinetuningTask:
     """The task that the settings ask for."""
     match config:
         case DPOConfig():
             return _dpo(config)
         case RMConfig():
             loss = RewardModelLoss(center=config.center)
-            return Task(name="rm", head="value", loss=loss, read=to_texts, sequences=to_text_pair, minibatch=paired)
+            return FinetuningTask(
+                name="rm", head="value", loss=loss, read=to_texts, sequences=to_text_pair, minibatch=paired
+            )
         case _:
             return _sft()
 
 
-def _sft() -> Task:
-    return Task(
+def _sft() -> FinetuningTask:
+    return FinetuningTask(
         name="sft",
         head="policy",
         loss=SFTLoss(),
@@ -64,7 +66,7 @@ def _sft() -> Task:
     )
 
 
-def _dpo(config: DPOConfig) -> Task:
+def _dpo(config: DPOConfig) -> FinetuningTask:
     loss = PreferenceLoss(
         kind=config.kind,
         beta=config.beta,
@@ -72,7 +74,7 @@ def _dpo(config: DPOConfig) -> Task:
         mean_logprobs=config.mean_logprobs,
         sft=config.sft,
     )
-    return Task(
+    return FinetuningTask(
         name="dpo",
         head="policy",
         loss=loss,
@@ -86,7 +88,7 @@ def _dpo(config: DPOConfig) -> Task:
 class Examples:
     """The examples of a task, compact until they are trained: five bytes a token."""
 
-    def __init__(self, task: Task, examples: Sequence[Any], limits: ModelLimits) -> None:
+    def __init__(self, task: FinetuningTask, examples: Sequence[Any], limits: ModelLimits) -> None:
         """Raises DatasetError, which names the first example that cannot be trained."""
         self._task, self._examples, self._limits = task, examples, limits
         self._references: list[tuple[torch.Tensor, ...]] = []
@@ -132,7 +134,7 @@ class Examples:
         return self._task.sequences(index, self._examples[index], self._limits)
 
 
-def _means(engine: TrainEngine, sequences: Sequence[TrainSequence], task: Task) -> dict[str, float]:
+def _means(engine: TrainEngine, sequences: Sequence[TrainSequence], task: FinetuningTask) -> dict[str, float]:
     """The loss of a minibatch and its weighted metrics, without a gradient: the very functions of training."""
     found = engine.forward(sequences, "values" if task.head == "value" else "logprobs")
     flat = torch.cat([row[s.loss_mask] for row, s in zip(found, sequences, strict=True)])

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from arl.api.errors import CheckpointError, DatasetError
+from arl.api.stream import Stream, StreamChunk
 from arl.api.types import Example
 from arl.rollout.ledger import ExampleId, GroupNumbers, Issue
 from arl.rollout.outcome import GroupOutcome, packed, unpacked
@@ -18,35 +19,7 @@ from arl.rollout.outcome import GroupOutcome, packed, unpacked
 _FEW = 16
 
 
-class Chunk(Protocol):
-    """Rows of a stream, one after another."""
-
-    @property
-    def rows(self) -> Sequence[Example]: ...
-    @property
-    def cursor(self) -> Any:
-        """Where it begins, as a JSON value."""
-
-    @property
-    def after(self) -> Any:
-        """Where the next one begins; None: nowhere, as the stream has ended."""
-
-    @property
-    def digest(self) -> str:
-        """Of its first row."""
-        ...
-
-
-class Stream(Protocol):
-    beginning: Any
-    """The cursor of its first row."""
-
-    def read(self, cursor: Any) -> Chunk:
-        """The chunk at a cursor; the same one each time. Blocks."""
-        ...
-
-
-Read = Callable[[Callable[[], Chunk]], Awaitable[Chunk]]
+Read = Callable[[Callable[[], StreamChunk]], Awaitable[StreamChunk]]
 """Calls a function that blocks, on a thread."""
 
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.tasks import (
+from arl.api.run_tasks import (
     FixedMixture,
     MixtureConfig,
     SuccessMixture,

@@ -20,7 +20,7 @@ from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.finetuning import tasks
 from arl.finetuning.job import fine_tune
-from arl.finetuning.tasks import Examples, Task, task_of
+from arl.finetuning.tasks import Examples, FinetuningTask, task_of
 from arl.training.run_end import how_it_ended
 from arl.training.run_facts import record_start, starts_of
 from arl.training.run_files import read_jsonl
@@ -125,7 +125,7 @@ def test_an_evaluation_is_what_training_reports_of_the_same_examples(
     of_training: list[dict[str, float]] = []
     init = Examples.__init__
 
-    def compared(examples: Examples, task: Task, *given: Any) -> None:
+    def compared(examples: Examples, task: FinetuningTask, *given: Any) -> None:
         init(examples, task, *given)
         evaluate = examples.evaluate
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from players import as_json
 
 from arl.api.errors import CheckpointError, DatasetError
+from arl.api.stream import StreamChunk
 from arl.data.given import examples_of
-from arl.data.streams import CHUNK, Chunk, StreamedRows
+from arl.data.streamed_rows import CHUNK, StreamedRows
 from arl.rollout.ledger import ExampleLedger, Issue
 from arl.rollout.outcome import GroupOutcome
 from arl.rollout.stream_ledger import StreamLedger
@@ -45,7 +46,7 @@ def streamed(files: list[str]) -> Any:
 class Counted(StreamedRows):
     num_read = 0
 
-    def read(self, cursor: Any) -> Chunk:
+    def read(self, cursor: Any) -> StreamChunk:
         self.num_read += 1
         return super().read(cursor)
 
@@ -103,7 +104,9 @@ def test_wherever_it_stops_it_hands_out_what_was_pending_again_and_then_the_next
         owed = sorted((issue for issue in running if issue.group_id not in kept), key=lambda issue: issue.group_id)
         assert issued(again, len(owed)) == owed
         chunks = {(epoch, row // CHUNK) for epoch, row in (issue.example_id for issue in running)}
-        assert again._stream.num_read <= len(chunks) + 1, "rows that nobody waits for were read again"
+        reader = again._stream
+        assert isinstance(reader, Counted)
+        assert reader.num_read <= len(chunks) + 1, "rows that nobody waits for were read again"
         ledger = again
     everything = sorted([*ended, *(issue.example_id for issue in running)])
     assert everything == [(n // 150, n % 150) for n in range(len(everything))], "a row was lost"

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 from arl.api.errors import DatasetError
+from arl.api.stream import StreamChunk
 from arl.api.types import Example
-from arl.data.fingerprint import digest_of
 from arl.data.lazy_rows import Columns, WithColumns
+from arl.data.row_digests import digest_of
 
 CHUNK = 64
 """Rows that are read at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Rows of a stream, one after another."""
-
-    rows: list[Example]
-    """Fewer than CHUNK: the stream has ended."""
-    cursor: Any
-    """Where it begins, as a JSON value."""
-    after: Any
-    """Where the next one begins."""
-    digest: str
-    """Of its first row; "" without one."""
 
 
 class StreamedRows:
@@ -60,13 +46,13 @@ class StreamedRows:
         cursor = self.beginning
         while len(rows) < number:
             chunk = self.read(cursor)
-            rows, cursor = rows + chunk.rows, chunk.after
+            rows, cursor = [*rows, *chunk.rows], chunk.after
             if len(chunk.rows) < CHUNK:
                 break
         return rows[:number]
 
-    def read(self, cursor: Any) -> Chunk:
-        """The chunk at a cursor. Blocks. Raises DatasetError."""
+    def read(self, cursor: Any) -> StreamChunk:
+        """The chunk at a cursor: CHUNK rows, or fewer at the end. Blocks. Raises DatasetError."""
         try:
             if cursor != self._next or self._next is None:
                 self._stream.load_state_dict(cursor)
@@ -81,7 +67,7 @@ class StreamedRows:
         if self._columns and rows:
             rows = [*WithColumns(rows, self._columns, self._name)]
         digest = digest_of(rows[0]) if rows else ""
-        return Chunk(rows=rows, cursor=cursor, after=self._next, digest=digest)
+        return StreamChunk(rows=rows, cursor=cursor, after=self._next, digest=digest)
 
 
 def _has_buffer(stream: Any) -> bool:
