@@ -181,6 +181,8 @@ def check_choice(given: Given) -> None:
         return
     if both := [name for name in _OF_ONE_AGENT if getattr(given, name) is not None]:
         raise ConfigError(f"tasks were given, and {', '.join(both)} too; each arl.Task has its own: leave them out")
+    if not isinstance(cast("object", given.tasks), list | tuple):
+        raise ConfigError(f"tasks is a {type(given.tasks).__name__}; give a list of arl.Task(...)")
     tasks = list(given.tasks)
     if strange := next((task for task in tasks if not isinstance(task, Task)), None):
         raise ConfigError(f"tasks has a {type(strange).__name__}; it must be a list of arl.Task(...)")

@@ -36,6 +36,7 @@ _OPEN_METRICS = "application/openmetrics-text"
 _LABELLED = (
     (re.compile(r"reward/(.*)", re.DOTALL), "reward_part", "part"),
     (re.compile(r"episode/(.*)", re.DOTALL), "episode_metric", "metric"),
+    (re.compile(r"task/(?P<value>[^/]+)/(?P<rest>.+)", re.DOTALL), "task_", "task"),
     (re.compile(r"(staleness_)(?P<value>[^/]+)/(?P<rest>.+)"), "by_staleness_", "staleness"),
 )
 """arl's names with a variable part -> a name, and the label that has the variable part."""
@@ -251,7 +252,11 @@ def _add_live(families: _Families, trainer: Trainer) -> None:
     for outcome in _OUTCOMES:
         families.counter("episodes", counts.pop(f"episodes_{outcome}"), "Episodes by outcome.", outcome=outcome)
     for name, value in counts.items():
-        _add_counter(families, name, value)
+        family, labels = gauge_name(name)
+        if labels:  # of a task
+            families.gauge(family, value, f"{family}, see docs/algorithms.md.", **labels)
+        else:
+            _add_counter(families, name, value)
     for name, value in trainer.inference_engine.counters().items():
         kind = name.removeprefix("servers/")
         if kind in ("serving", "fenced"):

@@ -216,5 +216,5 @@ async def test_the_guides_table_names_what_is_live(tmp_path: Path) -> None:
     assert {name for name in listed if name not in live} <= {
         "arl_reward", "arl_staleness_max", "arl_time_wait_seconds", "arl_samples_per_second", "arl_reward_part",
         "arl_episode_metric", "arl_by_staleness_ratio", "arl_servers", "arl_servers_fences_total", "arl_disk_bytes",
-        "arl_servers_failed_requests_total", "arl_servers_restarts_total",
+        "arl_task_reward", "arl_servers_failed_requests_total", "arl_servers_restarts_total",
     }  # fmt: skip

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import datasets
 import pytest
+from free_port import free_port
 from one_turn import OneTurn
+from prometheus_client.parser import text_string_to_metric_families
 from records import grouped, trajectory
 from scripted_launch import small, use_fakes
 
@@ -94,6 +97,23 @@ async def test_each_task_has_its_agent_its_group_size_and_its_numbers(tmp_path: 
     assert last["task/high/groups_rejected"] >= 1, "its odd examples are rejected"
     assert last["task/low/groups"] == pytest.approx(3 * last["task/high/groups"], abs=3)
     assert not isinstance(tasks[0].workflow, Entered) or not tasks[0].workflow.is_open
+
+
+async def test_prometheus_gets_the_numbers_of_tasks_with_their_names_as_a_label(tmp_path: Path, fakes: None) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    config = small(tmp_path, rollout=SYNCHRONOUS, log={"metrics_address": address})
+    async with launch(config, tasks=[task('ünï "x"'), task("b")]) as trainer:
+        step = await anext(trainer)
+        async with aiohttp.ClientSession() as session, session.get(f"http://{address}/metrics") as answer:
+            text = await answer.text()
+    seen = {
+        (s.name, s.labels.get("task")): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+    for name in ("b", 'ünï "x"'):
+        assert seen["arl_task_share", name] == step.metrics[f"task/{name}/share"] == 0.5
+        assert seen["arl_task_groups", name] >= 2
 
 
 async def test_a_run_without_tasks_has_no_numbers_of_tasks(tmp_path: Path, fakes: None) -> None:
@@ -185,6 +205,7 @@ def task(name: Any = "a", **changes: Any) -> arl.Task:
     [
         (lambda: {"tasks": [task(), task()]}, "2 tasks are named 'a'; each needs a name of its own"),
         (lambda: {"tasks": []}, "tasks is empty"),
+        (lambda: {"tasks": task()}, "tasks is a Task; give a list of arl.Task"),
         (lambda: {"tasks": [{"name": "a"}]}, "tasks has a dict; it must be a list of arl.Task"),
         (lambda: {"tasks": [task("a/b")]}, "a task is named 'a/b'; a name is a text without '/'"),
         (lambda: {"tasks": [task(weight=0), task("b", weight=0)]}, r"the weights of all tasks \('a', 'b'\) are 0"),
