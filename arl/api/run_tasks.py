@@ -79,7 +79,8 @@ class TemperatureMixture(Section):
 
 class SuccessMixture(Section):
     """Shares are proportional to weight x (floor + 4 p (1 - p)): most goes to tasks solved half of the time
-    (learnability, 2408.15099). p: the share of a task's recent episodes that succeeded; 1/2 before there are any."""
+    (learnability, 2408.15099). p: the share of a task's recent episodes that succeeded; 1/2 before there are any. A
+    group of which no episode finished counts as one without success."""
 
     kind: Literal["success"] = "success"
     success_reward: float = 1.0

@@ -249,7 +249,7 @@ class RolloutController:
         self._judge_tokens(run, judged)
         self._running.pop(run.slot.number, None)
         self._totals.count_group(run, judged)
-        if run.reward is not None and not run.is_cut:
+        if not run.is_cut:
             self.ledger.note_rewards(run.issue.example_id, run.rewards, run.issue.task)
         self._report(run, judged)
         if isinstance(judged, Group):

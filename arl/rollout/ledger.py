@@ -188,8 +188,8 @@ class ExampleLedger:
         return issue
 
     def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None:
-        """Note, for the curriculum, the rewards of the episodes of an example that ran."""
-        if self._experience:
+        """Note, for the curriculum, the rewards of the episodes of an example that finished, if any did."""
+        if self._experience and rewards:
             self._experience.note_reward(example_id[1], fmean(rewards))
 
     def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None:

@@ -140,8 +140,9 @@ class TaskLedger:
         return {name: one / total for name, one in raw.items()}
 
     def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None:
-        succeeded = fmean(reward >= self._success_reward for reward in rewards)
-        self._fared[task].recent.append((fmean(rewards), succeeded))
+        """Of the episodes that finished. A group without any counts as one without success."""
+        succeeded = fmean(reward >= self._success_reward for reward in rewards) if rewards else 0.0
+        self._fared[task].recent.append((fmean(rewards) if rewards else 0.0, succeeded))
         self._ledgers[task].note_rewards(example_id, rewards)
 
     def settle(self, example_id: ExampleId, outcome: GroupOutcome, task: str = "") -> None:

@@ -96,6 +96,9 @@ def test_success_shares_most_with_tasks_that_are_solved_half_of_the_time() -> No
     ledger.note_rewards((0, 0), [0.0, 0.0], "solved")  # the window holds two groups
     assert ledger.shares()["solved"] == pytest.approx(1.1 / 3.3)
     assert ledger.counters()["task/half/success"] == 0.5
+    for _ in range(2):
+        ledger.note_rewards((0, 0), [], "new")  # no episode finished
+    assert ledger.counters()["task/new/success"] == 0.0
 
 
 def test_a_curriculum_over_tasks_is_told_how_each_fared_and_changes_the_weights() -> None:

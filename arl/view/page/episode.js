@@ -37,7 +37,8 @@ export async function episodeView({ place, path, query, run, link, go, back, set
     show(place,
       h("div", { class: "bar pinned" }, h("h1", {}, `Episode ${episode.episode}`), ended(episode),
         soft(group !== null && h("a", { href: link("group", [run.run, life, group]) }, `group ${group}`),
-          evaluation !== null && `evaluation ${evaluation}`, step !== null && `, step ${step}`),
+          evaluation !== null && `evaluation ${evaluation}`, step !== null && `, step ${step}`,
+          episode.task && [", task ", visible(episode.task)]),
         trajectory && [h("label", { class: "push", for: "colour" }, "Colour by ", select), legend]),
       facts([
         ["Reward", num(episode.reward)], ["Staleness", num(episode.staleness)], ["Versions", versions([episode.oldest, episode.newest])],
