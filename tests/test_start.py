@@ -66,6 +66,22 @@ async def test_held_out_datasets_with_names_are_reported_by_name_whose_mean_is_t
     assert [row["name"] for row in table if row["version"] == 0] == [None, "all", "last"]
 
 
+async def test_several_tasks_are_trained_and_evaluated_by_their_names(small: dict[str, Any], tmp_path: Path) -> None:
+    """A task's dataset may be a file, as that of a run may."""
+    (tmp_path / "last.jsonl").write_text(json.dumps(SUMS[2]) + "\n")
+    workflow = arl.SingleTurnWorkflow(TOKENIZER, right, sampling=arl.SamplingParams(max_new_tokens=4))
+    file: Any = tmp_path / "last.jsonl"
+    tasks = [
+        arl.Task(name="all", workflow=workflow, dataset=SUMS, eval_dataset={"few": SUMS[:2], "file": file}),
+        arl.Task(name="last", workflow=workflow, dataset=file, eval_dataset=file),
+    ]
+    result = await arl.atrain(tasks=tasks, **small)
+    rewards = {name: value for name, value in result.summary.items() if name.startswith("eval_reward_after/")}
+    names = ("all/few", "all/file", "last")
+    assert rewards == {f"eval_reward_after/{name}": reward for name, reward in zip(names, (0.0, 1.0, 1.0), strict=True)}
+    assert [row["task/last/reward"] for row in result.metrics] == [1.0, 1.0]
+
+
 class Versions(arl.Tracker):
     def __init__(self) -> None:
         self.seen: list[int] = []
