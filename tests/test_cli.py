@@ -83,7 +83,7 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--rollout.max_stalness", "4"], "--rollout.max_stalness is not a setting; did you mean --rollout.max_stale"),
         (["--rollout.max_staleness", "-1"], "rollout.max_staleness is '-1': Input should be greater than or equal"),
         (["--engine.kind", "sglang"], "engine: addresses is empty; name at least one server"),
-        (["--engine.kind", "vllm"], "engine.kind is 'vllm'; allowed there: local, sglang, "),
+        (["--engine.kind", "tgi"], "engine.kind is 'tgi'; allowed there: local, sglang, "),
         (["--algorithm.loss.kind", "gspp"], "algorithm.loss.kind is 'gspp'; allowed there: ppo, gspo, gmpo, "),
         (["--algorithm.loss.clip_low", "2"], "algorithm.loss.clip_low is '2' with loss.kind=ppo: Input should be le"),
         (

@@ -72,8 +72,8 @@ def test_a_default_is_what_the_class_makes_of_it(config: type[Config], flag: str
     ("flag", "said"),
     [
         ("--steps", r"\(default: 100\)"),
-        ("--engine.num_servers", r"\[local, sglang_processes\] How many servers to start"),
-        ("--engine.addresses", r"\[sglang\] Base URLs"),
+        ("--engine.num_servers", r"\[local, sglang_processes, vllm_processes\] How many servers to start"),
+        ("--engine.addresses", r"\[sglang, vllm\] Base URLs"),
         ("--weights.directory", r"\[disk, delta, adapter\] Where the files are written; "),
         ("--engine.request_timeout_s", r"^[^\[]*$"),
         ("--algorithm.loss.clip_high", r"\[ppo, gspo, gmpo, cispo\] The ratio is clipped"),
