@@ -118,6 +118,19 @@ class EvaluationConfig(Section):
     """Evaluate each time this many versions were trained. Unset: only when asked."""
     max_concurrent_episodes: PositiveInt = 64
     """Most held-out episodes that run at once."""
+    episodes_per_example: PositiveInt = 1
+    """How often each held-out example is played. With several, evaluations also have the metrics pass@1, pass@2,
+    pass@4, ...: the chance that at least one of so many episodes passes."""
+    pass_reward: float = 1.0
+    """An episode passes with this reward or more."""
+
+    @model_validator(mode="after")
+    def _pass_needs_several(self) -> Self:
+        if self.episodes_per_example == 1 and self._changed("pass_reward"):
+            raise ValueError(
+                "pass_reward is set, but episodes_per_example is 1, so there is no pass@k; set episodes_per_example"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

@@ -475,7 +475,7 @@ class Evaluation:
     wall_s: float
     """Duration in seconds."""
     metrics: Mapping[str, float]
-    """Means of the workflow's metrics and of the parts of its reward."""
+    """Means of the workflow's metrics and of the parts of its reward; with several episodes an example, pass@k."""
     by_name: Mapping[str, Evaluation] | None = None
     """The results on each held-out dataset, if they have names."""
     standard_error: float | None = None

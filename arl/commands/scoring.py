@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +27,7 @@ from arl.offload import offload
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.watches import FailureBudget
 from arl.training.display import Advance, Display
-from arl.training.metrics import Estimate, mean_rewards
+from arl.training.metrics import Estimate, mean_rewards, pass_at_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,14 +302,3 @@ def _number(text: str) -> float:
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return number
-
-
-def pass_at_k(num_episodes: int, num_right: int, k: int) -> float:
-    """The chance that at least one of k episodes is right: the unbiased estimate from n >= k episodes, c of them right.
-
-    pass@k = 1 - C(n - c, k) / C(n, k), eq. 1 of "Evaluating Large Language Models Trained on Code" (2107.03374), in
-    whole numbers up to the division. Raises ValueError for fewer than k episodes.
-    """
-    if not 0 <= num_right <= num_episodes or not 1 <= k <= num_episodes:
-        raise ValueError(f"pass@{k} of {num_right} right among {num_episodes} episodes; it needs at least k of them")
-    return float(1 - Fraction(math.comb(num_episodes - num_right, k), math.comb(num_episodes, k)))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -309,6 +309,16 @@ def _fate_in(judged: Group | Fruitless, *, is_cut: bool, is_kept: bool) -> Fate:
     return Fate.REJECTED if judged.outcome is GroupOutcome.REJECTED else Fate.DROPPED
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRules:
+    """How examples are played for an evaluation."""
+
+    repeats: int = 1
+    """Episodes of each example."""
+    task_of: Callable[[int], str] = lambda _: ""
+    """The task of the example at an index."""
+
+
 async def run_examples(
     engine: Sampler,
     runner: EpisodeRunner,
@@ -318,30 +328,33 @@ async def run_examples(
     seed: int | None = None,
     on_end: Callable[[Episode], None] = lambda _: None,
     number: int = 0,
-    task_of: Callable[[int], str] = lambda _: "",
+    rules: EvaluationRules = EvaluationRules(),
 ) -> list[Episode]:
-    """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
+    """Run episodes for each example, `max_concurrent` at a time, for evaluation. Returns them in order: those of the
+    first example come first.
 
     seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends; what
-    it raises ends all. number: of the evaluation, for the event log. task_of: the task of the example at an index.
+    it raises ends all. number: of the evaluation, for the event log.
     """
     episodes: dict[int, Episode] = {}
-    indices = iter(range(len(examples)))
+    num_episodes = rules.repeats * len(examples)
+    indices = iter(range(num_episodes))
 
     async def run_next_ones() -> None:
         for index in indices:
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
-            example, name = examples[index], f"evaluation of example {index}"
+            row = index // rules.repeats
+            example, name = examples[row], f"evaluation of example {row}"
             report = EpisodeReport(
                 runner.events,
                 f"e{number}.{index}",
                 is_evaluation=True,
                 example=example,
                 tokens=runner.tokens,
-                task=task_of(index),
+                task=rules.task_of(row),
             )
             try:
-                own = runner.of(task_of(index))
+                own = runner.of(rules.task_of(row))
                 episode = episodes[index] = await own.run(sampler, example, name=name, report=report)
             except asyncio.CancelledError:
                 report.cancelled("stopped")
@@ -355,9 +368,9 @@ async def run_examples(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(max_concurrent, len(examples))):
+            for _ in range(min(max_concurrent, num_episodes)):
                 tasks.create_task(run_next_ones())
     except BaseExceptionGroup as errors:
         error = first_error(errors)
         raise error from error.__cause__
-    return [episodes[index] for index in range(len(examples))]
+    return [episodes[index] for index in range(num_episodes)]

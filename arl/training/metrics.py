@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from statistics import fmean, pstdev, stdev
 
 from arl.api.config import EvaluationConfig
@@ -14,7 +15,7 @@ from arl.api.engine import InferenceEngine, PublishStats
 from arl.api.errors import FailureBudgetError
 from arl.api.events import EvaluationEnded
 from arl.api.types import Evaluation, Group, Trajectory
-from arl.rollout.controller import Dataset, run_examples
+from arl.rollout.controller import Dataset, EvaluationRules, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner, episode_reward
 from arl.rollout.watches import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
 
@@ -44,8 +45,19 @@ def with_error(mean: float, standard_error: float | None) -> str:
     return f"{mean:.3f}" + ("" if standard_error is None else f" ± {standard_error:.3f}")
 
 
+def pass_at_k(num_episodes: int, num_right: int, k: int) -> float:
+    """The chance that at least one of k episodes is right: the unbiased estimate from n >= k episodes, c of them right.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), eq. 1 of "Evaluating Large Language Models Trained on Code" (2107.03374), in
+    whole numbers up to the division. Raises ValueError for fewer than k episodes.
+    """
+    if not 0 <= num_right <= num_episodes or not 1 <= k <= num_episodes:
+        raise ValueError(f"pass@{k} of {num_right} right among {num_episodes} episodes; it needs at least k of them")
+    return float(1 - Fraction(math.comb(num_episodes - num_right, k), math.comb(num_episodes, k)))
+
+
 class Evaluator:
-    """Runs one episode for each held-out example with the workflow and engine of training, but not its buffer."""
+    """Runs episodes for each held-out example with the workflow and engine of training, but not its buffer."""
 
     def __init__(
         self,
@@ -84,7 +96,10 @@ class Evaluator:
         to work yet. Then it raises FailureBudgetError if all episodes fail, or as soon as the first 64 have, and asks
         about episodes that all return None.
         """
-        first = FirstEpisodes(min(len(self._dataset), WINDOW), " of the first evaluation") if is_first else None
+        repeats = self._config.episodes_per_example
+        first = (
+            FirstEpisodes(min(repeats * len(self._dataset), WINDOW), " of the first evaluation") if is_first else None
+        )
 
         def ended(episode: Episode) -> None:
             on_end()
@@ -101,14 +116,14 @@ class Evaluator:
             seed=self._seed,
             on_end=ended,
             number=number,
-            task_of=self._task_of,
+            rules=EvaluationRules(repeats=repeats, task_of=self._task_of),
         )
         if is_first and all(episode.is_rejected for episode in episodes):
             what = {"number": len(episodes), "what": " of the first evaluation", "workflow": self._runner.called}
             log.warning(FORGOTTEN_RETURN.format(**what))
-        evaluation = _evaluation(episodes, version, time.monotonic() - began)
+        evaluation = _evaluation(episodes, self._config, version, time.monotonic() - began)
         parts = {
-            name: _evaluation([episodes[place] for place in places], version, evaluation.wall_s)
+            name: _evaluation(self._of(places, episodes), self._config, version, evaluation.wall_s)
             for name, places in self._places.items()
         }
         if is_first:
@@ -137,10 +152,15 @@ class Evaluator:
         )
         return evaluation, episodes
 
+    def _of(self, places: range, episodes: Sequence[Episode]) -> Sequence[Episode]:
+        """Those of the examples at these places."""
+        repeats = self._config.episodes_per_example
+        return episodes[repeats * places.start : repeats * places.stop]
+
     def _check_names(self, episodes: Sequence[Episode]) -> None:
         """Raise FailureBudgetError if all episodes of a named dataset failed: its rewards of 0 would be no news."""
         for name, places in self._places.items():
-            errors = [episodes[place].error for place in places]
+            errors = [episode.error for episode in self._of(places, episodes)]
             if (first := errors[0]) is not None and None not in errors:
                 raise FailureBudgetError(
                     f"all {len(errors)} episodes of eval_dataset[{name!r}] failed in the first evaluation, so the run "
@@ -148,8 +168,11 @@ class Evaluator:
                 ) from first
 
 
-def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Evaluation:
-    estimate = Estimate.of([episode.reward for episode in episodes])
+def _evaluation(episodes: Sequence[Episode], config: EvaluationConfig, version: int, wall_s: float) -> Evaluation:
+    """episodes: those of an example stand together."""
+    repeats = config.episodes_per_example
+    by_example = [episodes[i : i + repeats] for i in range(0, len(episodes), repeats)]
+    estimate = Estimate.of([fmean(episode.reward for episode in own) for own in by_example])
     return Evaluation(
         version=version,
         reward=estimate.mean,
@@ -160,8 +183,17 @@ def _evaluation(episodes: Sequence[Episode], version: int, wall_s: float) -> Eva
         metrics={
             **mean_metrics([t for episode in episodes for t in episode.trajectories]),
             **mean_rewards(episode.trajectories for episode in episodes),
+            **_passes(by_example, config.pass_reward),
         },
     )
+
+
+def _passes(by_example: Sequence[Sequence[Episode]], pass_reward: float) -> dict[str, float]:
+    """`pass@k` for k = 1, 2, 4, ..., as far as the examples have episodes; nothing with one episode each."""
+    repeats = len(by_example[0])
+    right = [sum(episode.is_finished and episode.reward >= pass_reward for episode in own) for own in by_example]
+    ks = [1 << i for i in range(repeats.bit_length())] if repeats > 1 else []
+    return {f"pass@{k}": fmean(pass_at_k(repeats, count, k) for count in right) for k in ks}
 
 
 def _error_of_mean(errors: Sequence[float | None]) -> float | None:

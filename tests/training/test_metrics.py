@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
@@ -12,12 +13,16 @@ import pytest
 from records import grouped, stats, trajectory
 from rich.console import Console
 
-from arl.api.config import LogConfig
+from arl.api.config import EvaluationConfig, LogConfig
+from arl.api.engine import Sampler
 from arl.api.errors import RunFileError
-from arl.api.types import Evaluation, Group
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Evaluation, Example, Group, Trajectory
+from arl.api.workflow import RolloutWorkflow
+from arl.rollout.episode import EpisodeRunner
 from arl.tracking.rows import evaluation_metrics
 from arl.training.display import Display
-from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
+from arl.training.metrics import Evaluator, batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog, plot_run, read_jsonl
 
 QUIET = LogConfig(console=False)
@@ -278,3 +283,41 @@ def test_an_evaluation_of_named_datasets_is_read_back_and_shown_under_its_names(
     assert "aime: 0.750" in shown
     assert evaluation_metrics(named)["eval/aime/reward"] == 0.75
     assert evaluation_metrics(named)["eval/reward"] == 0.5
+
+
+class Attempts(RolloutWorkflow):
+    """The example's rewards, one for each attempt; None fails it."""
+
+    def __init__(self) -> None:
+        self.attempts: Counter[str] = Counter()
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        attempt, self.attempts[data["name"]] = self.attempts[data["name"]], self.attempts[data["name"]] + 1
+        if (reward := data["rewards"][attempt]) is None:
+            raise RuntimeError("it failed")
+        return Trajectory(
+            token_ids=(1, 9), loss_mask=(0, 1), behavior_logprobs=(0.0, -1.0), versions=(-1, 0), reward=reward
+        )
+
+
+async def test_several_episodes_an_example_tell_pass_at_k_and_count_as_one_in_the_error() -> None:
+    """By hand: of 4 attempts 1, 0 and 3 pass; a failed one does not. pass@2 = 1 - C(4 - c, 2) / 6."""
+    rows = [
+        {"name": "a", "rewards": [0.0, 1.0, 0.9, None]},
+        {"name": "b", "rewards": [0.0, 0.0, 0.0, 0.0]},
+        {"name": "c", "rewards": [1.0, 2.0, 0.0, 1.0]},
+    ]
+    config = EvaluationConfig(episodes_per_example=4, max_concurrent_episodes=5)
+    runner = EpisodeRunner(workflow=Attempts(), timeout_s=5.0)
+    places = {"hard": range(2), "easy": range(2, 3)}
+    engine = ScriptedEngine(lambda request: [9])
+    evaluation, episodes = await Evaluator(engine, runner, rows, config, places=places).evaluate()
+    assert (len(episodes), evaluation.num_episodes, evaluation.num_failed) == (12, 12, 1)
+    chances = {k: v for k, v in evaluation.metrics.items() if k.startswith("pass@")}
+    assert chances == pytest.approx({"pass@1": 4 / 12, "pass@2": (0.5 + 0 + 1) / 3, "pass@4": 2 / 3})
+    assert evaluation.by_name is not None
+    hard = evaluation.by_name["hard"]
+    assert hard.metrics["pass@2"] == pytest.approx(0.25)
+    assert hard.reward == pytest.approx((1.9 / 4 + 0) / 2)
+    assert hard.standard_error == pytest.approx(1.9 / 4 / 2)  # of two examples, not of eight episodes
+    assert evaluation.by_name["easy"].reward == pytest.approx(1.0)
