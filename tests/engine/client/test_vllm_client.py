@@ -2,17 +2,23 @@
 
 import base64
 import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from arl.api.errors import PromptTooLongError, RefusedRequestError, ServerError, ServerFailedError
 from arl.api.grammar import Grammar
 from arl.api.types import SamplingParams
+from arl.engine.client.greeting import greet
 from arl.engine.client.server_client import GenerateCall, UnfitServerError
-from arl.engine.client.vllm_client import VLLMClient, _parse_answer
+from arl.engine.client.vllm_client import _FLAGS, VLLMClient, _parse_answer
 from arl.web.client import Reply
+from arl.web.connections import Connections
 
 
 def client(**facts: Any) -> VLLMClient:
@@ -105,3 +111,57 @@ def test_errors_say_whether_another_server_may_answer(status: int, said: str, er
     body = b'{"error": {"message": "%s"}}' % said.encode()
     reply = Reply(url="u", path="/inference/v1/generate", status=status, headers=(), body=body)
     assert type(client().error_of(reply)) is error
+
+
+MODEL = {"model": "/m", "dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "return_sampling_mask": False}
+
+
+@asynccontextmanager
+async def told(
+    paths: Sequence[str] = tuple(_FLAGS), *, parallel: dict[str, Any] | None = None, **model: Any
+) -> AsyncIterator[VLLMClient]:
+    """A client of what describes itself as vLLM would that lacks something, which nobody can start here."""
+    settings = {"model_config": {**MODEL, **model}, "parallel_config": parallel or {}, "device_config": {}}
+    answers: dict[str, Any] = {
+        "/version": {"version": "0.19.0"},
+        "/openapi.json": {"paths": {path: {} for path in paths}},
+        "/server_info": {"vllm_config": settings},
+        "/weight_info": {"weight_version": "default"},
+        "/get_world_size": {"world_size": 4},
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(answers[request.path]) if request.path in answers else web.Response(status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, Connections() as connections:
+        yield VLLMClient(connections, f"http://127.0.0.1:{server.port}")
+
+
+async def test_a_server_without_a_call_that_arl_needs_is_named_with_what_brings_it() -> None:
+    lacking = [path for path in _FLAGS if path not in ("/pause", "/inference/v1/generate")]
+    async with told(lacking) as made:
+        with pytest.raises(ServerError) as raised:
+            await greet(made, sets_going=False)
+    said = (
+        "is vLLM 0.19.0 without /inference/v1/generate, /pause; vLLM 0.32 has it, started with --enable-scale-out and"
+    )
+    assert said in str(raised.value)
+    assert "VLLM_SERVER_DEV_MODE=1" in str(raised.value)
+
+
+async def test_logprobs_of_another_distribution_are_refused_when_a_server_is_greeted() -> None:
+    async with told(logprobs_mode="raw_logprobs") as made:
+        with pytest.raises(ServerError, match=r"returns raw_logprobs.*--logprobs-mode processed_logprobs"):
+            await greet(made, sets_going=False)
+
+
+async def test_a_greeting_tells_the_ranks_and_whether_calls_reach_all_of_the_server() -> None:
+    async with told(return_sampling_mask=True) as made:
+        greeting = await greet(made, sets_going=False)
+        assert (made.num_ranks, made.lists_kept_ids, greeting.is_exact, greeting.unreached) == (4, True, True, None)
+    async with told(parallel={"_api_process_count": 2}) as made:
+        assert (await greet(made, sets_going=False)).unreached == (
+            "--api-server-count=2: an abort reaches only one of them; leave the option out"
+        )
