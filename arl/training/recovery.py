@@ -34,6 +34,7 @@ from arl.training.kept_tokens import ReportedBatch
 from arl.training.recording import Recorder
 from arl.training.remote_learner import RemoteBatch, RemoteLearner
 from arl.training.run_dir import checkpoint_of, saved_versions
+from arl.training.weight_probe import ProbedWeights
 
 _MAX_KEPT_BYTES = 4 * 10**9
 """A checkpoint becomes due when more is kept."""
@@ -274,8 +275,8 @@ class RecoveringWeights:
     def snapshot(self) -> KeptSnapshot:
         return self._learner.call(lambda learner: learner.engine.snapshot())
 
-    def probe(self) -> WeightProbe:
-        return self._learner.call(lambda learner: learner.engine.probe())
+    def probe(self) -> WeightProbe | None:
+        return self._learner.call(_probe_of)
 
     def snapshot_adapter(self) -> KeptSnapshot:
         """Raises ConfigError without train.lora."""
@@ -284,3 +285,7 @@ class RecoveringWeights:
     def unseen(self, directory: Path) -> str | None:
         """See arl.remote_calls.Holder."""
         return self._learner.call(lambda learner: learner.engine.unseen(directory))
+
+
+def _probe_of(learner: RemoteLearner) -> WeightProbe | None:
+    return learner.engine.probe() if isinstance(learner.engine, ProbedWeights) else None

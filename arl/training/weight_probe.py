@@ -16,8 +16,8 @@ _NUM_TOKENS = 64
 class ProbedWeights(Protocol):
     """A WeightSource that gives probes."""
 
-    def probe(self) -> WeightProbe:
-        """Of the current weights. Blocks."""
+    def probe(self) -> WeightProbe | None:
+        """Of the current weights; None if they cannot be probed. Blocks."""
         ...
 
 

@@ -18,7 +18,7 @@ ROWS = [{"question": f"{n} + 1 = ?", "answer": n + 1, "tags": {"b": [n, None], "
 
 
 def test_it_is_the_same_in_another_process_whatever_the_hashes_of_texts_are() -> None:
-    script = "import test_fingerprint as t; print(sorted(t.fingerprint(t.ROWS).items()))"
+    script = "import test_row_digests as t; print(sorted(t.fingerprint(t.ROWS).items()))"
     paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parent}", "PYTHONHASHSEED": "7"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=paths)
     assert run.stdout == f"{sorted(fingerprint(ROWS).items())}\n"
