@@ -149,6 +149,8 @@ class EpisodeBegan(Event, frozen=True, kw_only=True):
     """The example of a held-out episode, as in GroupAdmitted, which has the example of other episodes."""
     task: str = ""
     """The task of a held-out episode."""
+    row: int | None = None
+    """The index of a held-out episode's example. None: as its name says."""
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):

@@ -56,6 +56,8 @@ class EpisodeRecord:
     """Its columns, long ones cut."""
     task: str = ""
     """The name of its task, in a run of several."""
+    row: int | None = None
+    """The index of its example, in an evaluation that says it."""
     how: str = "running"
     ended: float | None = None
     attempts: int = 1

@@ -231,7 +231,8 @@ class RunRecord:
             episode.task = group.task
             group.episodes.append(episode)
         elif began:
-            known = self._held_out.setdefault(index, began.example)
+            episode.row = began.row
+            known = self._held_out.setdefault(index if began.row is None else str(began.row), began.example)
             episode.example = known if known == began.example else began.example
             episode.task = began.task
         self.episodes.append(episode)

@@ -39,7 +39,7 @@ from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_n
 from arl.rollout.ledger import ExampleLedger, Issue, Ledger
 from arl.rollout.length_bias import LengthWatch
 from arl.rollout.outcome import GroupOutcome
-from arl.rollout.report import EpisodeReport, shown, told
+from arl.rollout.report import EpisodeReport, HeldOut, shown, told
 from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch
 
 log = logging.getLogger(__name__)
@@ -348,10 +348,8 @@ async def run_examples(
             report = EpisodeReport(
                 runner.events,
                 f"e{number}.{index}",
-                is_evaluation=True,
-                example=example,
+                held_out=HeldOut(example=example, row=row, task=rules.task_of(row)),
                 tokens=runner.tokens,
-                task=rules.task_of(row),
             )
             try:
                 own = runner.of(rules.task_of(row))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from arl.api.errors import EpisodeTimeoutError
@@ -97,10 +98,20 @@ def _beginning(value: Any, left: Iterator[int]) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """The example of a held-out episode; that of another one is in its group's record."""
+
+    example: Example
+    row: int
+    """Its index."""
+    task: str = ""
+
+
 class EpisodeReport:
     """Reports one episode to `events` and `tokens`, under the name `episode`. is_evaluation: it is not trained.
 
-    example, task: of a held-out episode; those of another one are in its group's record. The fate of its tokens, once
+    The fate of its tokens, once
     it has ended, is the caller's to say.
     """
 
@@ -110,15 +121,13 @@ class EpisodeReport:
         episode: str = "",
         *,
         is_evaluation: bool = False,
-        example: Example | None = None,
+        held_out: HeldOut | None = None,
         tokens: TokenLedger | None = None,
-        task: str = "",
     ) -> None:
         self.episode = episode
         self._tokens = tokens or TokenLedger()
-        self._example = example
-        self._task = task
-        self._is_evaluation = is_evaluation
+        self._held_out = held_out
+        self._is_evaluation = is_evaluation or held_out is not None
         self._events = events
         self._began = 0.0
         self._last: tuple[ModelRequest, ModelResponse] | None = None
@@ -130,8 +139,12 @@ class EpisodeReport:
         self._began = timestamp()
         EPISODE.set(EpisodeContext(self.episode, self._events, self._is_evaluation))
         if self._events is not NOWHERE:
-            example = {} if self._example is None else shown(self._example)
-            self._events.emit(EpisodeBegan(t=self._began, episode=self.episode, example=example, task=self._task))
+            began = EpisodeBegan(t=self._began, episode=self.episode)
+            if (one := self._held_out) is not None:
+                began = EpisodeBegan(
+                    t=self._began, episode=self.episode, example=shown(one.example), task=one.task, row=one.row
+                )
+            self._events.emit(began)
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
         self._last = request, response

@@ -53,7 +53,7 @@ def row_of(episode: EpisodeRecord, versions: Mapping[tuple[int, int], int]) -> R
         "evaluation": evaluation,
         "step": episode.step if evaluation is None else versions.get((episode.life, evaluation)),
         "epoch": group.epoch if group else None,
-        "row": group.row if group else index,
+        "row": group.row if group else index if episode.row is None else episode.row,
         "how": episode.how,
         "outcome": group.outcome if group else "",
         "reason": group.reason if group else "",

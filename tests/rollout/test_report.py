@@ -20,9 +20,10 @@ from arl.api.workflow import RolloutWorkflow
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.writer import EventLog
 from arl.rewards.score import Score, reported
-from arl.rollout.controller import run_examples
+from arl.rollout.controller import EvaluationRules, run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.report import shown
+from arl.view.episode_table import row_of
 from arl.workflow.call_formats import ToolCall
 from arl.workflow.tools import arun_tools
 
@@ -204,3 +205,17 @@ def test_of_a_huge_value_only_the_beginning_is_looked_at():
         Counted.num = 0
         assert len(shown({"column": value})["column"]) == 2003
         assert Counted.num <= 2000
+
+
+def test_each_episode_of_an_evaluation_names_its_example(tmp_path: Path) -> None:
+    examples = [{"n": 5}, {"n": 6}]
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        runner = EpisodeRunner(workflow=Returns(trajectory(versions=(0, 0))), timeout_s=30.0, events=log)
+        engine, rules = ScriptedEngine(lambda _: answer()), EvaluationRules(repeats=2)
+        asyncio.run(run_examples(engine, runner, examples, max_concurrent=3, number=1, rules=rules))
+    rows = [row_of(episode, {}) for episode in read_run(tmp_path).episodes]
+    told = {row["episode"]: row["row"] for row in rows}
+    assert told == {"e1.0": 0, "e1.1": 0, "e1.2": 1, "e1.3": 1}
+    assert {e.episode: e.example["n"] for e in read_run(tmp_path).episodes} == {
+        "e1.0": 5, "e1.1": 5, "e1.2": 6, "e1.3": 6
+    }  # fmt: skip
