@@ -3,6 +3,7 @@ but the last, also after new weights; and sampler and trainer agree with them.""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ PROMPTS = [list(range(40))] * 4 + [[*range(40), 5], [*range(100, 200)]]
 
 
 async def answers(engine: RemoteInferenceEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[ModelResponse]:
-    requests = [ModelRequest(input_ids=prompt, sampling=SAMPLING) for prompt in prompts]
+    seeded = [replace(SAMPLING, seed=seed) for seed in range(len(prompts))]
+    requests = [ModelRequest(input_ids=p, sampling=sampling) for p, sampling in zip(prompts, seeded, strict=True)]
     return list(await asyncio.gather(*map(engine.agenerate, requests)))
 
 

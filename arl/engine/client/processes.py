@@ -278,22 +278,27 @@ async def _stop(servers: Sequence[_Server]) -> None:
 
 
 _ENDS_WITH_PARENT = """
-import ctypes, os, signal, subprocess, sys
+import ctypes, os, signal, subprocess, sys, time
 parent, *command = sys.argv[1:]
 server = None
 
-def end(*_):
-    if os.getppid() == int(parent):
-        if server is not None:
-            server.terminate()
-    else:
+def end_if_alone():
+    if os.getppid() != int(parent):
         os.killpg(0, signal.SIGKILL)  # also what the server started: vLLM's engine outlives its HTTP server
+
+def end(*_):
+    for _ in range(50):  # the signal comes with the end of one thread of the parent's, which may be its first to end
+        end_if_alone()
+        time.sleep(0.01)
+    if server is not None:
+        server.terminate()
 
 signal.signal(signal.SIGTERM, end)
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the process that started this one is gone
 if os.getppid() == int(parent):
     server = subprocess.Popen(command)
     code = server.wait()
+    end_if_alone()
     if code < 0:  # end as it did
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
