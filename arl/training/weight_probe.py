@@ -39,7 +39,7 @@ def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:
     import torch  # importing arl's controller must not load it
 
     limits = engine.limits
-    length = min(_NUM_TOKENS, limits.context_length or _NUM_TOKENS)
+    length = min(_NUM_TOKENS, (limits.context_length or 2 * _NUM_TOKENS) // 2)  # servers need room for an answer
     token_ids = np.random.default_rng(0).integers(limits.vocab_size, size=length)
     mask = torch.arange(length) > 0
     (row,) = engine.forward([TrainSequence(token_ids=torch.from_numpy(token_ids), loss_mask=mask)])

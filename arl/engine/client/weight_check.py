@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from arl.api.engine import WeightProbe
-from arl.api.errors import ServerError, ServerFailedError
+from arl.api.errors import PromptTooLongError, ServerError, ServerFailedError
 from arl.engine.client.server_client import Greeting
 from arl.engine.client.server_pool import Server, ServerPool
 
@@ -73,7 +73,7 @@ class WeightCheck:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 told = await server.client.score(probe.token_ids, server.weights.adapter)
-        except (ServerFailedError, TimeoutError) as error:
+        except (ServerFailedError, PromptTooLongError, TimeoutError) as error:
             logger.warning("%s could not be checked: %s", server.address, error or "it took too long")
             return None
         return float(np.abs(np.array(told) - probe.logprobs).mean())
