@@ -9,6 +9,7 @@ If a check failed, those that depend on it are skipped: their numbers would show
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,8 +35,9 @@ OnCheck = Callable[[Checked], object]
 _MOVE, _MOVE_ROUNDINGS = 0.3, 20.0
 """How far each version moves logprobs, in nats: far enough that one old layer of many shows, beyond any rounding."""
 _DURING = SamplingParams(max_new_tokens=600, ignore_eos=True)
-_KEPT = 4
-"""How many of a lane's last responses are kept: the weights change during one of them."""
+_LANES = 4
+_TRIES = 4
+"""How often the second load is done, at most, until the weights have changed during some response of each server."""
 _POLL_S = 0.01
 _START_S = 30.0
 """The longest wait until a server has begun to process a request."""
@@ -130,30 +132,31 @@ class Examination:
                 for name in names.values():
                     self._note(visit, visit.skipped(name, why), is_broken=True)
             return
-        labels = {visit.server.address: visit.trained.version for visit in visits}
-        loaded = await self._load(number, well)
-        if loaded is None:
-            return
-        adapter, interrupted = loaded
-        trained = Trained(
-            version=self.trainer.engine.version,
-            adapter=adapter,
-            short=await self.trainer.score(visits[0].prompts),
-        )
-        for visit in visits:
-            visit.trained = trained
+        labels: dict[str, int] = {}
+        interrupted: dict[str, list[Sampled]] = {}
+        for _ in range(_TRIES):
+            labels = {visit.server.address: visit.trained.version for visit in visits}
+            loaded = await self._load(number, well)
+            if loaded is None:
+                return
+            adapter, interrupted = loaded
+            version, short = self.trainer.engine.version, await self.trainer.score(visits[0].prompts)
+            for visit in visits:
+                visit.trained = Trained(version=version, adapter=adapter, short=short)
+            if all(interrupted.values()):
+                break
         for visit in visits:
             old_label = str(labels[visit.server.address]) if number > 1 else visit.facts.label
-            await self._check_load(visit, names, before, interrupted.get(visit.server.address, []), old_label)
+            await self._check_load(visit, names, before, interrupted.get(visit.server.address), old_label)
 
     async def _check_load(
-        self, visit: Visit, names: dict[str, str], before: str, interrupted: Sequence[Sampled], old_label: str
+        self, visit: Visit, names: dict[str, str], before: str, interrupted: Sequence[Sampled] | None, old_label: str
     ) -> None:
         held = names["weights"]
         await self._try(visit, held, (before,), lambda: model_checks.check_weights(visit, held))
         label = names["version label"]
         await self._try(visit, label, (held,), lambda: update_checks.check_labels(visit, label))
-        if interrupted:
+        if interrupted is not None:
             inside = "labels during the load"
             await self._try(
                 visit, inside, (held, label),
@@ -222,18 +225,27 @@ class Examination:
 
 
 async def _generate_until(published: asyncio.Event, visit: Visit) -> list[Sampled]:
-    """Responses on two lanes, half a response apart, so that one is well under way whenever the weights change."""
+    """The responses during which the labels changed.
 
-    async def lane(first: SamplingParams) -> list[Sampled]:
-        responses: list[Sampled] = []
-        while not published.is_set():
-            sampling = _DURING if responses else first
-            responses.append(await visit.sample(visit.prompts[0], sampling, seed=len(responses)))
-        return responses[-_KEPT:]
+    Responses follow each other on some lanes, each lane a part of a response later than the one before, so that one
+    is well under way whenever the weights change, also where a short context ends responses soon.
+    """
 
+    async def lane(number: int) -> list[Sampled]:
+        changed: list[Sampled] = []
+        for seed in itertools.count():
+            length = whole if seed else max(1, whole * (number + 1) // _LANES)
+            one = await visit.sample(prompt, replace(_DURING, max_new_tokens=length), seed=seed)
+            if len(set(one.labels)) > 1:
+                changed.append(one)
+            if published.is_set():
+                break
+        return changed
+
+    prompt = visit.prompts[0]
+    whole = min(_DURING.max_new_tokens, visit.room_after(prompt))
     async with asyncio.TaskGroup() as tasks:
-        half = replace(_DURING, max_new_tokens=_DURING.max_new_tokens // 2)
-        lanes = [tasks.create_task(lane(first)) for first in (_DURING, half)]
+        lanes = [tasks.create_task(lane(number)) for number in range(_LANES)]
     return [one for each in lanes for one in each.result()]
 
 

@@ -111,9 +111,7 @@ class Visit:
 
     async def sample(self, ids: Sequence[int], sampling: SamplingParams, seed: int = 0, *, key: str = "") -> Sampled:
         """At most max_new_tokens tokens, fewer if the context is short. Raises ServerError if it has no room at all."""
-        count = min(sampling.max_new_tokens, self.room - len(ids) - 8)
-        if count < 1:
-            raise ServerError(f"{self.server.address} has no room for an answer to {len(ids)} tokens")
+        count = min(sampling.max_new_tokens, self.room_after(ids))
         values = {name: getattr(sampling, name) for name in _CARRIED}
         asked = SamplingParams(**values, max_new_tokens=count, seed=seed)
         return await self.server.sample(
@@ -124,6 +122,13 @@ class Visit:
             wants_kept_ids=self.subject.replays_truncation,
             routing=self.subject.routing,
         )
+
+    def room_after(self, ids: Sequence[int]) -> int:
+        """How many tokens an answer may have. Raises ServerError if none."""
+        count = self.room - len(ids) - 8
+        if count < 1:
+            raise ServerError(f"{self.server.address} has no room for an answer to {len(ids)} tokens")
+        return count
 
 
 _CARRIED = ("temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", "grammar")
