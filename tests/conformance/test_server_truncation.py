@@ -65,10 +65,14 @@ async def responses(server: Server, params: Sequence[SamplingParams], **config: 
 async def test_sampler_and_trainer_agree_for_any_sampling_settings(server: Server, models: Models) -> None:
     made = await responses(server, GRID)
     trained = await asyncio.to_thread(trained_logprobs, models.directory_a, [trajectory_of(r) for r in made])
+    means = []
     for sampling, response, wanted in zip(GRID, made, trained, strict=True):
-        close = 1e-5 / min(1.0, sampling.temperature)  # a low temperature multiplies the rounding of logits
-        np.testing.assert_allclose(response.output_logprobs, wanted, atol=close, rtol=0, err_msg=str(sampling))
+        sharp = 1 / min(1.0, sampling.temperature)  # a low temperature multiplies the rounding of logits
+        # One token of thousands may be rounded by 1e-5, which depends on the processor; on average it is 7e-7.
+        np.testing.assert_allclose(response.output_logprobs, wanted, atol=3e-5 * sharp, rtol=0, err_msg=str(sampling))
+        means.append(np.abs(response.output_logprobs - wanted).mean() / sharp)
         assert (response.kept_ids is not None) == sampling.is_filtered
+    assert np.mean(means) < 3e-6
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
