@@ -24,8 +24,10 @@ from arl.api.engine_config import (
     DEFAULT_CONTEXT_LENGTH,
     AdapterWeightsConfig,
     DeltaWeightsConfig,
+    DiskWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
+    WeightFilesConfig,
 )
 from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
@@ -56,13 +58,15 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
-from arl.serving import OpenedServers, connect, open_servers
+from arl.serving import OpenedServers, connect, connect_for_evaluations, open_all_servers
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
 from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display, display_of
-from arl.training.metrics import Evaluator, RunTotals
+from arl.training.evaluator import Evaluator
+from arl.training.metrics import RunTotals
+from arl.training.pinned_weights import EvaluationServers
 from arl.training.recording import Recorder, forget_steps
 from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
@@ -85,6 +89,17 @@ class _GivenRun:
     held_out: Dataset | None
     workflow: RolloutWorkflow
     trackers: Sequence[Tracker]
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """The engines of a run, and the servers behind them."""
+
+    training: InferenceEngine
+    opened: OpenedServers
+    evaluations: InferenceEngine | None = None
+    """Of servers for evaluations alone."""
+    opened_for_evaluations: OpenedServers | None = None
 
 
 @asynccontextmanager
@@ -196,10 +211,12 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     findings = await check_start(config)
     tokens = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engine, opened = await _engines(stack, config, given.tasks, thread, events, tokens.unreceived)
+        learner, engines = await _engines(stack, config, given.tasks, thread, events, tokens.unreceived)
+    engine, opened = engines.training, engines.opened
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
     transport = await thread(weight_transport, config, learner.engine, opened)
     stack.callback(transport.close)
+    evaluation_servers = await thread(_evaluation_servers, stack, config, engines, learner.engine)
     is_decoded = trackers.has_any and config.log.track_trajectories
     decode = await offload(decoder, config.model) if is_decoded else None
     tracker = trackers if trackers.has_any else None
@@ -245,7 +262,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
         transport=transport,
         buffer=buffer,
         rollout=rollout,
-        evaluator=_evaluator(config, given, engine, runner),
+        evaluator=_evaluator(config, given, engines.evaluations or engine, runner),
+        evaluation_servers=evaluation_servers,
         checkpoints=checkpoints,
         log=run_log,
         thread=thread,
@@ -297,18 +315,35 @@ async def _engines(
     thread: TrainThread,
     events: Events,
     unreceived: Unreceived,
-) -> tuple[RecoveringLearner, InferenceEngine, OpenedServers]:
+) -> tuple[RecoveringLearner, _Engines]:
     """Both at once: the train engine loads while servers start."""
     loading = thread.submit(_load_learner, config, tasks, events)
     stack.push_async_callback(_close, thread, loading)
     try:
-        opened = await open_servers(config, stack, config.run_dir / "logs")
+        opened, for_evaluations = await open_all_servers(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
         await thread.finish(loading)  # a broken model raises the better error here
         raise
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
-    engine = await stack.enter_async_context(await connect(config, opened, events, unreceived))
-    return learner, engine, opened
+    training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
+    if for_evaluations is None:
+        return learner, _Engines(training, opened)
+    of_evaluations = await connect_for_evaluations(config, for_evaluations, events, unreceived)
+    return learner, _Engines(training, opened, await stack.enter_async_context(of_evaluations), for_evaluations)
+
+
+def _evaluation_servers(
+    stack: AsyncExitStack, config: Config, engines: _Engines, source: WeightSource
+) -> EvaluationServers | None:
+    """Evaluated weights are written as a whole model, in a place of their own, whatever training's transport."""
+    if engines.evaluations is None or engines.opened_for_evaluations is None:
+        return None
+    of_training = config.weights.directory if isinstance(config.weights, WeightFilesConfig) else None
+    files = DiskWeightsConfig(directory=config.evaluation.directory or of_training)
+    addresses = engines.opened_for_evaluations.addresses
+    transport = DiskTransport(files, config.run_dir, source, addresses, setting="evaluation.directory")
+    stack.callback(transport.close)
+    return EvaluationServers(engine=engines.evaluations, transport=transport)
 
 
 def _runner(

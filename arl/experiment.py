@@ -30,7 +30,7 @@ from arl.offload import offload
 from arl.remarks import remarks
 from arl.tracking.ready_made import check_trackers
 from arl.training.display import hide_progress_bars
-from arl.training.metrics import with_error
+from arl.training.evaluator import with_error
 from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
 from arl.training.run_files import plot_run, read_jsonl, write_atomically

@@ -13,6 +13,7 @@ from arl.api.errors import ArlError, ConfigError, ServerError
 from arl.api.placed import Finding, PlacedPart
 from arl.cluster.hosts import hostname_of
 from arl.cluster.node_checks import NodeReport
+from arl.cluster.planned import EVALUATES
 from arl.cluster.servers_file import SERVERS, base_url, read_servers
 from arl.engine.client.greeting import difference, expected_of, greet
 from arl.engine.client.remote_engine import client_class
@@ -43,15 +44,16 @@ def with_named_servers(config: Config) -> Config:
 def server_parts(devices: Mapping[str, str], report: NodeReport, config: Config) -> list[PlacedPart]:
     """Servers that somebody else runs. devices: what they compute on, by base URL."""
     given = config.engine.addresses if isinstance(config.engine, RunningServersConfig) else ()
+    use = {**dict.fromkeys(given, ""), **dict.fromkeys(config.evaluation.addresses, EVALUATES)}
     return [
         PlacedPart(
             part="server",
             host=report.hosts.get(url, hostname_of(url)),
             address=url,
             device=devices.get(url.rstrip("/"), ""),
-            note="; ".join(filter(None, ("not started by arl", report.notes.get(url)))),
+            note="; ".join(filter(None, ("not started by arl", what, report.notes.get(url)))),
         )
-        for url in given
+        for url, what in use.items()
     ]
 
 
@@ -61,7 +63,7 @@ async def ask_servers(config: Config) -> tuple[list[Greeting], list[Finding]]:
     if not isinstance(engine, RunningServersConfig):
         return [], []
     try:
-        urls = list(dict.fromkeys(map(base_url, engine.addresses)))
+        urls = list(dict.fromkeys(map(base_url, (*engine.addresses, *config.evaluation.addresses))))
     except ConfigError as error:
         return [], [Finding(text=str(error))]
     async with Connections() as connections:

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, ServedModel
-from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, LocalEngineConfig, RunningServersConfig
+from arl.api.engine_config import (
+    DeltaWeightsConfig,
+    DistributedWeightsConfig,
+    LocalEngineConfig,
+    RunningServersConfig,
+    StartedServersConfig,
+)
 from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events
 from arl.api.unreceived import Unreceived
@@ -47,6 +53,11 @@ class OpenedServers:
     files: RosterFiles | None = None
     mirrors: dict[str, str] = field(default_factory=dict[str, str])
     """Server -> its mirror. Servers that join with a mirror are added to it."""
+
+    def apart(self, num_training: int) -> tuple[OpenedServers, OpenedServers]:
+        """The first of them, for training, and the others, for evaluations."""
+        first, others = self.addresses[:num_training], self.addresses[num_training:]
+        return replace(self, addresses=first), replace(self, addresses=others, files=None)
 
 
 @asynccontextmanager
@@ -160,6 +171,18 @@ def _say_who_is_left_out(engine: RunningServersConfig, path: Path, named: Mappin
         )
 
 
+async def open_all_servers(
+    config: Config, stack: AsyncExitStack, logs: Path
+) -> tuple[OpenedServers, OpenedServers | None]:
+    """`open_servers`, and the servers for evaluations alone, if there are any. All are started at once."""
+    opened = await open_servers(config.model_copy(update={"engine": config.started_servers}), stack, logs)
+    if isinstance(config.engine, StartedServersConfig) and config.evaluation.servers:
+        return opened.apart(config.engine.num_servers)
+    if config.evaluation.addresses:
+        return opened, OpenedServers(addresses=config.evaluation.addresses, api_key=opened.api_key)
+    return opened, None
+
+
 def wanted_model(config: Config) -> ServedModel:
     """The model that servers should serve in this run. Raises ModelError."""
     return served_model(config.model, replay_routing=config.engine.replay_routing)
@@ -183,3 +206,11 @@ async def connect(
     if unreceived is not None:
         engine.unreceived = unreceived
     return engine
+
+
+async def connect_for_evaluations(
+    config: Config, opened: OpenedServers, events: Events, unreceived: Unreceived
+) -> RemoteInferenceEngine:
+    """The engine of servers for evaluations alone."""
+    own = config.engine.model_copy(update={"min_servers": 1, "update_order": "all"})
+    return await connect(config.model_copy(update={"engine": own}), opened, events, unreceived)

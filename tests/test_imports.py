@@ -74,6 +74,7 @@ def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]
 
 
 SHOWN = (
+    "arl.training.evaluator",
     "arl.training.metrics",
     "arl.training.display",
     "arl.training.run_dir",

@@ -34,11 +34,13 @@ from arl.api.engine_config import (
     LocalEngineConfig,
     RunningServersConfig,
     SGLangProcessesConfig,
+    StartedServersConfig,
     TrainConfig,
     WeightsConfig,
     check_fused,
 )
 from arl.api.errors import ConfigError
+from arl.api.evaluation_config import EvaluationConfig
 from arl.api.objective import PassAtKAdvantage
 from arl.api.run_tasks import FixedMixture, MixtureConfig
 from arl.api.settings import Section, laid_over
@@ -107,28 +109,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"replay_min_reward is {self.replay_min_reward}, but replay_groups is 0, so no group is replayed; set "
                 "replay_groups"
-            )
-        return self
-
-
-class EvaluationConfig(Section):
-    """Episodes on held-out examples, beside training."""
-
-    every: PositiveInt | None = None
-    """Evaluate each time this many versions were trained. Unset: only when asked."""
-    max_concurrent_episodes: PositiveInt = 64
-    """Most held-out episodes that run at once."""
-    episodes_per_example: PositiveInt = 1
-    """How often each held-out example is played. With several, evaluations also have the metrics pass@1, pass@2,
-    pass@4, ...: the chance that at least one of so many episodes passes."""
-    pass_reward: float = 1.0
-    """An episode passes with this reward or more."""
-
-    @model_validator(mode="after")
-    def _pass_needs_several(self) -> Self:
-        if self.episodes_per_example == 1 and self._changed("pass_reward"):
-            raise ValueError(
-                "pass_reward is set, but episodes_per_example is 1, so there is no pass@k; set episodes_per_example"
             )
         return self
 
@@ -310,6 +290,38 @@ class Config(Section):
                 f"{', '.join(self.engine.addresses)}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _evaluations_have_servers_of_the_same_kind(self) -> Self:
+        runs_already = isinstance(self.engine, RunningServersConfig)
+        if self.evaluation.servers and runs_already:
+            raise ValueError(
+                f"evaluation.servers is {self.evaluation.servers}, but arl starts no servers with engine.kind="
+                f"{self.engine.kind}; name those that run already in evaluation.addresses"
+            )
+        if self.evaluation.addresses and not runs_already:
+            raise ValueError(
+                f"evaluation.addresses is set, but engine.kind={self.engine.kind} has arl start the servers; set "
+                "evaluation.servers to how many evaluations get"
+            )
+        both = {one.rstrip("/") for one in self.evaluation.addresses} & {one.rstrip("/") for one in self._addresses}
+        if both:
+            raise ValueError(
+                f"{min(both)} is in engine.addresses and in evaluation.addresses: training would change the weights "
+                "that an evaluation runs on; leave it out of one"
+            )
+        return self
+
+    @property
+    def _addresses(self) -> tuple[str, ...]:
+        return self.engine.addresses if isinstance(self.engine, RunningServersConfig) else ()
+
+    @property
+    def started_servers(self) -> EngineConfig:
+        """`engine`, with the servers that arl starts for evaluations alone in num_servers: they are the last ones."""
+        if not isinstance(self.engine, StartedServersConfig):
+            return self.engine
+        return self.engine.model_copy(update={"num_servers": self.engine.num_servers + self.evaluation.servers})
 
     @model_validator(mode="after")
     def _each_worker_has_an_endpoint(self) -> Self:

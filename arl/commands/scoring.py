@@ -27,7 +27,8 @@ from arl.offload import offload
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.watches import FailureBudget
 from arl.training.display import Advance, Display
-from arl.training.metrics import Estimate, mean_rewards, pass_at_k
+from arl.training.evaluator import Estimate, pass_at_k
+from arl.training.metrics import mean_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

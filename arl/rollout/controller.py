@@ -310,11 +310,21 @@ def _fate_in(judged: Group | Fruitless, *, is_cut: bool, is_kept: bool) -> Fate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """One episode of an evaluation."""
+
+    number: int
+    """Names it, and gives its requests their seeds."""
+    row: int
+    """The index of its example."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRules:
     """How examples are played for an evaluation."""
 
-    repeats: int = 1
-    """Episodes of each example."""
+    plays: Sequence[Play] | None = None
+    """The episodes, in their order. None: one of each example."""
     task_of: Callable[[int], str] = lambda _: ""
     """The task of the example at an index."""
 
@@ -330,20 +340,19 @@ async def run_examples(
     number: int = 0,
     rules: EvaluationRules = EvaluationRules(),
 ) -> list[Episode]:
-    """Run episodes for each example, `max_concurrent` at a time, for evaluation. Returns them in order: those of the
-    first example come first.
+    """Run episodes of examples, `max_concurrent` at a time, for evaluation. Returns them in the order of the plays.
 
     seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends; what
     it raises ends all. number: of the evaluation, for the event log.
     """
     episodes: dict[int, Episode] = {}
-    num_episodes = rules.repeats * len(examples)
-    indices = iter(range(num_episodes))
+    plays = [Play(number=row, row=row) for row in range(len(examples))] if rules.plays is None else rules.plays
+    coming = iter(plays)
 
     async def run_next_ones() -> None:
-        for index in indices:
+        for play in coming:
+            index, row = play.number, play.row
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
-            row = index // rules.repeats
             example, name = examples[row], f"evaluation of example {row}"
             report = EpisodeReport(
                 runner.events,
@@ -366,9 +375,9 @@ async def run_examples(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(max_concurrent, num_episodes)):
+            for _ in range(min(max_concurrent, len(plays))):
                 tasks.create_task(run_next_ones())
     except BaseExceptionGroup as errors:
         error = first_error(errors)
         raise error from error.__cause__
-    return [episodes[index] for index in range(num_episodes)]
+    return [episodes[play.number] for play in plays]

@@ -14,7 +14,7 @@ from arl.api.errors import ProcessLostError, TransportError
 from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
-from arl.training.weight_probe import CheckedEngine, ProbedWeights
+from arl.training.weight_probe import CheckedEngine, probe_due
 
 _PAUSES_S = (1.0, 10.0)
 """How long to wait after each failed delivery in a row before trying another. One more failure ends the run."""
@@ -67,6 +67,8 @@ class Delivery:
         self._renewing: asyncio.Task[None] | None = None
         self._under_way: asyncio.Task[None] | None = None
         self._publication = asyncio.Condition()
+        self._may_deliver = asyncio.Event()
+        self._may_deliver.set()
 
     async def begin(self, engine: WeightSource) -> None:
         """Snapshot the weights, and deliver them in the background."""
@@ -88,13 +90,7 @@ class Delivery:
         """Raises TrainingError, which ends this, once the engine has been lost too often."""
         while True:
             with suppress(ProcessLostError):  # between the snapshot and what the transport asks of it
-                return self.transport.snapshot(engine), self._probe(engine)
-
-    def _probe(self, engine: WeightSource) -> WeightProbe | None:
-        servers = self.inference_engine
-        if not (isinstance(servers, CheckedEngine) and isinstance(engine, ProbedWeights)):
-            return None
-        return engine.probe() if servers.wants_probe(engine.version) else None
+                return self.transport.snapshot(engine), probe_due(engine, self.inference_engine)
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
@@ -105,6 +101,13 @@ class Delivery:
         """Wait until no snapshot is left to deliver."""
         if self._under_way:
             await asyncio.shield(self._under_way)  # a cancelled waiter must not cancel the delivery
+
+    def hold(self) -> None:
+        """Servers keep what they have, and the newest snapshot waits, until `release`. Not while one is delivered."""
+        self._may_deliver.clear()
+
+    def release(self) -> None:
+        self._may_deliver.set()
 
     def end(self) -> None:
         """No snapshot follows any more."""
@@ -119,6 +122,7 @@ class Delivery:
     async def _deliver(self, engine: WeightSource) -> None:
         num_failures = 0
         while self._waiting:
+            await self._may_deliver.wait()
             self.end()
             snapshot, self._waiting = self._waiting, None
             try:

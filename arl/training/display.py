@@ -32,7 +32,7 @@ from arl.api.notebook import Point, ShownWork, curve_svg, kernel_shell, progress
 from arl.api.types import Evaluation, StepStats
 from arl.json_console import is_json, tell
 from arl.training.console_log import copy_line, copy_prints
-from arl.training.metrics import with_error
+from arl.training.evaluator import with_error
 
 ROWS_SHOWN = 16
 COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")

@@ -33,7 +33,7 @@ from arl.offload import finished, offload
 from arl.stopping import SCRIPT_END, ScriptEnd
 from arl.training.console_log import CONSOLE_LOG, ConsoleLog
 from arl.training.display import display_of
-from arl.training.metrics import with_error
+from arl.training.evaluator import with_error
 from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, is_locked, newest_checkpoint
 from arl.training.run_facts import record_start
 

@@ -12,7 +12,7 @@
 |           |                    |                     | `save`, `export`         | their copies are made          |
 |           |                    |                     | the thread arl-train     | the end of its call            |
 | delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
-| evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
+| evaluation| held-out examples  | Evaluation          | its weights, its episodes| the step where it is due       |
 | saving    | copies, RunState   | a checkpoint        | the disk, the event log  | the step where it is due       |
 | `save`, `export` in other tasks | | a checkpoint, a model | the end of the step  | the step, which holds `_training` |
 | `stop`    |                    | the run's totals    | rollout, delivery, evaluation | their ends                |
@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,9 +43,13 @@ from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
+from arl.training.best_model import BestModel
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
-from arl.training.metrics import Evaluator, RunTotals, publish_metrics
+from arl.training.evaluations import Evaluations
+from arl.training.evaluator import Evaluator
+from arl.training.metrics import RunTotals, publish_metrics
+from arl.training.pinned_weights import EvaluationServers, pins_of
 from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
@@ -72,6 +76,7 @@ class Trainer:
     checkpoints: Checkpoints
     log: RunLog
     thread: TrainThread
+    evaluation_servers: EvaluationServers | None = None
     replay: Replay = field(default_factory=Replay)
     totals: RunTotals = field(default_factory=RunTotals)
     events: EventStore = NOWHERE
@@ -80,8 +85,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.version = self.learner.version
-        self.evaluations = self.log.evaluations()
-        """All evaluations in this run directory, by version."""
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
         self._delivery = Delivery(
@@ -92,7 +95,6 @@ class Trainer:
             tasks=self._tasks,
             events=self.events,
         )
-        self._evaluation: asyncio.Task[None] | None = None
         self._num_in_hand = 1
         """How many callers wait for arl. The run itself is one, except while its block runs."""
         self._training = asyncio.Lock()
@@ -104,7 +106,7 @@ class Trainer:
             thread=self.thread,
             events=self.events,
         )
-        self._is_evaluation_due = False
+        self._evaluations = self._evaluations_beside(self.evaluator) if self.evaluator else None
         self._batch: Sequence[Group] = ()
         """Groups taken but not yet trained. A step that is cancelled before its training leaves them to the next."""
         self._open_step: Step | None = None
@@ -112,6 +114,19 @@ class Trainer:
         self._recorded_at = 0.0
         self.last_step: StepStats | None = None
         """The last step of this process."""
+
+    def _evaluations_beside(self, evaluator: Evaluator) -> Evaluations:
+        config = self.config.evaluation
+        return Evaluations(
+            config=config,
+            evaluator=evaluator,
+            pins=pins_of(config, self._delivery, self.evaluation_servers, self.learner, self.thread),
+            best=None if config.keep_best is None else BestModel(self.config.run_dir, config.keep_best),
+            log=self.log,
+            thread=self.thread,
+            tasks=self._tasks,
+            training=self._training,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:
@@ -226,8 +241,8 @@ class Trainer:
         self.totals.wall_s = self._wall_s()
         self._started_at = None
         await self._delivery.finished()
-        if self._evaluation:
-            await asyncio.wait([self._evaluation])  # a cancelled waiter must not cancel it; its error ends the run
+        if self._evaluations:
+            await self._evaluations.finished()
         await self._note_tokens(self.thread)
 
     async def _note_tokens(self, thread: Callable[..., Awaitable[None]]) -> None:
@@ -253,35 +268,26 @@ class Trainer:
             raise
 
     async def _beside_training(self) -> None:
-        if self.config.evaluation.every and self.version % self.config.evaluation.every == 0:
-            self._is_evaluation_due = True
-            if self._evaluation is None or self._evaluation.done():
-                self._evaluation = self._tasks.create_task(self._evaluate_while_due())
+        if self._evaluations:
+            await self._evaluations.begin(self.version)
         if self._saver.is_due(self.version) and (saving := await self._begin_saving()):
             self._tasks.create_task(written(saving))
 
-    async def _evaluate_while_due(self) -> None:
-        """Run one evaluation at a time. Evaluations that come due during a long one become one."""
-        while self._is_evaluation_due:
-            self._is_evaluation_due = False
-            await self.evaluate()
-
     async def evaluate(self) -> Evaluation:
-        """Run the held-out examples on the newest published weights. Raises ConfigError without held-out examples.
+        """Run the held-out examples on the newest weights. Raises ConfigError without held-out examples.
 
         Raises FailureBudgetError if all episodes fail before the first step: a run in which nothing works does not
         start.
         """
-        if self.evaluator is None:
+        if self._evaluations is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
-            await self._delivery.reached(self._delivery.newest)  # a cancelled step may have no snapshot
-            num_examples = self.evaluator.num_examples
-            with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
-                evaluation, episodes = await self.evaluator.evaluate(advance, is_first=self.last_step is None)
-            await self.thread(self.log.evaluation, evaluation, episodes)
-        self.evaluations[evaluation.version] = evaluation
-        return evaluation
+            return await self._evaluations.evaluate(is_first=self.last_step is None)
+
+    @property
+    def evaluations(self) -> Mapping[int, Evaluation]:
+        """All evaluations in this run directory, by version."""
+        return self._evaluations.done if self._evaluations else self.log.evaluations()
 
     async def save(self) -> None:
         """Write a checkpoint of the last trained version. Episodes in flight will run again.

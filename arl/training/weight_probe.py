@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from arl.api.engine import TrainEngine, WeightProbe
+from arl.api.engine import InferenceEngine, TrainEngine, WeightProbe, WeightSource
 from arl.api.train_sequence import TrainSequence
 
 _NUM_TOKENS = 64
@@ -32,6 +32,13 @@ class CheckedEngine(Protocol):
     async def check_weights(self, probe: WeightProbe) -> None:
         """Raises ServerError for a server that computes with other weights than the probe's."""
         ...
+
+
+def probe_due(engine: WeightSource, servers: InferenceEngine) -> WeightProbe | None:
+    """A probe of the current weights if servers are to be compared with it once they hold them. Blocks."""
+    if not (isinstance(servers, CheckedEngine) and isinstance(engine, ProbedWeights)):
+        return None
+    return engine.probe() if servers.wants_probe(engine.version) else None
 
 
 def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from scoring import length, two_parts, until_file_exists
 
-from arl.api.config import EvaluationConfig
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.evaluation_config import EvaluationConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards import AsyncReward, InlineReward, RewardPool, Score, ThreadReward, WeightedReward, as_reward
 from arl.rewards.score import score_of
 from arl.rollout.episode import EpisodeRunner
-from arl.training.metrics import Evaluator
+from arl.training.evaluator import Evaluator
 
 
 async def judge(answer: str, data: Example) -> float:

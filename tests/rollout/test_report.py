@@ -211,7 +211,8 @@ def test_each_episode_of_an_evaluation_names_its_example(tmp_path: Path) -> None
     examples = [{"n": 5}, {"n": 6}]
     with EventLog(tmp_path, EventsConfig()).open() as log:
         runner = EpisodeRunner(workflow=Returns(trajectory(versions=(0, 0))), timeout_s=30.0, events=log)
-        engine, rules = ScriptedEngine(lambda _: answer()), EvaluationRules(repeats=2)
+        plays = [Play(number=number, row=number // 2) for number in range(4)]
+        engine, rules = ScriptedEngine(lambda _: answer()), EvaluationRules(plays=plays)
         asyncio.run(run_examples(engine, runner, examples, max_concurrent=3, number=1, rules=rules))
     rows = [row_of(episode, {}) for episode in read_run(tmp_path).episodes]
     told = {row["episode"]: row["row"] for row in rows}

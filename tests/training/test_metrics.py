@@ -13,16 +13,18 @@ import pytest
 from records import grouped, stats, trajectory
 from rich.console import Console
 
-from arl.api.config import EvaluationConfig, LogConfig
+from arl.api.config import LogConfig
 from arl.api.engine import Sampler
 from arl.api.errors import RunFileError
+from arl.api.evaluation_config import EvaluationConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Evaluation, Example, Group, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner
 from arl.tracking.rows import evaluation_metrics
 from arl.training.display import Display
-from arl.training.metrics import Evaluator, batch_metrics, episode_rewards, reward_metrics
+from arl.training.evaluator import Evaluator
+from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog, plot_run, read_jsonl
 
 QUIET = LogConfig(console=False)

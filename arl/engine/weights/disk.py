@@ -50,13 +50,20 @@ class DiskTransport:
     """
 
     def __init__(
-        self, config: WeightFilesConfig, run_dir: Path, engine: WeightSource | None = None, servers: Iterable[str] = ()
+        self,
+        config: WeightFilesConfig,
+        run_dir: Path,
+        engine: WeightSource | None = None,
+        servers: Iterable[str] = (),
+        *,
+        setting: str = "weights.directory",
     ) -> None:
         """engine: takes the snapshots. servers: base URLs of those that will load them, as far as they are known.
+        setting: what errors call config.directory.
 
         Raises TransportError if the engine shares no place for snapshots with this process.
         """
-        self.places = SnapshotPlaces(config.directory, run_dir, engine, servers)
+        self.places = SnapshotPlaces(config.directory, run_dir, engine, servers, setting)
         self._adapters = f"arl-{new_id()[:12]}" if isinstance(config, AdapterWeightsConfig) else None
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
@@ -133,7 +140,7 @@ class DiskTransport:
             if not self.places.is_memory(self.directory):
                 raise TransportError(
                     f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
-                    "free some, or set weights.directory to a place that every server sees"
+                    f"free some, or set {self.places.setting} to a place that every server sees"
                 ) from error
         self.places.leave_memory(reason)
         return self.write(snapshot, adapter)

@@ -41,9 +41,16 @@ class SnapshotPlaces:
     """
 
     def __init__(
-        self, directory: Path | None, run_dir: Path, engine: WeightSource | None, servers: Iterable[str]
+        self,
+        directory: Path | None,
+        run_dir: Path,
+        engine: WeightSource | None,
+        servers: Iterable[str],
+        setting: str = "weights.directory",
     ) -> None:
-        """servers: base URLs. Raises TransportError if the engine shares none of the places with this process."""
+        """servers: base URLs. setting: what errors call `directory`. Raises TransportError if the engine shares none of
+        the places with this process."""
+        self.setting = setting
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
         choices = [directory or self._fallback]
         if directory is None and os.access(_RAM, os.W_OK) and _RAM.is_dir():
@@ -51,7 +58,7 @@ class SnapshotPlaces:
                 logger.info("%s is on another machine: weights go to %s", far, self._fallback)
             else:
                 choices.insert(0, _RAM)
-        self._homes = [_home(engine, [Path(choice).absolute() for choice in choices if choice is not None])]
+        self._homes = [_home(engine, [Path(choice).absolute() for choice in choices if choice is not None], setting)]
 
     @property
     def home(self) -> Path:
@@ -70,12 +77,13 @@ class SnapshotPlaces:
         """Put later snapshots into the run directory. Those in memory stay until `remove`: servers may need them."""
         logger.warning("%s: weights go to %s from now on", reason, self._fallback)
         if self._fallback is not None:
-            self._homes.append(_home_in(self._fallback))
+            self._homes.append(_home_in(self._fallback, self.setting))
 
     def remedy(self, home: Path) -> str:
         """The setting to change if a server does not see this parent of snapshots."""
-        settings = "run_dir or weights.directory" if home.parent == self._fallback else "weights.directory"
-        return f"set {settings} to storage that both see, or weights.transport=distributed"
+        settings = f"run_dir or {self.setting}" if home.parent == self._fallback else self.setting
+        other = ", or weights.transport=distributed" if self.setting == "weights.directory" else ""
+        return f"set {settings} to storage that both see{other}"
 
     def remove(self) -> None:
         """Remove everything. Idempotent."""
@@ -83,24 +91,24 @@ class SnapshotPlaces:
             home.remove()
 
 
-def _home(engine: WeightSource | None, choices: list[Path]) -> OwnDirectory:
+def _home(engine: WeightSource | None, choices: list[Path], setting: str) -> OwnDirectory:
     """A directory in the first place that the engine and this process share. Raises TransportError without one."""
     sentence: str | None = None
     for place in choices:
-        home = _home_in(place)
+        home = _home_in(place, setting)
         sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
         if sentence is None:
             return home
         home.remove()
-    raise TransportError(f"{sentence}; set weights.directory to a place that this machine, that one and servers see")
+    raise TransportError(f"{sentence}; set {setting} to a place that this machine, that one and servers see")
 
 
-def _home_in(base: Path) -> OwnDirectory:
+def _home_in(base: Path, setting: str) -> OwnDirectory:
     try:
         home = OwnDirectory(base, f"arl-weights-{socket.gethostname()}-", f"{os.getpid()}-")
         home.path.chmod(0o755)  # servers may run as someone else
     except OSError as error:
-        raise TransportError(f"cannot write weights to {base}: {error}; set a writable weights.directory") from error
+        raise TransportError(f"cannot write weights to {base}: {error}; set a writable {setting}") from error
     return home
 
 

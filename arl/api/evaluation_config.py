@@ -1,0 +1,110 @@
+"""Settings of evaluations on held-out examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from arl.api.settings import Section
+
+
+class SuiteConfig(Section):
+    """What differs for one of several held-out datasets."""
+
+    every: PositiveInt | None = None
+    """Play it each time this many versions were trained, a multiple of evaluation.every. Its reward is then not in the
+    evaluation's own, which compares the same examples each time. Unset: in every evaluation, and in its reward."""
+    episodes_per_example: PositiveInt | None = None
+    """Unset: evaluation.episodes_per_example."""
+
+
+class EvaluationConfig(Section):
+    """Episodes on held-out examples, beside training."""
+
+    every: PositiveInt | None = None
+    """Evaluate each time this many versions were trained. Unset: only when asked."""
+    max_concurrent_episodes: PositiveInt = 64
+    """Most held-out episodes that run at once."""
+    episodes_per_example: PositiveInt = 1
+    """How often each held-out example is played. With several, evaluations also have the metrics pass@1, pass@2,
+    pass@4, ...: the chance that at least one of so many episodes passes."""
+    pass_reward: float = 1.0
+    """An episode passes with this reward or more."""
+    suites: dict[str, SuiteConfig] = Field(default_factory=dict)
+    """What differs for held-out datasets, by the name that eval_dataset gives them: NAME of a task, or NAME/SUB."""
+    servers: NonNegativeInt = 0
+    """Servers that arl starts beside engine.num_servers for evaluations alone. They hold the evaluated version to the
+    end, while training goes on. 0: evaluations run on training's servers, whose weights change meanwhile."""
+    addresses: tuple[str, ...] = ()
+    """The same with servers that already run (engine.kind sglang and vllm): their base URLs."""
+    directory: Path | None = None
+    """Where the weights for these servers are written, which must see it. Unset: weights.directory."""
+    hold_weights: bool = False
+    """Training's servers keep the evaluated version until the evaluation has ended. Newer weights wait for that, and so
+    does training once it is max_staleness ahead."""
+    keep_best: str | None = None
+    """The metric by which run_dir/best has the best evaluated model: reward, pass@4, episode/NAME, or SUITE/reward and
+    so on for one held-out dataset. Higher is better. Needs servers, addresses or hold_weights."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether an evaluation runs wholly on the version that it is named for."""
+        return self.has_servers or self.hold_weights
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether evaluations have servers of their own."""
+        return bool(self.servers or self.addresses)
+
+    def repeats_of(self, suite: str) -> int:
+        """The episodes of each example of a held-out dataset."""
+        own = self.suites.get(suite)
+        return (own and own.episodes_per_example) or self.episodes_per_example
+
+    @model_validator(mode="after")
+    def _pass_needs_several(self) -> Self:
+        most = max([self.episodes_per_example, *map(self.repeats_of, self.suites)])
+        if most == 1 and self._changed("pass_reward"):
+            raise ValueError(
+                "pass_reward is set, but episodes_per_example is 1, so there is no pass@k; set episodes_per_example"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _intervals_are_multiples(self) -> Self:
+        for name, suite in self.suites.items():
+            if suite.every is None:
+                continue
+            if self.every is None:
+                raise ValueError(
+                    f"suites has every={suite.every} for {name!r}, but evaluation.every is unset; set that, too"
+                )
+            if suite.every % self.every:
+                raise ValueError(
+                    f"suites has every={suite.every} for {name!r}, which is not a multiple of evaluation.every="
+                    f"{self.every}: a suite is played beside the others, in some of their evaluations"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _is_pinned_in_one_way(self) -> Self:
+        if self.servers and self.addresses:
+            raise ValueError(
+                f"servers is {self.servers}, and addresses names {self.addresses[0]}: evaluations have servers that "
+                "arl starts, or those that run already; leave one out"
+            )
+        if self.has_servers and self.hold_weights:
+            raise ValueError(
+                "hold_weights is set, but evaluations have servers of their own, whose weights nobody changes; leave "
+                "it out"
+            )
+        if self.directory is not None and not self.has_servers:
+            raise ValueError("directory is set, but evaluations have no servers of their own; set servers or addresses")
+        if self.keep_best is not None and not self.is_pinned:
+            raise ValueError(
+                f"keep_best is {self.keep_best!r}, but training's servers change their weights during an evaluation, "
+                "so its numbers are of no single model; set servers (or addresses), or hold_weights=true"
+            )
+        return self

@@ -1,0 +1,119 @@
+"""run_dir/best: the model of the version whose evaluation had the highest metric."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from arl.api.errors import ConfigError
+from arl.api.types import Evaluation
+
+log = logging.getLogger(__name__)
+
+BEST = "best"
+"""A link to the directory of a version, which is replaced in one step."""
+_NOTE = "best.json"
+_DIRECTORIES, _ASIDE = "best-version-", ".writing"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    version: int
+    value: float
+
+
+class BestModel:
+    """Calls block; one thread at a time."""
+
+    def __init__(self, run_dir: Path, metric: str) -> None:
+        """Raises ConfigError if something else lies at run_dir/best."""
+        self._link = run_dir / BEST
+        self._metric = metric
+        if self._link.exists() and not self._link.is_symlink():
+            raise ConfigError(
+                f"evaluation.keep_best would keep a model at {self._link}, but something else lies there; move it away"
+            )
+        self._kept = self._read()
+        for path in run_dir.glob(f"{_DIRECTORIES}*"):  # left by a kill
+            if path.name != self._target:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def value_of(self, evaluation: Evaluation, *, may_lack: bool) -> float | None:
+        """The metric in an evaluation. Raises ConfigError without it, unless it may be lacking: then None."""
+        found = dict(_values(evaluation))
+        value = found.get(self._metric)
+        if value is None and not may_lack:
+            raise ConfigError(
+                f"evaluation.keep_best is {self._metric!r}, which the evaluation does not have; it has: "
+                f"{', '.join(sorted(found))}"
+            )
+        return value
+
+    def is_better(self, value: float) -> bool:
+        return not math.isnan(value) and (self._kept is None or value > self._kept.value)
+
+    def keep(self, version: int, value: float, write: Callable[[Path], None]) -> None:
+        """Have the model written, and put it in the place of the one before. Raises OSError and what `write` raises."""
+        directory = self._link.with_name(f"{_DIRECTORIES}{version}")
+        aside = directory.with_name(directory.name + _ASIDE)
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            write(aside)
+            note = {"version": version, "metric": self._metric, "value": value}
+            (aside / _NOTE).write_text(json.dumps(note) + "\n")
+            before = self._target
+            if directory.name != before:
+                shutil.rmtree(directory, ignore_errors=True)
+            else:  # the same version again, after a resume
+                directory = directory.with_name(directory.name + "-again")
+            aside.rename(directory)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        link = self._link.with_name(BEST + _ASIDE)
+        link.unlink(missing_ok=True)
+        link.symlink_to(directory.name)
+        os.replace(link, self._link)
+        self._kept = _Kept(version, value)
+        if before is not None:
+            shutil.rmtree(self._link.with_name(before), ignore_errors=True)
+
+    def __str__(self) -> str:
+        kept = self._kept
+        return f"{self._link}" + (f" is version {kept.version}, {self._metric} {kept.value:.4g}" if kept else "")
+
+    @property
+    def _target(self) -> str | None:
+        return os.readlink(self._link) if self._link.is_symlink() else None
+
+    def _read(self) -> _Kept | None:
+        with suppress(FileNotFoundError):
+            try:
+                known = json.loads((self._link / _NOTE).read_text())
+                if known["metric"] == self._metric:
+                    return _Kept(int(known["version"]), float(known["value"]))
+                log.warning(
+                    "%s was kept by %s, and evaluation.keep_best is %s: the next evaluation's model takes its place",
+                    self._link,
+                    known["metric"],
+                    self._metric,
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("%s cannot be read (%s): the next evaluation's model takes its place", self._link, error)
+        return None
+
+
+def _values(evaluation: Evaluation) -> Iterator[tuple[str, float]]:
+    """All numbers of an evaluation by name; a named dataset's as NAME/..."""
+    yield "reward", evaluation.reward
+    yield from evaluation.metrics.items()
+    for name, part in (evaluation.by_name or {}).items():
+        for what, value in _values(part):
+            yield f"{name}/{what}", value

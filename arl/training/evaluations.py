@@ -1,0 +1,133 @@
+"""Evaluations beside training: which is due, on which weights it runs, and whether its model is the best so far."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from arl.api.errors import ArlError, ProcessLostError
+from arl.api.evaluation_config import EvaluationConfig
+from arl.api.types import Evaluation
+from arl.offload import TrainThread, offload
+from arl.training.best_model import BestModel
+from arl.training.evaluator import Evaluator
+from arl.training.pinned_weights import Pin, Pins
+from arl.training.run_files import RunLog
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class Evaluations:
+    """One runs at a time. Those that come due during a long one become one, of the version that is newest then."""
+
+    config: EvaluationConfig
+    evaluator: Evaluator
+    pins: Pins
+    best: BestModel | None
+    """None keeps none."""
+    log: RunLog
+    thread: TrainThread
+    tasks: asyncio.TaskGroup
+    """Where those run that come due; what they raise ends the run."""
+    training: asyncio.Lock
+    """Held while a batch is trained: weights are pinned between two of them."""
+
+    def __post_init__(self) -> None:
+        self.done = self.log.evaluations()
+        """All evaluations in this run directory, by version."""
+        self._one = asyncio.Lock()
+        """Held from an evaluation's pin to its release."""
+        self._under_way: asyncio.Task[None] | None = None
+        self._due: int | None = None
+
+    async def begin(self, version: int) -> None:
+        """Evaluate `version`, which was just trained, if it is due. The caller holds `training`."""
+        if not self.config.every or version % self.config.every:
+            return
+        self._due = version
+        if self._one.locked():
+            if self._under_way is None or self._under_way.done():
+                self._under_way = self.tasks.create_task(self._evaluate_while_due())
+            return
+        await self._one.acquire()
+        try:
+            pin = await self.pins.pin()
+        except BaseException:
+            self._one.release()
+            raise
+        self._under_way = self.tasks.create_task(self._evaluate_while_due(pin))
+
+    async def finished(self) -> None:
+        """Wait until none that came due is left. Its error ends the run."""
+        if self._under_way:
+            await asyncio.wait([self._under_way])  # a cancelled waiter must not cancel it
+
+    async def evaluate(self, *, is_first: bool) -> Evaluation:
+        """Play all held-out examples on the newest weights.
+
+        is_first: nothing was trained yet. Raises FailureBudgetError then if all episodes fail.
+        """
+        await self._one.acquire()  # before `training`, which must not wait for an evaluation
+        return await self._evaluate(await self._pinned(), None, is_first=is_first)
+
+    async def _evaluate_while_due(self, pin: Pin | None = None) -> None:
+        """pin: taken already, with `_one`."""
+        while self._due is not None:
+            if pin is None:
+                await self._one.acquire()
+                pin = await self._pinned()
+            version, self._due = self._due, None
+            await self._evaluate(pin, version, is_first=False)
+            pin = None
+
+    async def _pinned(self) -> Pin:
+        """Pin the newest version. The caller has acquired `_one`, which this releases if it fails."""
+        try:
+            async with self.training:
+                return await self.pins.pin()
+        except BaseException:
+            self._one.release()
+            raise
+
+    async def _evaluate(self, pin: Pin, due: int | None, *, is_first: bool) -> Evaluation:
+        """Releases the pin, and `_one`. due: the version whose suites are played."""
+        try:
+            while not await self._is_ready(pin):
+                async with self.training:
+                    pin = await self.pins.pin()
+            with self.log.display.work(
+                "evaluating", self.evaluator.num_episodes(due), "episodes", leave=False
+            ) as advance:
+                evaluation, episodes = await self.evaluator.evaluate(advance, is_first=is_first, due=due)
+            await self.thread(self.log.evaluation, evaluation, episodes)
+            self.done[evaluation.version] = evaluation
+            if self.best is not None:
+                await self._keep_if_best(self.best, evaluation, pin, is_whole=due is None)
+        finally:
+            pin.release()
+            self._one.release()
+        return evaluation
+
+    async def _is_ready(self, pin: Pin) -> bool:
+        """Whether servers hold its weights. False if these were lost with the trainer's process."""
+        try:
+            await pin.ready()
+        except ProcessLostError:
+            log.warning("the weights to evaluate were lost with the trainer's process; newer ones follow")
+            pin.release()
+            return False
+        return True
+
+    async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, *, is_whole: bool) -> None:
+        """Raises ConfigError if the metric is unknown. What cannot be written is logged: the best one before stays."""
+        value = best.value_of(evaluation, may_lack=not is_whole)
+        if value is None or not best.is_better(value):
+            return
+        try:
+            await offload(best.keep, evaluation.version, value, pin.write_model)
+        except (OSError, ArlError) as error:
+            log.error("version %d is the best so far and could not be kept, so %s: %s", evaluation.version, best, error)
+        else:
+            log.info("%s", best)

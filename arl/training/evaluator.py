@@ -1,0 +1,287 @@
+"""Evaluator: plays held-out examples, and what their episodes amount to: rewards with their errors, and pass@k."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean, stdev
+
+from arl.api.engine import InferenceEngine
+from arl.api.errors import ConfigError, FailureBudgetError
+from arl.api.evaluation_config import EvaluationConfig
+from arl.api.events import EvaluationEnded
+from arl.api.types import NOT_SAMPLED, Evaluation
+from arl.rollout.controller import Dataset, EvaluationRules, Play, run_examples
+from arl.rollout.episode import Episode, EpisodeRunner
+from arl.rollout.watches import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
+from arl.training.metrics import mean_metrics, mean_rewards
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over examples."""
+
+    mean: float
+    standard_error: float | None
+    """None with one example."""
+    num_examples: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """values: one for each example, the mean of its episodes. Episodes of one example are not independent, so an
+        example is a cluster: the error is the values' standard deviation over the root of their number (Miller 2024,
+        2411.00640, section 2.2)."""
+        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(mean=fmean(values), standard_error=error, num_examples=len(values))
+
+
+def with_error(mean: float, standard_error: float | None) -> str:
+    """`0.412 ± 0.031`; the mean alone where there is no error."""
+    return f"{mean:.3f}" + ("" if standard_error is None else f" ± {standard_error:.3f}")
+
+
+def pass_at_k(num_episodes: int, num_right: int, k: int) -> float:
+    """The chance that at least one of k episodes is right: the unbiased estimate from n >= k episodes, c of them right.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), eq. 1 of "Evaluating Large Language Models Trained on Code" (2107.03374), in
+    whole numbers up to the division. Raises ValueError for fewer than k episodes.
+    """
+    if not 0 <= num_right <= num_episodes or not 1 <= k <= num_episodes:
+        raise ValueError(f"pass@{k} of {num_right} right among {num_episodes} episodes; it needs at least k of them")
+    return float(1 - Fraction(math.comb(num_episodes - num_right, k), math.comb(num_episodes, k)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """One of the held-out datasets; the only one has no name."""
+
+    name: str
+    rows: range
+    """Where its examples are among all."""
+    repeats: int
+    """Episodes of each example."""
+    every: int | None
+    """Its own interval in versions. None: it is in every evaluation, and in its reward."""
+    first: int
+    """The number of its first episode, which does not depend on which suites are played."""
+
+    @property
+    def plays(self) -> list[Play]:
+        rows = [row for row in self.rows for _ in range(self.repeats)]
+        return [Play(number=number, row=row) for number, row in enumerate(rows, self.first)]
+
+    def is_due(self, version: int | None) -> bool:
+        """version: None asks for all suites."""
+        return version is None or self.every is None or version % self.every == 0
+
+
+class Evaluator:
+    """Runs episodes for held-out examples with the workflow of training, but not its buffer."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        runner: EpisodeRunner,
+        dataset: Dataset,
+        config: EvaluationConfig,
+        *,
+        seed: int | None = None,
+        places: Mapping[str, range] | None = None,
+        task_of: Callable[[int], str] = lambda _: "",
+    ) -> None:
+        """engine: training's, or that of servers for evaluations alone. seed: gives each request a seed, the same in
+        every evaluation. None: requests keep the workflow's seed. places: the indices of each named dataset's examples,
+        if they have names. task_of: the task of the example at an index; its workflow runs the example. Raises
+        ConfigError if evaluation.suites names another dataset, or leaves none for the evaluation's own reward.
+        """
+        self.engine = engine
+        self._runner = runner
+        self._dataset = dataset
+        self._config = config
+        self._seed = seed
+        self._task_of = task_of
+        self._num_begun = 0
+        self._is_named = bool(places)
+        self.suites = _suites(config, places or {"": range(len(dataset))})
+
+    def num_episodes(self, version: int | None = None) -> int:
+        """Of the evaluation that is due at a version. None: of one that plays all suites."""
+        return sum(len(suite.plays) for suite in self.suites if suite.is_due(version))
+
+    async def evaluate(
+        self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False, due: int | None = None
+    ) -> tuple[Evaluation, list[Episode]]:
+        """Play the suites that are due; returns their episodes, too. `version` is the published version at the start.
+
+        Failed and rejected episodes count as reward 0. on_end: called after each episode. is_first: nothing is known
+        to work yet. Then it raises FailureBudgetError if all episodes fail, or as soon as the first 64 have, and asks
+        about episodes that all return None. due: the version whose suites are played. None: all.
+        """
+        suites = [suite for suite in self.suites if suite.is_due(due)]
+        began, version = time.monotonic(), self.engine.version
+        self._num_begun = number = self._num_begun + 1
+        episodes = await self._play([play for suite in suites for play in suite.plays], number, on_end, is_first)
+        seconds, parts, own = time.monotonic() - began, dict[str, Evaluation](), list[_Played]()
+        for suite in suites:
+            played = _Played(suite=suite, episodes=[episodes[play.number] for play in suite.plays])
+            parts[suite.name] = played.evaluation(version, seconds, self._config)
+            if suite.every is None:
+                own.append(played)
+        evaluation = _whole(own, parts, self._config) if self._is_named else parts[""]
+        if is_first:
+            self._ask_about_returns([*episodes.values()])
+            self._check_names({s.name: [episodes[play.number] for play in s.plays] for s in suites})
+        self._report(number, evaluation)
+        return evaluation, [*episodes.values()]
+
+    async def _play(
+        self, plays: Sequence[Play], number: int, on_end: Callable[[], None], is_first: bool
+    ) -> dict[int, Episode]:
+        """Episodes by their numbers, in order."""
+        first = FirstEpisodes(min(len(plays), WINDOW), " of the first evaluation") if is_first else None
+
+        def ended(episode: Episode) -> None:
+            on_end()
+            if first is not None:
+                first.record(episode.error)
+
+        episodes = await run_examples(
+            self.engine,
+            self._runner,
+            self._dataset,
+            max_concurrent=self._config.max_concurrent_episodes,
+            seed=self._seed,
+            on_end=ended,
+            number=number,
+            rules=EvaluationRules(plays=plays, task_of=self._task_of),
+        )
+        return {play.number: episode for play, episode in zip(plays, episodes, strict=True)}
+
+    def _report(self, number: int, evaluation: Evaluation) -> None:
+        parts = evaluation.by_name or {}
+        of_parts = {
+            f"{name}/{what}": value
+            for name, part in parts.items()
+            for what, value in {"reward": part.reward, **part.metrics}.items()
+        }
+        self._runner.events.emit(
+            EvaluationEnded(
+                number=number,
+                version=evaluation.version,
+                reward=evaluation.reward,
+                standard_error=evaluation.standard_error,
+                num_episodes=evaluation.num_episodes,
+                num_failed=evaluation.num_failed,
+                seconds=evaluation.wall_s,
+                metrics={**evaluation.metrics, **of_parts},
+            )
+        )
+
+    def _ask_about_returns(self, episodes: Sequence[Episode]) -> None:
+        if all(episode.is_rejected for episode in episodes):
+            what = {"number": len(episodes), "what": " of the first evaluation", "workflow": self._runner.called}
+            log.warning(FORGOTTEN_RETURN.format(**what))
+
+    def _check_names(self, episodes: Mapping[str, Sequence[Episode]]) -> None:
+        """Raise FailureBudgetError if all episodes of a named dataset failed: its rewards of 0 would be no news."""
+        for name, own in episodes.items():
+            errors = [episode.error for episode in own]
+            if self._is_named and (first := errors[0]) is not None and None not in errors:
+                raise FailureBudgetError(
+                    f"all {len(errors)} episodes of eval_dataset[{name!r}] failed in the first evaluation, so the run "
+                    f"does not go on. The first failed with {type(first).__name__}: {first}"
+                ) from first
+
+
+def _suites(config: EvaluationConfig, places: Mapping[str, range]) -> list[Suite]:
+    if unknown := [name for name in config.suites if name not in places]:
+        known = ", ".join(map(repr, filter(None, places))) or "none, as eval_dataset is one dataset without a name"
+        raise ConfigError(f"evaluation.suites names {unknown[0]!r}, and the held-out datasets are: {known}")
+    suites, first = list[Suite](), 0
+    for name, rows in places.items():
+        own = config.suites.get(name)
+        suite = Suite(
+            name=name, rows=rows, repeats=config.repeats_of(name), every=own.every if own else None, first=first
+        )
+        first += len(suite.plays)
+        suites.append(suite)
+    if all(suite.every is not None for suite in suites):
+        raise ConfigError(
+            "evaluation.suites has an interval for every held-out dataset, so none is left for evaluation.every, which "
+            f"gives the evaluation its reward; leave `every` of {suites[0].name!r} out"
+        )
+    return suites
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """Episodes of a suite; those of an example stand together."""
+
+    suite: Suite
+    episodes: Sequence[Episode]
+
+    @property
+    def by_example(self) -> list[Sequence[Episode]]:
+        repeats = self.suite.repeats
+        return [self.episodes[i : i + repeats] for i in range(0, len(self.episodes), repeats)]
+
+    def evaluation(self, version: int, wall_s: float, config: EvaluationConfig) -> Evaluation:
+        estimate = Estimate.of([fmean(episode.reward for episode in own) for own in self.by_example])
+        return Evaluation(
+            version=version,
+            reward=estimate.mean,
+            standard_error=estimate.standard_error,
+            num_episodes=len(self.episodes),
+            num_failed=sum(episode.error is not None for episode in self.episodes),
+            wall_s=wall_s,
+            metrics=_metrics([self], version, config),
+        )
+
+
+def _whole(own: Sequence[_Played], parts: Mapping[str, Evaluation], config: EvaluationConfig) -> Evaluation:
+    """All suites as one evaluation. own: those that give it its reward, each the same weight."""
+    known = [parts[played.suite.name] for played in own]
+    version = known[0].version
+    return Evaluation(
+        version=version,
+        reward=fmean(part.reward for part in known),
+        standard_error=_error_of_mean([part.standard_error for part in known]),
+        num_episodes=sum(part.num_episodes for part in parts.values()),
+        num_failed=sum(part.num_failed for part in parts.values()),
+        wall_s=known[0].wall_s,
+        metrics=_metrics(own, version, config),
+        by_name=parts,
+    )
+
+
+def _metrics(played: Sequence[_Played], version: int, config: EvaluationConfig) -> dict[str, float]:
+    episodes = [episode for one in played for episode in one.episodes]
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    num_sampled = sum(int((t.versions != NOT_SAMPLED).sum()) for t in trajectories)
+    num_at_version = sum(int((t.versions == version).sum()) for t in trajectories)
+    return {
+        **mean_metrics(trajectories),
+        **mean_rewards(episode.trajectories for episode in episodes),
+        **_passes([own for one in played for own in one.by_example], config.pass_reward),
+        **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
+    }
+
+
+def _passes(by_example: Sequence[Sequence[Episode]], pass_reward: float) -> dict[str, float]:
+    """`pass@k` for k = 1, 2, 4, ..., as far as every example has episodes; nothing with one episode each."""
+    least, most = (choose(map(len, by_example)) for choose in (min, max))
+    right = [(len(own), sum(one.is_finished and one.reward >= pass_reward for one in own)) for own in by_example]
+    ks = [1 << i for i in range(least.bit_length())] if most > 1 else []
+    return {f"pass@{k}": fmean(pass_at_k(count, num_right, k) for count, num_right in right) for k in ks}
+
+
+def _error_of_mean(errors: Sequence[float | None]) -> float | None:
+    """The standard error of the mean of independent means; None if one of their errors is unknown."""
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) / len(errors) if len(known) == len(errors) else None
