@@ -86,8 +86,7 @@ def use_scripted_servers(
 ) -> None:
     """Let `launch` train as it does, and sample from `engine`."""
     monkeypatch.setattr(arl.serving, "RemoteInferenceEngine", ScriptedServers(engine))
-    for module in (arl.assembly, arl.serving):
-        monkeypatch.setattr(module, "open_servers", _no_addresses)
+    monkeypatch.setattr(arl.serving, "open_servers", _no_addresses)
     monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
 
 

@@ -130,4 +130,4 @@ class Evaluations:
         except (OSError, ArlError) as error:
             log.error("version %d is the best so far and could not be kept, so %s: %s", evaluation.version, best, error)
         else:
-            log.info("%s", best)
+            self.log.display.say(str(best))
