@@ -43,9 +43,9 @@ class Patient(RolloutWorkflow):
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         chat = Conversation(TOKENIZER, [{"role": "user", "content": f"Say a number {data['number']}"}])
         sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
-        await chat.agenerate(engine, sampling)
+        turn = await chat.agenerate(engine, sampling)
         if not data["held_out"]:
-            return chat.trajectories(float(data["number"] % 2))
+            return chat.trajectories(float(turn.output_ids[0] % 2))
         began = self.version
         async with asyncio.timeout(30):
             await self.trained[min(began + self.ahead, STEPS)].wait()
