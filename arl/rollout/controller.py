@@ -310,7 +310,7 @@ def _fate_in(judged: Group | Fruitless, *, is_cut: bool, is_kept: bool) -> Fate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
+class EvaluationEpisode:
     """One episode of an evaluation."""
 
     number: int
@@ -323,7 +323,7 @@ class Play:
 class EvaluationRules:
     """How examples are played for an evaluation."""
 
-    plays: Sequence[Play] | None = None
+    episodes: Sequence[EvaluationEpisode] | None = None
     """The episodes, in their order. None: one of each example."""
     task_of: Callable[[int], str] = lambda _: ""
     """The task of the example at an index."""
@@ -340,18 +340,18 @@ async def run_examples(
     number: int = 0,
     rules: EvaluationRules = EvaluationRules(),
 ) -> list[Episode]:
-    """Run episodes of examples, `max_concurrent` at a time, for evaluation. Returns them in the order of the plays.
+    """Run episodes of examples, `max_concurrent` at a time, for evaluation. Returns them in the order of the rules.
 
     seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends; what
     it raises ends all. number: of the evaluation, for the event log.
     """
     episodes: dict[int, Episode] = {}
-    plays = [Play(number=row, row=row) for row in range(len(examples))] if rules.plays is None else rules.plays
-    coming = iter(plays)
+    wanted = rules.episodes or [EvaluationEpisode(number=row, row=row) for row in range(len(examples))]
+    coming = iter(wanted)
 
     async def run_next_ones() -> None:
-        for play in coming:
-            index, row = play.number, play.row
+        for one in coming:
+            index, row = one.number, one.row
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
             example, name = examples[row], f"evaluation of example {row}"
             report = EpisodeReport(
@@ -375,9 +375,9 @@ async def run_examples(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(max_concurrent, len(plays))):
+            for _ in range(min(max_concurrent, len(wanted))):
                 tasks.create_task(run_next_ones())
     except BaseExceptionGroup as errors:
         error = first_error(errors)
         raise error from error.__cause__
-    return [episodes[play.number] for play in plays]
+    return [episodes[one.number] for one in wanted]

@@ -15,7 +15,7 @@ from arl.api.errors import ConfigError, FailureBudgetError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.api.events import EvaluationEnded
 from arl.api.types import NOT_SAMPLED, Evaluation
-from arl.rollout.controller import Dataset, EvaluationRules, Play, run_examples
+from arl.rollout.controller import Dataset, EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.rollout.watches import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
 from arl.training.metrics import mean_metrics, mean_rewards
@@ -72,9 +72,9 @@ class Suite:
     """The number of its first episode, which does not depend on which suites are played."""
 
     @property
-    def plays(self) -> list[Play]:
+    def episodes(self) -> list[EvaluationEpisode]:
         rows = [row for row in self.rows for _ in range(self.repeats)]
-        return [Play(number=number, row=row) for number, row in enumerate(rows, self.first)]
+        return [EvaluationEpisode(number=number, row=row) for number, row in enumerate(rows, self.first)]
 
     def is_due(self, version: int | None) -> bool:
         """version: None asks for all suites."""
@@ -112,7 +112,7 @@ class Evaluator:
 
     def num_episodes(self, version: int | None = None) -> int:
         """Of the evaluation that is due at a version. None: of one that plays all suites."""
-        return sum(len(suite.plays) for suite in self.suites if suite.is_due(version))
+        return sum(len(suite.episodes) for suite in self.suites if suite.is_due(version))
 
     async def evaluate(
         self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False, due: int | None = None
@@ -126,25 +126,26 @@ class Evaluator:
         suites = [suite for suite in self.suites if suite.is_due(due)]
         began, version = time.monotonic(), self.engine.version
         self._num_begun = number = self._num_begun + 1
-        episodes = await self._play([play for suite in suites for play in suite.plays], number, on_end, is_first)
+        wanted = [one for suite in suites for one in suite.episodes]
+        episodes = await self._play(wanted, number, on_end, is_first)
         seconds, parts, own = time.monotonic() - began, dict[str, Evaluation](), list[_Played]()
         for suite in suites:
-            played = _Played(suite=suite, episodes=[episodes[play.number] for play in suite.plays])
+            played = _Played(suite=suite, episodes=[episodes[one.number] for one in suite.episodes])
             parts[suite.name] = played.evaluation(version, seconds, self._config)
             if suite.every is None:
                 own.append(played)
         evaluation = _whole(own, parts, self._config) if self._is_named else parts[""]
         if is_first:
             self._ask_about_returns([*episodes.values()])
-            self._check_names({s.name: [episodes[play.number] for play in s.plays] for s in suites})
+            self._check_names({s.name: [episodes[one.number] for one in s.episodes] for s in suites})
         self._report(number, evaluation)
         return evaluation, [*episodes.values()]
 
     async def _play(
-        self, plays: Sequence[Play], number: int, on_end: Callable[[], None], is_first: bool
+        self, wanted: Sequence[EvaluationEpisode], number: int, on_end: Callable[[], None], is_first: bool
     ) -> dict[int, Episode]:
         """Episodes by their numbers, in order."""
-        first = FirstEpisodes(min(len(plays), WINDOW), " of the first evaluation") if is_first else None
+        first = FirstEpisodes(min(len(wanted), WINDOW), " of the first evaluation") if is_first else None
 
         def ended(episode: Episode) -> None:
             on_end()
@@ -159,9 +160,9 @@ class Evaluator:
             seed=self._seed,
             on_end=ended,
             number=number,
-            rules=EvaluationRules(plays=plays, task_of=self._task_of),
+            rules=EvaluationRules(episodes=wanted, task_of=self._task_of),
         )
-        return {play.number: episode for play, episode in zip(plays, episodes, strict=True)}
+        return {one.number: episode for one, episode in zip(wanted, episodes, strict=True)}
 
     def _report(self, number: int, evaluation: Evaluation) -> None:
         parts = evaluation.by_name or {}
@@ -209,7 +210,7 @@ def _suites(config: EvaluationConfig, places: Mapping[str, range]) -> list[Suite
         suite = Suite(
             name=name, rows=rows, repeats=config.repeats_of(name), every=own.every if own else None, first=first
         )
-        first += len(suite.plays)
+        first += len(suite.episodes)
         suites.append(suite)
     if all(suite.every is not None for suite in suites):
         raise ConfigError(

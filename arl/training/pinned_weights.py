@@ -79,7 +79,7 @@ class MovingWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldWeights:
+class StillWeights:
     """Training's servers, which get no newer weights while an evaluation runs."""
 
     delivery: Delivery
@@ -181,5 +181,5 @@ def pins_of(
         return OwnServers(servers=servers, learner=learner, thread=thread)
     if config.hold_weights:
         keeps_models = config.keep_best is not None
-        return HeldWeights(delivery=delivery, learner=learner, thread=thread, keeps_models=keeps_models)
+        return StillWeights(delivery=delivery, learner=learner, thread=thread, keeps_models=keeps_models)
     return MovingWeights(delivery=delivery)

@@ -284,4 +284,4 @@ class Rewarded(RolloutWorkflow):
 async def test_an_evaluation_has_the_mean_of_each_named_part() -> None:
     engine, runner = ScriptedEngine(lambda request: [9]), EpisodeRunner(workflow=Rewarded(), timeout_s=5.0)
     evaluation, _ = await Evaluator(engine, runner, [{"value": 2.0}, {"value": 4.0}], EvaluationConfig()).evaluate()
-    assert (evaluation.reward, evaluation.metrics) == (3.0, {"reward/half": 1.5})
+    assert (evaluation.reward, evaluation.metrics["reward/half"]) == (3.0, 1.5)

@@ -20,7 +20,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.eventlog.writer import EventLog
 from arl.rewards.score import Score, reported
-from arl.rollout.controller import EvaluationRules, run_examples
+from arl.rollout.controller import EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.report import shown
 from arl.view.episode_table import row_of
@@ -211,8 +211,8 @@ def test_each_episode_of_an_evaluation_names_its_example(tmp_path: Path) -> None
     examples = [{"n": 5}, {"n": 6}]
     with EventLog(tmp_path, EventsConfig()).open() as log:
         runner = EpisodeRunner(workflow=Returns(trajectory(versions=(0, 0))), timeout_s=30.0, events=log)
-        plays = [Play(number=number, row=number // 2) for number in range(4)]
-        engine, rules = ScriptedEngine(lambda _: answer()), EvaluationRules(plays=plays)
+        wanted = [EvaluationEpisode(number=number, row=number // 2) for number in range(4)]
+        engine, rules = ScriptedEngine(lambda _: answer()), EvaluationRules(episodes=wanted)
         asyncio.run(run_examples(engine, runner, examples, max_concurrent=3, number=1, rules=rules))
     rows = [row_of(episode, {}) for episode in read_run(tmp_path).episodes]
     told = {row["episode"]: row["row"] for row in rows}

@@ -1,0 +1,222 @@
+"""Which suites an evaluation plays, on which weights, and which model is kept: over the official fakes."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import trajectory
+from training.trainer_run import DirectTransport, running
+
+from arl.api.config import Config
+from arl.api.engine import Sampler
+from arl.api.errors import ConfigError
+from arl.api.evaluation_config import EvaluationConfig
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
+from arl.rollout.episode import EpisodeRunner
+from arl.training.best_model import BestModel
+from arl.training.evaluator import Evaluator
+from arl.training.run_files import read_jsonl
+
+ROWS = [{"reward": reward} for reward in (0.0, 1.0, 0.5, 0.5, 0.25)]
+PLACES = {"often": range(2), "seldom": range(2, 4), "hard": range(4, 5)}
+SUITES: Any = {"seldom": {"every": 20}, "hard": {"every": 10, "episodes_per_example": 3}}
+
+
+class Rewards(RolloutWorkflow):
+    """The example's reward. One of its two tokens is of version 1, whatever the engine's."""
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        asked = ModelRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=1))
+        response = await engine.agenerate(asked)
+        return trajectory((*response.output_versions, 1), data["reward"])
+
+
+def evaluator(engine: ScriptedEngine, *, seed: int | None = None, **changes: Any) -> Evaluator:
+    config = EvaluationConfig(**{"every": 5, "suites": SUITES, **changes})
+    runner = EpisodeRunner(workflow=Rewards(), timeout_s=5.0)
+    return Evaluator(engine, runner, ROWS, config, places=PLACES, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("due", "played", "num_episodes"),
+    [(5, ["often"], 2), (10, ["often", "hard"], 5), (20, ["often", "seldom", "hard"], 7), (None, [*PLACES], 7)],
+)
+async def test_a_suite_is_played_at_its_own_interval_and_leaves_the_evaluations_reward_alone(
+    due: int | None, played: list[str], num_episodes: int
+) -> None:
+    suites = evaluator(ScriptedEngine(lambda _: [9]))
+    evaluation, episodes = await suites.evaluate(due=due)
+    assert evaluation.by_name is not None
+    assert [*evaluation.by_name] == played
+    assert evaluation.reward == 0.5
+    assert (evaluation.num_episodes, len(episodes), suites.num_episodes(due)) == (num_episodes,) * 3
+    if "hard" in played:
+        hard = evaluation.by_name["hard"]
+        assert (hard.reward, hard.num_episodes, hard.metrics["pass@2"]) == (0.25, 3, 0.0)
+
+
+async def test_an_episode_has_the_same_seed_whichever_suites_are_played_beside_it() -> None:
+    engines = [ScriptedEngine(lambda _: [9]) for _ in range(2)]
+    for engine, due in zip(engines, (10, 20), strict=True):
+        await evaluator(engine, seed=7).evaluate(due=due)
+    some, all_ = ({request.sampling.seed for request in engine.requests} for engine in engines)
+    assert None not in all_
+    assert (len(some), len(all_)) == (5, 7)
+    assert some < all_
+
+
+async def test_an_evaluation_tells_the_share_of_its_tokens_that_are_of_its_version() -> None:
+    for version, share in ((1, 1.0), (2, 0.5)):
+        evaluation, _ = await evaluator(ScriptedEngine(lambda _: [9], version)).evaluate()
+        assert evaluation.metrics["at_version"] == share
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "error"),
+    [
+        ({"suites": {"a": {"every": 20}}}, "evaluation.every is unset"),
+        ({"every": 8, "suites": {"a": {"every": 20}}}, "not a multiple of evaluation.every=8"),
+        ({"servers": 1, "addresses": ["http://127.0.0.1:1"]}, "leave one out"),
+        ({"servers": 1, "hold_weights": True}, "whose weights nobody changes"),
+        ({"keep_best": "reward"}, "of no single model"),
+        ({"directory": "/x"}, "no servers of their own"),
+        ({"addresses": ["http://127.0.0.1:1"]}, "engine.kind=local has arl start the servers"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(evaluation: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Config.model_validate({"model": "m", "evaluation": evaluation})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "error"),
+    [
+        ({"servers": 1}, "arl starts no servers with engine.kind=sglang"),
+        ({"addresses": ["http://127.0.0.1:30000/"]}, "in engine.addresses and in evaluation.addresses"),
+    ],
+)
+def test_running_servers_are_trainings_or_evaluations(evaluation: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Config.model_validate(
+            {
+                "model": "m",
+                "engine": {"kind": "sglang", "addresses": ["http://127.0.0.1:30000"]},
+                "evaluation": evaluation,
+            }
+        )
+
+
+@pytest.mark.parametrize(
+    ("suites", "error"),
+    [
+        ({"nil": {}}, "evaluation.suites names 'nil', and the held-out datasets are: 'often', 'seldom', 'hard'"),
+        ({name: {"every": 5} for name in PLACES}, "none is left for evaluation.every"),
+    ],
+)
+def test_suites_name_held_out_datasets_and_leave_one(suites: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        evaluator(ScriptedEngine(lambda _: [9]), suites=suites)
+
+
+def of(version: int, reward: float, **metrics: float) -> Evaluation:
+    part = Evaluation(version=version, reward=reward / 2, num_episodes=1, num_failed=0, wall_s=1.0, metrics=metrics)
+    return Evaluation(
+        version=version, reward=reward, num_episodes=1, num_failed=0, wall_s=1.0, metrics=metrics, by_name={"a/b": part}
+    )
+
+
+def offer(best: BestModel, evaluation: Evaluation) -> None:
+    value = best.value_of(evaluation, may_lack=False)
+    assert value is not None
+    if best.is_better(value):
+        best.keep(evaluation.version, value, lambda path: write_version(path, evaluation.version))
+
+
+def write_version(directory: Path, version: int) -> None:
+    directory.mkdir()
+    (directory / "model").write_text(str(version))
+
+
+def test_the_best_model_is_the_first_of_the_highest_metric_also_after_a_resume(tmp_path: Path) -> None:
+    for rewards in ({1: 0.5, 2: float("nan"), 3: 0.75, 4: 0.75}, {5: 0.7, 6: 0.25}):
+        best = BestModel(tmp_path, "reward")
+        for version, reward in rewards.items():
+            offer(best, of(version, reward))
+    assert (tmp_path / "best" / "model").read_text() == "3"
+    assert json.loads((tmp_path / "best" / "best.json").read_text()) == {
+        "version": 3,
+        "metric": "reward",
+        "value": 0.75,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best-version-3"]
+
+
+def test_a_version_that_is_trained_again_after_a_resume_takes_its_own_place(tmp_path: Path) -> None:
+    best = BestModel(tmp_path, "reward")
+    offer(best, of(3, 0.5))
+    best.keep(3, 0.6, lambda path: write_version(path, 33))
+    assert (tmp_path / "best" / "model").read_text() == "33"
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("metric", ["a/b/reward", "a/b/pass@4", "pass@4"])
+def test_a_metric_may_be_of_one_suite_and_one_that_is_not_there_is_named(tmp_path: Path, metric: str) -> None:
+    best = BestModel(tmp_path, metric)
+    found = of(1, 0.5, **{"pass@4": 0.25})
+    assert best.value_of(found, may_lack=False) == 0.25
+    lacking = Evaluation(version=1, reward=0.5, num_episodes=1, num_failed=0, wall_s=1.0, metrics={})
+    assert best.value_of(lacking, may_lack=True) is None
+    with pytest.raises(
+        ConfigError, match=f"keep_best is '{metric}', which the evaluation does not have; it has: reward"
+    ):
+        best.value_of(lacking, may_lack=False)
+
+
+def test_a_model_that_cannot_be_written_leaves_the_best_one_in_its_place(tmp_path: Path) -> None:
+    best = BestModel(tmp_path, "reward")
+    offer(best, of(1, 0.5))
+
+    def fail(directory: Path) -> None:
+        write_version(directory, 2)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        best.keep(2, 0.9, fail)
+    assert (tmp_path / "best" / "model").read_text() == "1"
+    assert best.is_better(0.6)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_other_files_where_the_best_model_would_lie_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    with pytest.raises(ConfigError, match="something else lies there"):
+        BestModel(tmp_path, "reward")
+
+
+async def test_held_weights_wait_for_the_evaluation_and_training_for_its_bound(tmp_path: Path) -> None:
+    may_answer, transport = asyncio.Event(), DirectTransport()
+
+    async def answer(request: ModelRequest) -> tuple[int, ...]:
+        if request.input_ids[1] == 0:  # of the first held-out example, and of one that is trained
+            await may_answer.wait()
+        return (7, 8, 9)
+
+    due = {"steps": 6, "evaluate": True, "evaluation": {"every": 2, "hold_weights": True}}
+    rollout = {"max_staleness": 2, "shuffle": False}
+    async with running(tmp_path, transport=transport, engine=ScriptedEngine(answer), rollout=rollout, **due) as trainer:
+        may_answer.set()
+        assert [(await anext(trainer)).version for _ in range(1)] == [1]
+        may_answer.clear()
+        for version in (2, 3, 4):
+            assert (await anext(trainer)).version == version
+        assert transport.delivered[-1] == 2, "versions 3 and 4 wait for the evaluation of 2"
+        may_answer.set()
+        assert [step.version async for step in trainer] == [5, 6]
+    evaluated = {row["version"]: row["metrics"]["at_version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")}
+    assert evaluated[2] == 1.0
+    assert {*evaluated.values()} == {1.0}
+    assert transport.delivered[-1] == 6
