@@ -1,25 +1,30 @@
 """Which suites an evaluation plays, on which weights, and which model is kept: over the official fakes."""
 
 import asyncio
+import errno
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from records import trajectory
 from training.trainer_run import DirectTransport, running
 
-from arl.api.config import Config
+from arl.api.config import Config, LogConfig
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, ProcessLostError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.offload import TrainThread
 from arl.rollout.episode import EpisodeRunner
 from arl.training.best_model import BestModel
+from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
-from arl.training.run_files import read_jsonl
+from arl.training.run_files import RunLog, read_jsonl
 
 ROWS = [{"reward": reward} for reward in (0.0, 1.0, 0.5, 0.5, 0.25)]
 PLACES = {"often": range(2), "seldom": range(2, 4), "hard": range(4, 5)}
@@ -220,3 +225,75 @@ async def test_held_weights_wait_for_the_evaluation_and_training_for_its_bound(t
     assert evaluated[2] == 1.0
     assert {*evaluated.values()} == {1.0}
     assert transport.delivered[-1] == 6
+
+
+class NotedPin:
+    """Notes how many are pinned at once. The first ones are lost with the trainer's process."""
+
+    pinned = most = num_released = num_lost = 0
+
+    async def pin(self) -> Self:
+        self.pinned += 1
+        self.most = max(self.most, self.pinned)
+        return self
+
+    async def ready(self) -> None:
+        if self.num_lost:
+            self.num_lost -= 1
+            raise ProcessLostError("the trainer's process is gone")
+
+    def write_model(self, directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory))
+
+    def release(self) -> None:
+        self.pinned -= 1
+        self.num_released += 1
+
+
+@asynccontextmanager
+async def evaluations(run_dir: Path, pins: NotedPin, **config: Any) -> AsyncIterator[Evaluations]:
+    thread, engine = TrainThread(), ScriptedEngine(lambda _: [9], 1)
+    async with asyncio.TaskGroup() as tasks:
+        yield Evaluations(
+            config=EvaluationConfig(every=1, hold_weights=True, **config),
+            evaluator=evaluator(engine, suites={}),
+            pins=pins,
+            best=BestModel(run_dir, "reward"),
+            log=RunLog(run_dir, LogConfig(console=False)),
+            thread=thread,
+            tasks=tasks,
+            training=asyncio.Lock(),
+        )
+    thread.close()
+
+
+async def test_weights_that_were_lost_with_the_trainers_process_are_pinned_again(tmp_path: Path) -> None:
+    pins = NotedPin()
+    pins.num_lost = 2
+    async with evaluations(tmp_path, pins) as beside:
+        assert (await beside.evaluate(is_first=False)).reward > 0
+    assert (pins.pinned, pins.num_released) == (0, 3)
+
+
+async def test_one_evaluation_runs_at_a_time_and_those_that_come_due_meanwhile_are_one(tmp_path: Path) -> None:
+    pins = NotedPin()
+    async with evaluations(tmp_path, pins) as beside:
+        asked = asyncio.create_task(beside.evaluate(is_first=False))
+        for version in (1, 2, 3):
+            await asyncio.sleep(0)
+            async with asyncio.timeout(5), beside.training:
+                await beside.begin(version)
+        await asked
+        await beside.finished()
+    assert (pins.most, pins.num_released) == (1, 2)
+
+
+async def test_a_best_model_that_cannot_be_written_is_told_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with evaluations(tmp_path, NotedPin()) as beside:
+        await beside.begin(1)
+        await beside.finished()
+    assert len(read_jsonl(tmp_path / "evaluations.jsonl")) == 1
+    assert "version 1 is the best so far and could not be kept" in caplog.text
+    assert "No space left on device" in caplog.text
