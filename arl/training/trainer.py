@@ -12,6 +12,7 @@
 |           |                    |                     | `save`, `export`         | their copies are made          |
 |           |                    |                     | the thread arl-train     | the end of its call            |
 | delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
+|           |                    |                     | held weights             | the end of the evaluation      |
 | evaluation| held-out examples  | Evaluation          | its weights, its episodes| the step where it is due       |
 | saving    | copies, RunState   | a checkpoint        | the disk, the event log  | the step where it is due       |
 | `save`, `export` in other tasks | | a checkpoint, a model | the end of the step  | the step, which holds `_training` |
