@@ -1,6 +1,7 @@
-"""The quickstart's training against the embedded server and against stock SGLang, from the same models, over seeds.
+"""The quickstart's training on the embedded server and on stock SGLang or vLLM, from the same models, over seeds.
 
-    python benchmarks/servers.py --sglang-python .venv-sglang/bin/python --seeds 0 1 2
+    python benchmarks/servers.py --servers embedded sglang --sglang-python .venv-sglang/bin/python --seeds 0 1 2
+    python benchmarks/servers.py --servers embedded vllm --vllm-python .venv-vllm/bin/python --seeds 0 1 2
 
 Each seed has one warm-started model, from which every kind of server starts. Reported per seed are the held-out
 reward before and after, the mean training reward over the run, wall time and staleness; at the end, whether the curves
@@ -59,9 +60,10 @@ class Curve:
 def engine_flags(server: str, args: argparse.Namespace) -> list[str]:
     if server == "embedded":
         return ["--engine.kind", "local"]
-    arguments = (ROOT / "scripts" / "sglang_cpu" / "arguments").read_text().split()
-    flags = ["--engine.kind", "sglang_processes", "--engine.gpus_per_server", "0"]
-    return [*flags, "--engine.python", str(args.sglang_python), "--engine.arguments", json.dumps(arguments)]
+    arguments = (ROOT / "scripts" / f"{server}_cpu" / "arguments").read_text().split()
+    flags = ["--engine.kind", f"{server}_processes", "--engine.gpus_per_server", "0"]
+    python = args.sglang_python if server == "sglang" else args.vllm_python
+    return [*flags, "--engine.python", str(python), "--engine.arguments", json.dumps(arguments)]
 
 
 async def train(server: str, transport: str, seed: int, args: argparse.Namespace) -> Curve:
@@ -149,7 +151,8 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sglang-python", type=Path, default=Path(".venv-sglang/bin/python"))
-    parser.add_argument("--servers", nargs="+", default=["embedded", "sglang"], choices=["embedded", "sglang"])
+    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--servers", nargs="+", default=["embedded", "sglang"], choices=["embedded", "sglang", "vllm"])
     parser.add_argument("--transport", default="disk", choices=["disk", "distributed"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
