@@ -21,20 +21,27 @@ def reward(answer, data):
 
 
 def prepare(config):
-    workflow = SingleTurnWorkflow(
-        load_tokenizer(config.model), reward, sampling=SamplingParams(temperature=0.8, max_new_tokens=64)
-    )
-    return Setup(model=config.model, workflow=workflow, dataset=[{"question": "hi"}])
+    def agent(temperature):
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=64)
+        return SingleTurnWorkflow(load_tokenizer(config.model), reward, sampling=sampling)
+
+    return Setup(model=config.model, workflow=agent(0.8), dataset=[{"question": "hi"}])
 
 
 experiment = Experiment(config=ExperimentConfig, prepare=prepare)
 """
 
+ONE = 'Setup(model=config.model, workflow=agent(0.8), dataset=[{"question": "hi"}])'
+TASKS = """Setup(model=config.model, tasks=[
+        Task(name=name, workflow=agent(temperature), dataset=[{"question": "hi"}])
+        for name, temperature in (("warm", 1.0), ("cool", 0.8))
+    ])"""
 
-def arguments(directory: Path, model: Path, *flags: str) -> list[str]:
-    script = directory / "doctored_script.py"
-    script.write_text(SCRIPT)
-    return ["doctor", str(script), "--model", str(model), "--run_dir", str(directory / "run"), *flags]
+
+def arguments(directory: Path, model: Path, *flags: str, script: str = SCRIPT) -> list[str]:
+    path = directory / "doctored_script.py"
+    path.write_text(script)
+    return ["doctor", str(path), "--model", str(model), "--run_dir", str(directory / "run"), *flags]
 
 
 @pytest.mark.runs
@@ -60,3 +67,16 @@ def test_a_fault_ends_with_code_1_and_json_names_it(
     assert outcomes["truncation"] == ("skipped", "it depends on: temperature")
     assert outcomes["weights after load 1"][0] == "skipped"  # arl did not start this server
     assert "--publish" in outcomes["weights after load 1"][1]
+
+
+def test_a_task_is_examined_with_its_own_sampling(
+    model: Path, server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At temperature 1, that of the first task, this fault does not show."""
+    script = SCRIPT.replace("from arl import ", "from arl import Task, ").replace(ONE, TASKS)
+    flags = ("--engine.kind", "sglang", "--engine.addresses", server.address, "--json", "--task", "cool")
+    path = patch.object(sys, "path", [*sys.path])
+    with planted(server, "logprobs_of_temperature_1", model), path, pytest.raises(SystemExit) as ended:
+        main(arguments(tmp_path, model, *flags, script=script))
+    assert ended.value.code == 1
+    assert json.loads(capsys.readouterr().out)["cause"] == "logprobs of another temperature"
