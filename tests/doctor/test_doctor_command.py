@@ -39,7 +39,7 @@ TASKS = """Setup(model=config.model, tasks=[
 
 
 def arguments(directory: Path, model: Path, *flags: str, script: str = SCRIPT) -> list[str]:
-    path = directory / "doctored_script.py"
+    path = directory / ("doctored_script.py" if script == SCRIPT else "doctored_tasks.py")
     path.write_text(script)
     return ["doctor", str(path), "--model", str(model), "--run_dir", str(directory / "run"), *flags]
 
