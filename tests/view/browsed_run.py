@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from made_run import TOKENIZER, began, episode, step, tokens_of
+from msgspec import structs
 
 from arl.api.config import EventsConfig
 from arl.api.events import EpisodeBegan, EpisodeEnded, GroupAdmitted, GroupEnded, KeptTokens
@@ -27,7 +28,9 @@ TRAINED = ("proximal_logprobs", "current_logprobs", "advantages", "weights", "en
 class BrowsedRun:
     """`train(n)` adds n steps of GROUPS groups of MEMBERS episodes; the last episode of each odd group fails."""
 
-    def __init__(self, run_dir: Path, log: EventLog, settings: dict[str, Any]) -> None:
+    def __init__(self, run_dir: Path, log: EventLog, settings: dict[str, Any], tasks: Sequence[str] = ()) -> None:
+        """tasks: their names; groups are theirs in turns."""
+        self._tasks = tasks
         self.run_dir = run_dir
         self.version = 0
         self._began = time.time() - 100
@@ -35,7 +38,7 @@ class BrowsedRun:
         self._rng = np.random.default_rng(0)
         (run_dir / "events").mkdir(parents=True)
         TOKENIZER.save(str(run_dir / "events" / "tokenizer.json"))
-        log.emit(began(t=self._began, **settings))
+        log.emit(structs.replace(began(t=self._began, **settings), tasks=[*tasks]))
         self._write("evaluations.jsonl", {"version": 0, "reward": 0.25})
 
     @property
@@ -67,7 +70,15 @@ class BrowsedRun:
     def _group(self, group: int, start: float) -> Iterator[tuple[str, int, Trajectory]]:
         example = {"question": f"What is {group} + 1?", "answer": str(group + 1)}
         self._log.emit(
-            GroupAdmitted(t=start, group=group, epoch=0, row=group % 10, stamp=self.version, example=example)
+            GroupAdmitted(
+                t=start,
+                group=group,
+                epoch=0,
+                row=group % 10,
+                stamp=self.version,
+                example=example,
+                task=self._tasks[group % len(self._tasks)] if self._tasks else "",
+            )
         )
         for member in range(MEMBERS):
             name, at = f"{group}.{member}", start + member / 10
@@ -118,8 +129,9 @@ class BrowsedRun:
 
 
 @contextmanager
-def browsed_run(run_dir: Path, **settings: Any) -> Iterator[BrowsedRun]:
+def browsed_run(run_dir: Path, *, tasks: Sequence[str] = (), **settings: Any) -> Iterator[BrowsedRun]:
     log = EventLog(run_dir, EventsConfig())
-    run = BrowsedRun(run_dir, log, {"steps": 40, "rollout": {"max_staleness": 2, "group_size": MEMBERS}, **settings})
+    settings = {"steps": 40, "rollout": {"max_staleness": 2, "group_size": MEMBERS}, **settings}
+    run = BrowsedRun(run_dir, log, settings, tasks)
     with log.open():
         yield run

@@ -181,6 +181,20 @@ async def test_filters_and_a_search_leave_what_the_log_holds(page: Page, address
     await expect(page.locator("#episodes tbody tr")).to_have_count(1)
 
 
+async def test_a_run_of_tasks_shows_each_episodes_task_and_one_task_alone(browser: Browser, tmp_path: Path) -> None:
+    with browsed_run(tmp_path / "tasks", tasks=["low", "<b>high"]) as tasks:
+        tasks.train(2)
+    async with looking_at(tmp_path / "tasks") as server, opened(browser, f"{server.session._base_url}/") as page:
+        await show(page, f"{server.session._base_url}/", "episodes")
+        await expect(page.locator("#matched")).to_contain_text(f" of {tasks.num_episodes}")
+        heads = await page.locator("#episodes thead th").all_inner_texts()
+        column = page.locator(f"#episodes tbody td:nth-child({heads.index('Task') + 1})")
+        assert set(await column.all_inner_texts()) == {"low", "<b>high"}
+        await page.get_by_label("Task: any").select_option("<b>high")
+        await expect(page.locator("#matched")).to_contain_text(f" of {tasks.num_episodes // 2} ")
+        assert set(await column.all_inner_texts()) == {"<b>high"}
+
+
 async def test_columns_sort_and_pages_turn(page: Page, address: str, run: BrowsedRun) -> None:
     await show(page, address, "episodes")
     await page.get_by_role("button", name="Tokens").click()
