@@ -18,6 +18,8 @@ Protocol = Literal["sglang", "vllm"]
 
 DEFAULT_CONTEXT_LENGTH = 4096
 """The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
+RELEASED = "released"
+"""The label of a server's weights while their memory is released. The next weights have to be loaded whole."""
 SERVER_KEY, MIRROR_KEY = "ARL_SERVER_API_KEY", "ARL_MIRROR_API_KEY"
 """Environment variables with API keys, for clients and servers."""
 

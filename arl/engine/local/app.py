@@ -19,6 +19,7 @@ from arl.engine.local.control import (
     GroupBody,
     JoinBody,
     LoadAdapterBody,
+    MemoryBody,
     PauseBody,
     UnloadAdapterBody,
     Weights,
@@ -56,7 +57,13 @@ class Info:
         }
 
     async def server_info(self, body: EmptyBody) -> Any:
-        state = {"is_paused": self._scheduler.is_paused, **self._load()}
+        memory = self._scheduler.runner.occupation
+        state = {
+            "is_paused": self._scheduler.is_paused,
+            "released": sorted(memory.released),
+            "held_bytes": memory.held_bytes,
+            **self._load(),
+        }
         routes = {"enable_return_routed_experts": self._scheduler.runner.routers is not None}
         return {**self._settings, **routes, "version": __version__, "internal_states": [state]}
 
@@ -100,6 +107,8 @@ def build_app(
     add("POST", "/abort_request", AbortBody, control.abort_request, control_error)
     add("POST", "/pause_generation", PauseBody, control.pause_generation, control_error)
     add("POST", "/continue_generation", EmptyBody, control.continue_generation, control_error)
+    add("POST", "/release_memory_occupation", MemoryBody, control.release_memory, control_error)
+    add("POST", "/resume_memory_occupation", MemoryBody, control.resume_memory, control_error)
     add("POST", "/flush_cache", EmptyBody, control.flush_cache, control_error)
     add("POST", "/update_weights_from_disk", DiskBody, weights.update_from_disk, control_error)
     add("POST", "/init_weights_update_group", JoinBody, weights.init_group, control_error)

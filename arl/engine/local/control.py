@@ -16,6 +16,7 @@ from pydantic import Field
 from arl.api.engine import WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.engine.local.generate import Inflight
+from arl.engine.local.occupation import PARTS, MemoryPart
 from arl.engine.local.received_weights import WeightReceiver, WeightsError, named, read_directory
 from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import Name, RequestBody, RequestError
@@ -39,6 +40,11 @@ class PauseBody(RequestBody):
     mode: PauseMode = "abort"
 
 
+class MemoryBody(RequestBody):
+    tags: Annotated[list[MemoryPart], Field(max_length=len(PARTS))] | None = None
+    """None, or an empty list: all."""
+
+
 class Control:
     def __init__(self, scheduler: Scheduler, inflight: Inflight) -> None:
         self._scheduler = scheduler
@@ -55,6 +61,12 @@ class Control:
     async def continue_generation(self, body: EmptyBody) -> Any:
         await _done(self._scheduler.resume())
         return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def release_memory(self, body: MemoryBody) -> Any:
+        await _done(self._scheduler.release_memory(body.tags or PARTS))
+
+    async def resume_memory(self, body: MemoryBody) -> Any:
+        await _done(self._scheduler.resume_memory(body.tags or PARTS))
 
     async def flush_cache(self, body: EmptyBody) -> Any:
         await _done(self._scheduler.flush_cache())

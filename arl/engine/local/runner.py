@@ -25,6 +25,7 @@ from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.fused_decoder import FusedDecoder
 from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
+from arl.engine.local.occupation import Occupation, with_own_memory
 from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
 from arl.engine.routers import Routers, find_routers
@@ -79,6 +80,7 @@ class ModelRunner:
         self.context_length = _context_length(self.config, context_length)
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
         self.model = _read_model(model_dir, _dtype(dtype), self.is_scorer).to(self.device)
+        with_own_memory(self.model)
         self._head = _head(self.model, self.is_scorer)
         self.stored_form = StoredForm(self.model)
         self.adapters = LoadedAdapters(self.model, self._head)
@@ -89,6 +91,7 @@ class ModelRunner:
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
+        self.occupation = Occupation(self.model, self.cache)
         self._fused: FusedDecoder | None = None
         self._threads = ModelThreads(num_threads if self.device.type == "cpu" else 1)
         self._try()
@@ -193,8 +196,10 @@ class ModelRunner:
         """Copy tensors into parameters by name; others stay. Raises WeightsError, copying none, if one does not fit."""
         parameters = self.model.state_dict()
         check_fit(tensors, {name: parameter.shape for name, parameter in parameters.items()})
+        self.occupation.check(tensors)
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
+        self.occupation.note_load()
         if self._fused is not None:
             self._fused.refresh()
 

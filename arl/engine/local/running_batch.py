@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
 
+from arl.api.engine_config import RELEASED
 from arl.api.kept_ids import SetTable
 from arl.engine.local.constraints import Allowed, Constraint
 from arl.engine.local.iteration_times import IterationTimes
+from arl.engine.local.occupation import MemoryPart
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.sampler import BatchSampler, Samples, StopStrings, random_stream
 from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
+from arl.web.bodies import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +431,26 @@ class RunningBatch:
         for row in self._rows:
             row.is_mixed = row.num_computed > 0
         self.weight_version = weight_version
+
+    @property
+    def can_compute(self) -> bool:
+        """Its memory is there, and its weights are."""
+        return not self._runner.occupation.released and not self._runner.occupation.lacks_weights
+
+    def release(self, parts: Collection[MemoryPart]) -> None:
+        """Let go of memory. Raises RequestError while sequences run, whose keys and values would be lost."""
+        if self._rows:
+            raise RequestError(
+                f"{len(self._rows)} requests are running: pause generation in mode abort or retract before their memory "
+                "is released"
+            )
+        self.flush()
+        self._runner.occupation.release(parts)
+        if "weights" in parts:
+            self.weight_version = RELEASED
+
+    def resume(self, parts: Collection[MemoryPart]) -> None:
+        self._runner.occupation.resume(parts)
 
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""

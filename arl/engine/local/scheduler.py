@@ -1,8 +1,8 @@
 """The model thread: it steps the batch, and runs the other threads' commands between two steps.
 
-    submit, abort, pause, resume, flush_cache, load --commands, in order--> model thread --deliver--> event loop
+    submit, abort, pause, resume, release_memory, load, ... --commands, in order--> model thread --deliver--> event loop
 
-The thread sleeps on its command queue while it is paused or has nothing to generate; each command wakes it.
+The thread sleeps on its command queue while it is paused, has nothing to generate or no memory to do it in; each command wakes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from arl.api.engine_config import PauseMode
 from arl.api.errors import EngineClosedError
 from arl.engine.local.adapters import Adapter
 from arl.engine.local.iteration_times import IterationTimes
+from arl.engine.local.occupation import MemoryPart
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sequences import Job
@@ -161,6 +162,17 @@ class Scheduler:
         """
         return self._ask(lambda: self._batch.load(tensors, weight_version))
 
+    def release_memory(self, parts: Collection[MemoryPart]) -> Future[None]:
+        """Let go of the weights' memory or that of keys and values. Jobs wait until both are there again.
+
+        Fails with RequestError while sequences run.
+        """
+        return self._ask(lambda: self._batch.release(parts))
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> Future[None]:
+        """Take the memory again. After that of the weights, `load` has to bring all of them."""
+        return self._ask(lambda: self._batch.resume(parts))
+
     def load_adapter(self, adapter: Adapter) -> Future[None]:
         """Let jobs name it; fails with WeightsError if another has its name."""
         return self._ask(lambda: self.runner.adapters.add(adapter))
@@ -204,10 +216,10 @@ class Scheduler:
         torch.set_num_threads(1)
         try:
             while not self._is_closing:
-                if self._is_paused or self._batch.is_idle:  # nothing to generate: wait for a command
+                if self._is_still:  # nothing to generate: wait for a command
                     self._commands.get()()
                 self._drain()
-                if not self._is_paused and not self._batch.is_idle:
+                if not self._is_still:
                     self._step()
         finally:
             self._is_closing = True
@@ -216,6 +228,10 @@ class Scheduler:
             self._drain()
             self._send(self._batch.abort(None, _SHUTTING_DOWN))
             self.runner.close()
+
+    @property
+    def _is_still(self) -> bool:
+        return self._is_paused or self._batch.is_idle or not self._batch.can_compute
 
     def _drain(self) -> None:
         while not self._commands.empty():

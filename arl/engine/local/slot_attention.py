@@ -53,7 +53,20 @@ class SlotCache:
         self.device = device
         both = torch.tensor([0.0, -torch.inf], dtype=shape.dtype, device=device)
         self._seen_then_hidden = both.repeat_interleave(max_length)
-        self._use(self._allocate(min(_FIRST_ROWS, max_rows), min(_FIRST_CAPACITY, max_length)))
+        self.resume()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data.nbytes
+
+    def resume(self) -> None:
+        """Take memory as at the beginning."""
+        self._use(self._allocate(min(_FIRST_ROWS, self._max_rows), min(_FIRST_CAPACITY, self.max_length)))
+
+    def release(self) -> None:
+        """Forget everything and hold no memory. Only `resume` may follow."""
+        self._data = torch.empty(0, dtype=self.shape.dtype, device=self.device)
+        self._rows, self._vectors = (), []
 
     def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
         """Zeros: attention multiplies everything beyond a sequence's end by 0, so it must be finite."""
