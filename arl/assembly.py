@@ -316,9 +316,11 @@ async def _engines(
     events: Events,
     unreceived: Unreceived,
 ) -> tuple[RecoveringLearner, _Engines]:
-    """Both at once: the train engine loads while servers start."""
+    """Both at once: the train engine loads while servers start, unless they take turns on one device."""
     loading = thread.submit(_load_learner, config, tasks, events)
     stack.push_async_callback(_close, thread, loading)
+    if config.engine.colocated:  # the device has no room for both
+        await thread((await thread.finish(loading)).offload)
     try:
         opened, for_evaluations = await open_all_servers(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):

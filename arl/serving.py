@@ -28,7 +28,7 @@ from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, stock_servers
-from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.roster import RosterFiles
 from arl.engine.model_files import load_tokenizer, local_directory, served_model
 from arl.offload import offload
@@ -71,7 +71,7 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     """
     await offload(make_run_dir, config.run_dir)
     # Nothing is trained on the answers: no server is refused for what a trainer would need.
-    without = {"replay_routing": False, "replay_truncation": False}
+    without = {"replay_routing": False, "replay_truncation": False, "colocated": False}
     config = config.model_copy(update={"engine": config.engine.model_copy(update=without)})
     async with AsyncExitStack() as stack:
         opened = await open_servers(config, stack, config.run_dir / "logs" / "serve")
@@ -118,12 +118,14 @@ async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> Ope
         servers = local_servers(directory, config.engine, logs, api_key)
     else:
         of_routes = ["--enable-return-routed-experts"] if routing is not None else []
+        of_memory = [client_class(config.engine).memory_flag] if config.engine.colocated else []
         of_tensors = []
         if config.engine.protocol == "vllm" and isinstance(config.weights, DistributedWeightsConfig):
             of_tensors = ["--weight-transfer-config", '{"backend": "nccl"}']
         arguments = (
             *adapter_options(config),
             *of_routes,
+            *of_memory,
             *of_tensors,
             *config.engine.arguments,
         )  # the user's own prevail

@@ -324,6 +324,20 @@ class Config(Section):
         return self.engine.model_copy(update={"num_servers": self.engine.num_servers + self.evaluation.servers})
 
     @model_validator(mode="after")
+    def _servers_can_take_turns(self) -> Self:
+        if self.engine.colocated and not isinstance(self.weights, DiskWeightsConfig):
+            why = {
+                "distributed": "its groups would connect processes on one GPU, which NCCL refuses",
+                "delta": "it is for servers on other machines, whose GPUs nobody shares",
+                "adapter": "it needs the model's weights on the servers, which let go of them",
+            }[self.weights.transport]
+            raise ValueError(
+                f"weights.transport is {self.weights.transport}, but with engine.colocated {why}; use disk, whose "
+                "files are in this machine's memory"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _each_worker_has_an_endpoint(self) -> Self:
         if self.endpoint.is_fixed and self.rollout.num_workers > 1:
             name = "port" if self.endpoint.port else "public_url"

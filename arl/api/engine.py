@@ -177,6 +177,8 @@ class UpdateStats:
     """The longest time for which one server did not generate."""
     load_s: float
     """The longest load."""
+    resume_s: float = 0.0
+    """Of servers that had let go of their memory: how long the slowest took to get it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,8 @@ class PublishStats:
     pause_s: float
     """The longest time for which one server did not generate."""
     num_bytes: int
+    resume_s: float = 0.0
+    """UpdateStats's."""
 
 
 class Sampler(Protocol):
@@ -232,6 +236,23 @@ class InferenceEngine(Sampler, Protocol):
 
     async def aclose(self) -> None:
         """Abort running requests and release connections. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class ColocatedServers(Protocol):
+    """An InferenceEngine whose servers share devices with the trainer, which take turns."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """The servers have let go of their memory."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Pause the servers and let them let go of weights and caches. The next update_weights ends that.
+
+        On return the devices are the trainer's. Requests wait, and their time stands still.
+        """
         ...
 
 
@@ -410,6 +431,17 @@ class TrainEngine(WeightSource, Protocol):
     def kept(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """The values that the loss of the last train_batch kept: for each minibatch, name -> float32[T] over all its
         tokens, NaN where loss_mask is 0."""
+        ...
+
+    def offload(self) -> None:
+        """Leave the device: weights, optimizer state and reference move to the CPU's memory. Idempotent.
+
+        Until `onload`, snapshots are taken, and checkpoints saved and loaded; the other calls raise TrainingError.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Move everything back onto the device. Idempotent."""
         ...
 
     def fingerprint(self) -> Mapping[str, TensorPrint]:

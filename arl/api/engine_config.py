@@ -37,7 +37,10 @@ class ClientConfig(Section):
     """How often a request is sent again after its server failed. It keeps the tokens that it has."""
     pause_mode: PauseMode = "in_place"
     """How a weight update treats running requests: in_place keeps their KV cache, retract recomputes it under the
-    new weights, abort returns partial outputs that the client continues."""
+    new weights, abort returns partial outputs that the client continues. With colocated: retract, if unset."""
+    colocated: bool = False
+    """Servers and trainer share GPUs and take turns: the servers let go of their memory while a batch is trained, and
+    the trainer's weights and optimizer state are in the CPU's memory while they generate."""
     update_timeout_s: PositiveFloat = 120.0
     """Longest time one server may take to load new weights before it is fenced off."""
     update_order: Literal["all", "rolling"] = "all"
@@ -56,6 +59,24 @@ class ClientConfig(Section):
     def absence_timeout_s(self) -> float:
         """How long arl waits for servers to come back while fewer than min_servers serve."""
         return self.update_timeout_s
+
+    @model_validator(mode="after")
+    def _can_take_turns(self) -> Self:
+        if not self.colocated:
+            return self
+        if "pause_mode" not in self.model_fields_set:
+            self.__dict__["pause_mode"] = "retract"
+        if self.pause_mode == "in_place":
+            raise ValueError(
+                "pause_mode is in_place, which keeps the KV cache of running requests, but with colocated servers let "
+                "go of it; leave pause_mode out, or set it to retract or abort"
+            )
+        if self.update_order == "rolling":
+            raise ValueError(
+                "update_order is rolling, but with colocated all servers let go of their memory together, and none "
+                "generates meanwhile; leave it at all"
+            )
+        return self
 
 
 ClientConfigT = TypeVar("ClientConfigT", bound=ClientConfig)

@@ -314,6 +314,29 @@ class ServerResumed(Event, frozen=True, kw_only=True):
     server: str
 
 
+class ServerSlept(Event, frozen=True, kw_only=True):
+    """A paused server has let go of its memory, until ServerWoke."""
+
+    server: str
+    seconds: float
+    """How long that took."""
+
+
+class ServerWoke(Event, frozen=True, kw_only=True):
+    """It has memory for its weights again, which are loaded next."""
+
+    server: str
+    seconds: float
+    """How long that took."""
+
+
+class TrainerMoved(Event, frozen=True, kw_only=True):
+    """The trainer's weights and optimizer state came onto its device, or left it for the CPU's memory."""
+
+    is_on_device: bool
+    seconds: float
+
+
 class IterationSums(msgspec.Struct, frozen=True, array_like=True):
     """Sums over iterations of a server that decoded about as many requests: 0, 1, 2 to 3, 4 to 7, and so on."""
 
@@ -349,6 +372,7 @@ class Published(Event, frozen=True, kw_only=True):
     transfer_s: float
     pause_s: float
     num_bytes: int
+    resume_s: float = 0.0
 
 
 class ServerJoined(Event, frozen=True, kw_only=True):

@@ -144,6 +144,10 @@ class ScriptedTrainEngine:
         self._version += 1
         return {"loss": 0.0}
 
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
     def fingerprint(self) -> dict[str, TensorPrint]:
         return {"version": TensorPrint(bits=self._version, norm=float(self._version), projection=float(self._version))}
 

@@ -101,11 +101,12 @@ def gpu_mistakes(config: Config, num_gpus: int | None = None) -> list[Finding]:
             "of its own; set train.device to cuda"
         )
     shared = sorted(set(ranks) & {gpu for gpus in servers for gpu in gpus})
-    if isinstance(engine, ServerProcessesConfig) and shared and not _shares_memory(engine):
+    takes_turns = engine.colocated or (isinstance(engine, ServerProcessesConfig) and _shares_memory(engine))
+    if isinstance(engine, ServerProcessesConfig) and shared and not takes_turns:
         trainers = sorted(set(ranks))
         found.append(
             f"the trainer has {gpus_text(trainers)}, and arl starts servers on {gpus_text(shared)}, too: set "
-            f"engine.first_gpu to {trainers[-1] + 1}, or limit the servers' memory by {_MEMORY_FLAGS[engine.protocol]} "
+            f"engine.first_gpu to {trainers[-1] + 1}, let both take turns (engine.colocated), or limit the servers' memory by {_MEMORY_FLAGS[engine.protocol]} "
             "in engine.arguments"
         )
     if num_gpus is not None:

@@ -14,6 +14,7 @@ from arl.api.errors import ProcessLostError, TransportError
 from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
+from arl.training.turns import Turns
 from arl.training.weight_probe import CheckedEngine, probe_due
 
 _PAUSES_S = (1.0, 10.0)
@@ -53,6 +54,8 @@ class Delivery:
     inference_engine: InferenceEngine
     buffer: ReplayBuffer
     thread: TrainThread
+    turns: Turns
+    """Who has the devices: the trainer leaves them after a snapshot, before servers get it."""
     tasks: asyncio.TaskGroup
     """Where deliveries run; what they raise ends the run."""
     events: Events = NOWHERE
@@ -85,12 +88,18 @@ class Delivery:
         self._waiting = _Snapshot(update=update, probe=probe, taken=now, snapshot_s=now - began)
         self.newest = update.version
         self.events.emit(SnapshotTaken(version=update.version, seconds=now - began))
+        await self.turns.leave()
 
     def _snapshot(self, engine: WeightSource) -> tuple[WeightUpdate, WeightProbe | None]:
         """Raises TrainingError, which ends this, once the engine has been lost too often."""
         while True:
             with suppress(ProcessLostError):  # between the snapshot and what the transport asks of it
-                return self.transport.snapshot(engine), probe_due(engine, self.inference_engine)
+                return self.transport.snapshot(engine), self._probe(engine)
+
+    def _probe(self, engine: WeightSource) -> WeightProbe | None:
+        if self.turns.is_colocated and not self.turns.is_trainers:  # a snapshot that follows a failed one
+            return None
+        return probe_due(engine, self.inference_engine)
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
@@ -149,6 +158,7 @@ class Delivery:
                 transfer_s=time.monotonic() - snapshot.taken,
                 pause_s=cost.pause_s,
                 num_bytes=snapshot.update.num_bytes,
+                resume_s=cost.resume_s,
             )
             self.events.emit(Published(**asdict(self.published)))
             async with self._publication:

@@ -114,6 +114,19 @@ class Learner:
             self.engine.update_reference()
         return TrainedBatch(metrics=metrics, kept=self._kept(batch))
 
+    def offload(self) -> None:
+        """Leave the device; see TrainEngine."""
+        for engine in self._engines:
+            engine.offload()
+
+    def onload(self) -> None:
+        for engine in self._engines:
+            engine.onload()
+
+    @property
+    def _engines(self) -> list[TrainEngine]:
+        return [self.engine] if self.critic is None else [self.engine, self.critic]
+
     def fingerprint(self) -> dict[str, TensorPrint]:
         """The fingerprints of all trained tensors; those of the critic are named `critic.NAME`."""
         prints = dict(self.engine.fingerprint())

@@ -155,4 +155,5 @@ def publish_metrics(published: PublishStats | None) -> dict[str, float]:
         "weights/transfer_s": published.transfer_s,
         "weights/pause_s": published.pause_s,
         "weights/bytes": published.num_bytes,
+        **({"turns/resume_s": published.resume_s} if published.resume_s else {}),
     }

@@ -84,6 +84,7 @@ class RecoveringLearner:
         self._batch: FlatBatch | None = None
         """Prepared and not yet trained, so that the next process prepares it, too."""
         self._prepared = RemoteBatch(advantages=[])
+        self._is_offloaded = False
         self._losses: list[str] = []
         """Since the last newly trained batch."""
         self._is_over = False
@@ -110,6 +111,15 @@ class RecoveringLearner:
                 self.version = self._learner.version
             if self.version > before:
                 self._keep(before, trained)
+
+    def offload(self) -> None:
+        """Leave the device, as does another learner after a recovery; see TrainEngine."""
+        self._is_offloaded = True
+        self.call(lambda learner: learner.offload())
+
+    def onload(self) -> None:
+        self._is_offloaded = False
+        self.call(lambda learner: learner.onload())
 
     def save(self, directory: Path) -> KeptSaving:
         def act(learner: RemoteLearner) -> KeptSaving:
@@ -210,6 +220,8 @@ class RecoveringLearner:
         if self._batch is not None:
             self._at("preparing the batch again")
             self._prepared = learner.prepare_flat(self._batch)
+        if self._is_offloaded:
+            learner.offload()
         return first
 
     def _load_newest(self, learner: RemoteLearner) -> int:

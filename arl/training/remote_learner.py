@@ -102,6 +102,12 @@ class LearnerHost:
         self._kept.put(key, snapshot)
         return snapshot.version
 
+    def offload(self) -> None:
+        self._learner.offload()
+
+    def onload(self) -> None:
+        self._learner.onload()
+
     def save(self, key: str, directory: Path) -> None:
         self._kept.put(key, self._learner.save(directory))
 
@@ -168,6 +174,13 @@ class RemoteLearner:
                 self.version = self.engine.version
             raise
         return trained
+
+    def offload(self) -> None:
+        """Leave the device; see TrainEngine."""
+        self._process.call("offload")
+
+    def onload(self) -> None:
+        self._process.call("onload")
 
     def save(self, directory: Path) -> KeptSaving:
         self._process.call("save", key := new_id(), Path(directory).absolute())

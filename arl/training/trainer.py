@@ -55,6 +55,7 @@ from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
 from arl.training.step import Step, log_step, report_step
+from arl.training.turns import Turns
 from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,15 @@ class Trainer:
         self.version = self.learner.version
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
+        self._turns = Turns(
+            is_colocated=self.config.engine.colocated,
+            servers=self.inference_engine,
+            learner=self.learner,
+            thread=self.thread,
+            events=self.events,
+        )
         self._delivery = Delivery(
+            turns=self._turns,
             transport=self.transport,
             inference_engine=self.inference_engine,
             buffer=self.buffer,
@@ -184,6 +193,7 @@ class Trainer:
                 waited_s=taken - began,
             )
         )
+        await self._take_turn()
         batch = await self.thread(self.learner.prepare, groups, replayed)
         self._open_step = Step(
             groups=groups,
@@ -214,7 +224,7 @@ class Trainer:
         """Log and publish a step that was cancelled after its training had begun."""
         async with self._training:
             await self._end_open_step()
-            if self._delivery.newest < self.version:
+            if self._delivery.newest < self.version or self._turns.is_trainers:
                 await self._publish()
 
     async def _end_open_step(self) -> None:
@@ -226,10 +236,19 @@ class Trainer:
                 await self._record()
 
     async def _publish(self) -> None:
-        """Snapshot the weights; the servers get them during the next step, or with max_staleness 0 before it."""
+        """Snapshot the weights; the servers get them during the next step, or before it with max_staleness 0, or where
+        both take turns.
+        """
+        await self._take_turn()
         await self._delivery.begin(self.learner.engine)
-        if self.config.rollout.max_staleness == 0:
+        if self.config.rollout.max_staleness == 0 or self._turns.is_colocated:
             await self._delivery.finished()
+
+    async def _take_turn(self) -> None:
+        """Have the devices, if servers share them. The publish gives them back."""
+        if self._turns.is_colocated:
+            await self._delivery.finished()
+            await self._turns.to_trainer()
 
     # Beside the loop --------------------------------------------------------------------------------------------
 
@@ -243,6 +262,8 @@ class Trainer:
         self._started_at = None
         await self._delivery.finished()
         if self._evaluations:
+            if self._turns.is_trainers:
+                await self._catch_up()
             await self._evaluations.finished()
         await self._note_tokens(self.thread)
 
@@ -283,6 +304,8 @@ class Trainer:
         if self._evaluations is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
+            if self._turns.is_trainers:  # in a step, or in one that was cancelled, after which nobody wakes the servers
+                await self._catch_up()
             return await self._evaluations.evaluate(is_first=self.last_step is None)
 
     @property
@@ -413,6 +436,7 @@ class Trainer:
             "trainer/recoveries": self.learner.num_recoveries,
             **trained.metrics,
             **publish_metrics(self._delivery.published),
+            **self._turns.metrics,
             **self.rollout.counters(),
             **self.inference_engine.counters(),
         }

@@ -60,7 +60,8 @@ class Line:
         pool.listen(self._look_again)
 
     async def find(self, session_id: str | None, deadline: float, avoid: Server | None = None) -> Server:
-        """The session's server, else the one with the fewest requests. Raises TimeoutError at the deadline.
+        """The session's server, else the one with the fewest requests. Raises TimeoutError at the deadline, by
+        the pool's clock.
 
         avoid: the server where the request has just failed; chosen only if there is no other.
         """
@@ -69,8 +70,12 @@ class Line:
             raise self._error
         if not self._line and (server := self._choose(session_id, avoid)) is not None:
             return server
-        async with asyncio.timeout_at(deadline):
-            return await self._wait_in_line(session_id, avoid)
+        limit = self._pool.clock.limit(deadline)
+        try:
+            async with limit:
+                return await self._wait_in_line(session_id, avoid)
+        finally:
+            self._pool.clock.ended(limit)
 
     async def _start(self) -> None:
         """Wait for a turn of the event loop in which fewer than _STARTS_PER_TURN others start."""

@@ -83,7 +83,7 @@ class Membership:
             async with limit:
                 self._upkeep.welcome(server, await greet(client))
                 while not await self._upkeep.restore(server):
-                    pass  # newer weights came meanwhile
+                    await self._upkeep.awake()  # or newer weights came meanwhile
         except TimeoutError:
             if not limit.expired():
                 raise ServerError(f"{server.address} does not answer") from None

@@ -164,7 +164,8 @@ class RemoteInferenceEngine:
         partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
         self._check_tokens(request, partial)
         try:
-            await self._complete(request, partial)
+            with self._pool.clock.request():
+                await self._complete(request, partial)
         except BaseException as error:
             is_cancelled = isinstance(error, asyncio.CancelledError)
             self.unreceived.add(Loss.CANCELLED if is_cancelled else Loss.FAILED, partial.num_tokens)
@@ -176,7 +177,7 @@ class RemoteInferenceEngine:
     async def _complete(self, request: ModelRequest, partial: PartialResponse) -> None:
         """Send the request until its response is finished."""
         now = asyncio.get_running_loop().time
-        deadline = now() + self._config.request_timeout_s
+        deadline = self._pool.clock.now() + self._config.request_timeout_s
         faults = 0
         failed: Server | None = None
         while partial.stop_reason is None:
@@ -209,6 +210,20 @@ class RemoteInferenceEngine:
         self._check_open()
         async with self._updating:
             await self._upkeep.resume()
+
+    async def release_memory(self) -> None:
+        """Let the servers, paused, let go of weights and caches, until the next update; see ColocatedServers.
+
+        A server that fails is fenced. Raises ServerError if one refuses.
+        """
+        self._check_open()
+        async with self._updating:
+            await self._upkeep.release_memory()
+
+    @property
+    def is_asleep(self) -> bool:
+        """The servers have let go of their memory."""
+        return self._pool.is_asleep
 
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
         """Bring all servers to `update`, at once or one after another (update_order). Requests in flight go on.
@@ -304,7 +319,7 @@ class RemoteInferenceEngine:
         """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
         if partial.needs_kept_ids:
             server.client.check_kept_ids(partial.sampling)
-        attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
+        attempt = self._pool.begin(server, rid, self._pool.clock.limit(deadline))
         cache_key = self._pool.cache_key(server)
         continues_grammars = server.client.continues_grammars
         call = partial.call(rid, cache_key, attempt.adapter, continues_grammars=continues_grammars)
@@ -335,6 +350,7 @@ class RemoteInferenceEngine:
             self.unreceived.end(Loss.FAILED, 0)
             raise
         finally:
+            self._pool.clock.ended(attempt.scope)
             partial.may_cut = partial.may_cut and not attempt.is_cut
             self._pool.end(server, attempt)
         return self._keep(server, attempt, partial, answer)

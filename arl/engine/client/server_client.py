@@ -149,6 +149,8 @@ class Greeting:
     """It can say which experts computed a token."""
     is_exact: bool = False
     """It says that it computes in float32."""
+    releases_memory: bool = False
+    """It was started so that it can let go of its memory."""
     traits: Mapping[str, Any]
     """Traits that servers of the same model share; absent or None if this server does not report it."""
 
@@ -164,6 +166,8 @@ class ServerClient(JsonClient):
     meets_by_id = False
     routes_flag: ClassVar[str] = "--enable-return-routed-experts"
     """The option with which a server returns routes."""
+    memory_flag: ClassVar[str]
+    """The option with which a server can let go of its memory."""
 
     def __init__(
         self, connections: Connections, address: str, api_key: str | None = None, spawn: Spawn | None = None
@@ -218,6 +222,17 @@ class ServerClient(JsonClient):
     async def resume(self) -> None: ...
 
     @abstractmethod
+    async def release_memory(self) -> None:
+        """Let a server that was paused in mode retract or abort let go of its weights and caches.
+
+        Until the next load its label is RELEASED, or MIXTURE; so another run, too, knows what to do.
+        """
+
+    @abstractmethod
+    async def resume_memory(self) -> None:
+        """Have it take memory for its weights, which must be loaded next. `resume` brings the rest."""
+
+    @abstractmethod
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
         """Load a model directory (an absolute path), and label it with the version."""
 
@@ -265,7 +280,7 @@ class ServerClient(JsonClient):
     async def describe(self, *, sets_going: bool) -> Greeting:
         """Ask a server what it serves, and note what this client needs to know.
 
-        sets_going: resume a server that a killed run left paused, and have it generate. An answer that makes no sense
+        sets_going: resume a server that a killed run left paused, or without memory, and have it generate. An answer that makes no sense
         raises one of NONSENSE.
         """
 

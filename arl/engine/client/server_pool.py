@@ -7,10 +7,12 @@
 | (not in the pool) | `join` | joining | |
 | joining | `admit`: it holds the current weights | serving | requests without a server |
 | serving, draining | `pause` | paused | |
+| paused | `sleep`: it has let go of its memory | asleep | |
+| asleep | `wake` | paused | |
 | paused | `begin_load`: from here on its weights have no version | loading | |
 | loading | `end_load` | paused | |
 | paused | `resume` | serving | requests without a server |
-| serving, draining, paused, loading | `fence`: it failed, or missed an update | fenced | requests that wait for it |
+| serving, draining, paused, asleep, loading | `fence`: it failed, or missed an update | fenced | requests that wait for it |
 | fenced | `admit`: its probe has brought it up to date | serving | requests and updates without a server |
 | serving | `leave`: it ends what it runs and gets nothing new | draining | the removal |
 | draining | `stay`: its removal was given up | serving | requests without a server |
@@ -43,9 +45,12 @@ from arl.api.events import (
     ServerPaused,
     ServerResumed,
     ServerReturned,
+    ServerSlept,
+    ServerWoke,
     ServerWorked,
 )
 from arl.api.types import new_id
+from arl.engine.client.awake_clock import AwakeClock
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.generated_tokens import GeneratedTokens
 from arl.engine.client.loads import Loads, Versions
@@ -56,14 +61,15 @@ class ServerState(StrEnum):
     JOINING = "joining"
     SERVING = "serving"
     PAUSED = "paused"
+    ASLEEP = "asleep"
     LOADING = "loading"
     FENCED = "fenced"
     DRAINING = "draining"
     GONE = "gone"
 
 
-_JOINING, _SERVING, _PAUSED, _LOADING, _FENCED, _DRAINING, _GONE = ServerState
-_IN_SERVICE = frozenset((_SERVING, _PAUSED, _LOADING, _DRAINING))
+_JOINING, _SERVING, _PAUSED, _ASLEEP, _LOADING, _FENCED, _DRAINING, _GONE = ServerState
+_IN_SERVICE = frozenset((_SERVING, _PAUSED, _ASLEEP, _LOADING, _DRAINING))
 
 _MAX_REPORTED = 20
 """How many servers a report names."""
@@ -71,6 +77,8 @@ _MAX_REPORTED = 20
 _MOVES: Mapping[str, Mapping[ServerState, ServerState]] = {
     "admit": {_JOINING: _SERVING, _FENCED: _SERVING},
     "pause": {_SERVING: _PAUSED, _DRAINING: _PAUSED},
+    "sleep": {_PAUSED: _ASLEEP},
+    "wake": {_ASLEEP: _PAUSED},
     "begin_load": {_PAUSED: _LOADING},
     "end_load": {_LOADING: _PAUSED},
     "turn_to": {},
@@ -85,7 +93,9 @@ _MOVES: Mapping[str, Mapping[ServerState, ServerState]] = {
 _ILLEGAL: Mapping[str, frozenset[ServerState]] = {
     "begin_load": _IN_SERVICE - {_PAUSED},
     "end_load": _IN_SERVICE - {_LOADING},
-    **dict.fromkeys(("admit", "pause", "turn_to", "resume"), frozenset((_LOADING,))),
+    "sleep": _IN_SERVICE - {_PAUSED},
+    "wake": _IN_SERVICE - {_ASLEEP},
+    **dict.fromkeys(("admit", "pause", "turn_to", "resume"), frozenset((_ASLEEP, _LOADING))),
 }
 """The states in which a call is a bug."""
 
@@ -169,7 +179,7 @@ class Server:
     @property
     def is_paused(self) -> bool:
         """It ends no request until it is resumed."""
-        return self.state in (_PAUSED, _LOADING)
+        return self.state in (_PAUSED, _ASLEEP, _LOADING)
 
     @property
     def why(self) -> str:
@@ -206,6 +216,10 @@ class ServerPool:
         self.generated = GeneratedTokens()
         self.is_held = False
         """All generation is paused: no server gets requests, not even one that serves."""
+        self.clock = AwakeClock()
+        """By which requests have deadlines."""
+        self.is_asleep = False
+        """The trainer has the devices: no server takes memory or serves until the next update."""
         self.newest_sent = version
         """The newest version that any server was told to load. A token of a newer version is not from this engine."""
         self.servers: list[Server] = []
@@ -299,6 +313,7 @@ class ServerPool:
     def lose_attempts(self, server: Server, reason: str) -> None:
         """End the requests in flight on a server that will not answer them; their callers send them elsewhere."""
         for attempt in server.attempts:
+            self.clock.ended(attempt.scope)
             attempt.lose(reason)
 
     # Transitions
@@ -330,6 +345,27 @@ class ServerPool:
     def expect(self, servers: Iterable[Server]) -> None:
         """Note that these servers are about to be paused and resumed together. Forgets those of the last time."""
         self._expect(Expectation(frozenset(servers)))
+
+    def fall_asleep(self) -> None:
+        """From now on servers sleep, each as it is told to."""
+        self.is_asleep = True
+        self.clock.stop()
+
+    def sleep(self, server: Server, seconds: float) -> None:
+        """seconds: how long it took to let go of its memory."""
+        self._move(server, "sleep")
+        self._events.emit(ServerSlept(server=server.address, seconds=seconds))
+
+    def wake(self, server: Server, seconds: float) -> None:
+        """seconds: how long it took to get memory for its weights."""
+        self._move(server, "wake")
+        self._events.emit(ServerWoke(server=server.address, seconds=seconds))
+
+    def wake_up(self) -> None:
+        """From now on servers may wake, each as it is told to."""
+        self.is_asleep = False
+        self.clock.go()
+        self.wake_all()
 
     def begin_load(self, server: Server) -> None:
         self._move(server, "begin_load")
@@ -427,7 +463,7 @@ class ServerPool:
             return
         server.since = _now()
         self._count(server)
-        if server.state not in (_PAUSED, _LOADING):
+        if not server.is_paused:
             self.wake_all()
 
     def _give(self, server: Server, version: int, adapter: str | None, load_number: int) -> None:

@@ -20,9 +20,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from arl.api.engine import UpdateStats, WeightUpdate
-from arl.api.engine_config import ClientConfig
+from arl.api.engine_config import RELEASED, ClientConfig
 from arl.api.errors import ServerError, ServerFailedError
-from arl.engine.client.server_pool import Server, ServerPool
+from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
 _UNLOAD_TIMEOUT_S = 30.0
 _RESUME_TIMEOUT_S = 3.0
@@ -64,7 +64,7 @@ class ServerUpdates:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                await self.pause(server)
+                resume_s = await self._stop(server)
                 paused = now()
                 self._pool.begin_load(server)
                 await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
@@ -77,12 +77,32 @@ class ServerUpdates:
                 raise  # the transport's own
             raise ServerFailedError(f"an update took {limit_s:.3g} s, far longer than any before it") from None
         self._pauses_s.append(now() - started)
-        return UpdateStats(pause_s=self._pauses_s[-1], load_s=loaded - paused)
+        return UpdateStats(pause_s=self._pauses_s[-1], load_s=loaded - paused, resume_s=resume_s)
 
     def longest_pause_s(self) -> float | None:
         """How long a server may be paused for an update; None while only update_timeout_s limits that."""
         is_known = len(self._pauses_s) >= _ENOUGH_PAUSES
         return max(_LEAST_PAUSE_S, _PATIENCE * max(self._pauses_s)) if is_known else None
+
+    async def _stop(self, server: Server) -> float:
+        """Pause it; or wake it, if it sleeps. Returns how long it took to wake."""
+        if server.state is not ServerState.ASLEEP:
+            await self.pause(server)
+            return 0.0
+        began = asyncio.get_running_loop().time()
+        await server.client.resume_memory()
+        seconds = asyncio.get_running_loop().time() - began
+        self._pool.wake(server, seconds)
+        return seconds
+
+    async def release_memory(self, server: Server) -> None:
+        """Pause it, and let it sleep. Does nothing if it sleeps."""
+        if server.state is ServerState.ASLEEP:
+            return
+        await self.pause(server)
+        began = asyncio.get_running_loop().time()
+        await server.client.release_memory()
+        self._pool.sleep(server, asyncio.get_running_loop().time() - began)
 
     async def pause(self, server: Server) -> None:
         self._pool.pause(server)
@@ -106,9 +126,14 @@ class ServerUpdates:
 
 
 async def leave_running(server: Server) -> None:
-    """Resume a server that this engine releases. If it does not answer, it is left as it is."""
+    """Resume a server that this engine releases. If it does not answer, it is left as it is.
+
+    One that sleeps has no weights: its label says so to whoever uses it next.
+    """
     with suppress(ServerError, TimeoutError):
         async with asyncio.timeout(_RESUME_TIMEOUT_S):
+            if await server.client.weight_label() == RELEASED:
+                await server.client.resume_memory()
             await server.client.resume()
 
 

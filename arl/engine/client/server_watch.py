@@ -168,6 +168,8 @@ class ServerWatch:
                     while self._pool.num_in_service < least:
                         await self._pool.changed()
             except TimeoutError:
+                if self._pool.is_asleep:  # none of those that are missing may come back yet
+                    continue
                 serve = f"{self._pool.num_in_service} of {len(self._pool.servers)} servers serve"
                 raise ServerError(
                     f"{serve}, fewer than engine.min_servers={least}, for {longest_s:g} s: {self._pool.report()}"

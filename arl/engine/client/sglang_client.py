@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.engine_config import PauseMode
+from arl.api.engine_config import RELEASED, PauseMode
 from arl.api.errors import ArlError, PromptTooLongError, RefusedRequestError, ServerError
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
@@ -65,6 +65,8 @@ _SETTINGS = (
 """The part of a request that frames carry besides its tokens and its name."""
 
 _MAX_CACHED_BYTES = 1024
+_MEMORY = {"tags": ["kv_cache", "weights"]}
+_IDLE_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class SGLangClient(ServerClient):
     """The calls to one server that speaks SGLang's protocol."""
 
     program = "SGLang"
+    memory_flag = "--enable-memory-saver"
     path_hint = "is it an SGLang server? engine.kind=vllm is for vLLM"
 
     def __init__(
@@ -221,6 +224,29 @@ class SGLangClient(ServerClient):
     async def resume(self) -> None:
         await self._post("continue_generation", {})
 
+    async def release_memory(self) -> None:
+        """Stock SGLang ends itself if it is told to while a batch runs. Its label says what follows, before it does."""
+        if not self.is_embedded:
+            await self._until_idle()
+            await self._label(RELEASED)
+        await self.call("POST", "/release_memory_occupation", _MEMORY)
+
+    async def resume_memory(self) -> None:
+        await self.call("POST", "/resume_memory_occupation", _MEMORY)
+        if not self.is_embedded:  # what it holds is nothing yet; and a second call would end it
+            await self._label(MIXTURE)
+
+    async def _until_idle(self) -> None:
+        """Its caches can be flushed once it runs nothing."""
+        while True:
+            with suppress(ServerError):
+                await self.call("POST", "/flush_cache")
+                return
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    async def _label(self, label: str) -> None:
+        await self._do("update_weight_version", {"new_version": label, "abort_all_requests": False})
+
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
         body = {
             "model_path": str(directory),
@@ -276,14 +302,16 @@ class SGLangClient(ServerClient):
 
     async def describe(self, *, sets_going: bool) -> Greeting:
         info = await self._model_info()
+        self.is_embedded = self.continues_grammars = "frames" in info
         if sets_going:
+            if info.get("weight_version") == RELEASED:
+                await self.resume_memory()
             await self.resume()
             await self.check_health()
         settings = await self.look_up("server_info") or await self.look_up("get_server_info")
         models = (await self.look_up("v1/models")).get("data") or [{}]
         self.num_ranks = int(settings.get("tp_size") or 1)
         self.takes_frames = info.get("frames") == FORMAT
-        self.is_embedded = self.continues_grammars = "frames" in info
         self.most_kept = int(settings.get("sampling_mask_max_tokens") or 0) or None
         return Greeting(
             address=self.address,
@@ -293,6 +321,7 @@ class SGLangClient(ServerClient):
             device=_device(settings),
             returns_routes=settings.get("enable_return_routed_experts") is True,
             is_exact=settings.get("dtype") == "float32",
+            releases_memory=self.is_embedded or settings.get("enable_memory_saver") is True,
             traits={
                 "model type": info.get("model_type"),
                 "vocabulary's size": info.get("vocab_size"),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightUpdate
-from arl.api.engine_config import ClientConfig
+from arl.api.engine_config import RELEASED, ClientConfig
 from arl.api.errors import ArlError, ProcessLostError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.greeting import difference, expected_of, greet
 from arl.engine.client.server_client import Greeting
@@ -63,13 +63,22 @@ class Upkeep:
 
     async def pause(self) -> None:
         self._pool.is_held = True
-        await self._on_each(self._pool.in_service, self.updates.pause)
+        if not self._pool.is_asleep:
+            await self._on_each(self._pool.in_service, self.updates.pause)
 
     async def resume(self) -> None:
         self._pool.is_held = False
+        if self._pool.is_asleep:
+            return
         self._pool.expect(self._pool.in_service)
         await self._on_each(self._pool.in_service, self.updates.resume)
         self._pool.wake_all()
+
+    async def release_memory(self) -> None:
+        """Let the servers in service sleep. Raises the refusal of one that cannot."""
+        self._pool.fall_asleep()
+        if refusals := await self._on_each(self._pool.in_service, self.updates.release_memory):
+            raise refusals[0]
 
     def abort(self, server: Server, rid: str) -> None:
         """Tell the server, in the background, that nobody waits for this request any more."""
@@ -118,6 +127,11 @@ class Upkeep:
             raise ServerError(
                 f"weight updates would not reach all of {server.address}, which runs with {greeting.unreached}"
             )
+        if self._config.colocated and not greeting.releases_memory:
+            raise ServerError(
+                f"{server.address} cannot let go of its memory, as engine.colocated needs: start it with "
+                f"{server.client.memory_flag}, on a GPU"
+            )
         if self._needs_routes and not greeting.returns_routes:
             raise ServerError(
                 f"{server.address} does not return the routes of a mixture of experts, with which it is trained; start "
@@ -141,6 +155,8 @@ class Upkeep:
         Raises ServerError if no server holds it in the end, ValueError if some server serves newer weights, and
         ProcessLostError if the process that sends them is lost before any server has them all.
         """
+        if self._pool.is_asleep:
+            self._pool.wake_up()
         servers = self._pool.in_service
         newest = max((server.version for server in servers), default=self._pool.version)
         if update.version < newest:
@@ -163,7 +179,8 @@ class Upkeep:
             await self._wait_for_probes(update, may_return=len(refusals) < len(self._pool.servers))
             waited = asyncio.get_running_loop().time() - started
             return UpdateStats(pause_s=waited, load_s=waited)
-        return UpdateStats(pause_s=max(s.pause_s for s in stats), load_s=max(s.load_s for s in stats))
+        slowest = {name: max(getattr(one, name) for one in stats) for name in ("pause_s", "load_s", "resume_s")}
+        return UpdateStats(**slowest)
 
     async def _wait_for_probes(self, update: WeightUpdate, *, may_return: bool) -> None:
         """All servers are fenced, perhaps for a moment: wait until a probe has brought one back with the update."""
@@ -281,6 +298,9 @@ class Upkeep:
         """Admit the server if healthy and up to date, loading if need be. False if newer weights came meanwhile."""
         async with server.busy:
             target = self._target
+            if self._pool.is_asleep:
+                await self._let_sleep(server)
+                return False
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 told = await server.client.holding(with_adapters=server.weights.adapter is not None)
             if (target is None or target.adapter is not None) and told.label != server.initial_label:
@@ -288,6 +308,8 @@ class Upkeep:
             if not server.keeps(told):
                 # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
                 self.welcome(server, await greet(server.client, sets_going=False))
+            if told.label == RELEASED:
+                await server.client.resume_memory()
             if self._target is not target:
                 return False  # these weights may be gone, and a failed load would count as the server's fault
             if target is not None and not server.holds(target.version, told):
@@ -306,11 +328,23 @@ class Upkeep:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await server.client.resume()  # it may have been fenced in the middle of a pause
                     await server.client.check_health()
-            if self._target is not target:
+            if self._target is not target or self._pool.is_asleep:
                 return False
             self._pool.note_recovery(server)
             self._pool.admit(server)
             return True
+
+    async def _let_sleep(self, server: Server) -> None:
+        """The trainer has the devices: a server that was started again meanwhile lets go of its memory, too."""
+        async with asyncio.timeout(self._config.update_timeout_s):
+            if await server.client.weight_label() != RELEASED:
+                await server.client.pause(self._config.pause_mode)
+                await server.client.release_memory()
+
+    async def awake(self) -> None:
+        """Wait until servers may serve. The next update wakes this wait."""
+        while self._pool.is_asleep:
+            await self._pool.changed()
 
     async def _bring_up_to_date(self, server: Server, target: WeightUpdate) -> None:
         limit_s = self._config.update_timeout_s

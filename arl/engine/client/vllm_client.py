@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.engine_config import PauseMode
+from arl.api.engine_config import RELEASED, PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, RefusedRequestError, ServerError
 from arl.api.kept_ids import KeptIds
 from arl.api.types import SamplingParams, new_id
@@ -62,6 +62,7 @@ class VLLMClient(ServerClient):
     """The calls to one vLLM server, of one engine process group behind one API process."""
 
     program = "vLLM"
+    memory_flag = "--enable-sleep-mode"
     meets_by_id = True
     path_hint = "is it a vLLM server? engine.kind=sglang is for SGLang"
     greeting_timeout_s = 120.0  # its first request compiles kernels, which took 17 s on two busy cores
@@ -72,6 +73,8 @@ class VLLMClient(ServerClient):
         """It says for every request among which ids it sampled, until `describe` has asked: it does not."""
         self.takes_tensors = False
         """It was started to receive weights over NCCL; until `describe` has asked, it was not."""
+        self._lacks_cache = False
+        """Its caches have no memory; until `release_memory` they have."""
         self._update_version: int | None = None
         """The version of the tensors that it is receiving."""
 
@@ -157,7 +160,21 @@ class VLLMClient(ServerClient):
             await self._flush()
 
     async def resume(self) -> None:
+        if self._lacks_cache:
+            await self._post("wake_up?tags=kv_cache")
+            self._lacks_cache = False
         await self._post("resume")
+
+    async def release_memory(self) -> None:
+        """Requests that were retracted stay in its queue. Level 2 keeps no copy of the weights."""
+        await self._label(RELEASED)
+        await self._post("sleep?level=2&mode=keep")
+
+    async def resume_memory(self) -> None:
+        """It generates as soon as all its memory is there, so that of its caches comes after the weights."""
+        await self._post("wake_up?tags=weights")
+        await self._label(MIXTURE)
+        self._lacks_cache = True
 
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
         if is_here(self.address) and not await offload(
@@ -220,6 +237,8 @@ class VLLMClient(ServerClient):
         version = str((await self.call("GET", "/version")).json_object()["version"])
         await self._check_paths(version)
         if sets_going:
+            if await self.weight_label() == RELEASED:
+                await self.resume_memory()
             await self.resume()
             await self.check_health()
         settings = (await self.call("GET", "/server_info?config_format=json")).json_object()["vllm_config"]
@@ -241,6 +260,7 @@ class VLLMClient(ServerClient):
             device=str(settings.get("device_config", {}).get("device_type", "")),
             returns_routes=(settings.get("aux_output_config") or {}).get("enable_return_routed_experts") is True,
             is_exact=model.get("dtype") == "torch.float32",
+            releases_memory=model.get("enable_sleep_mode") is True,
             traits={
                 **await described(self, str(model["model"]), cards[0].get("max_model_len")),
             },

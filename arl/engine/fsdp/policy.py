@@ -277,6 +277,9 @@ class Reference:
         for name, value in self._values.items():
             local_shard(value).lerp_(local_shard(trained[name].detach()), share)
 
+    def move(self, device: torch.device) -> None:
+        self._values = {name: value.to(device) for name, value in self._values.items()}
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Give the module the reference's values inside the block, and its own again afterwards, to the bit.

@@ -87,6 +87,14 @@ class RankActor:
         return metrics, [{name: column.numpy() for name, column in kept.items()} for kept in self._engine.kept]
 
     @reported
+    def offload(self) -> None:
+        self._engine.offload()
+
+    @reported
+    def onload(self) -> None:
+        self._engine.onload()
+
+    @reported
     def fingerprint(self) -> dict[str, TensorPrint]:
         return self._engine.fingerprint()
 

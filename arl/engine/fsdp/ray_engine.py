@@ -117,6 +117,12 @@ class RayTrainEngine:
         self._version += 1
         return metrics
 
+    def offload(self) -> None:
+        self._ranks.train_alike("offload")
+
+    def onload(self) -> None:
+        self._ranks.train_alike("onload")
+
     def fingerprint(self) -> dict[str, TensorPrint]:
         return self._ranks.train_alike("fingerprint")[0]
 

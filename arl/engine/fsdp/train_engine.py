@@ -52,6 +52,7 @@ from arl.engine.fsdp.policy import (
     trained_parameters,
     transformer_layers,
 )
+from arl.engine.fsdp.residence import Residence
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.model_files import model_limits
@@ -107,6 +108,9 @@ class FSDPTrainEngine:
             self._trained = trained_parameters(self._policy)
             self._reference = Reference(self._policy)
             self._optimizer = build_optimizer(self._policy, config.optimizer)
+            self._residence = Residence(
+                self._policy, self._optimizer, self._reference, self._device, is_offloaded=config.cpu_offload
+            )
             self._adapters = adapters
             self._checkpoints = CheckpointWriter(adapters)
             self._snapshots = SnapshotTaker(writer, self._device, adapters)
@@ -125,7 +129,7 @@ class FSDPTrainEngine:
     @torch.no_grad()
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         """Routes are the policy's: the reference policy, a fixed function of the text, and a critic use their own."""
-        self._enter()
+        self._enter_device()
         self._check_has(output)
         flat = FlatSequences.of(sequences)
         if output != "logprobs":
@@ -145,7 +149,7 @@ class FSDPTrainEngine:
 
     def update_reference(self, share: float = 1.0) -> None:
         """With adapters the reference consists of adapters alone."""
-        self._enter()
+        self._enter_device()
         if self._head == "value":
             raise ConfigError("a train engine of head=value has no policy, and so no reference policy")
         self._reference.update(share)
@@ -159,15 +163,24 @@ class FSDPTrainEngine:
         forwarded tokens), and the metrics of `loss`. Means are over each minibatch's trained tokens, then over
         minibatches; maxima and counts are over all minibatches.
         """
-        self._enter()
+        self._enter_device()
         self.kept = []
         metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
         self._version += 1
         return metrics
 
+    def offload(self) -> None:
+        self._enter()
+        self._release_weights()
+        self._residence.leave()
+
+    def onload(self) -> None:
+        self._enter()
+        self._residence.come_back()
+
     def fingerprint(self) -> dict[str, TensorPrint]:
         """The fingerprints of the trained parameters, by their names in checkpoints; a collective."""
-        self._enter()
+        self._enter_device()
         trained = {name.removeprefix("model."): p for name, p in self._trained.items()}
         return fingerprints(trained, self._device)
 
@@ -311,6 +324,11 @@ class FSDPTrainEngine:
         torch.set_num_threads(self._config.num_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+
+    def _enter_device(self) -> None:
+        self._enter()
+        if self._residence.is_away:
+            raise TrainingError("the train engine is offloaded, so it computes nothing; call onload first")
 
     def _release_weights(self) -> None:
         """Drop gathered weights that an interrupted pass, or a forward pass without a backward pass, leaves behind.

@@ -1,0 +1,72 @@
+"""Where the tensors of a train engine are: on its device, or in the CPU's memory while servers have the device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from arl.engine.fsdp.policy import Reference
+
+logger = logging.getLogger(__name__)
+
+
+class Residence:
+    """Moves a sharded module, its optimizer's state and its reference away from `device` and back.
+
+    In the CPU's memory they look as with train.cpu_offload: they can be copied, and checkpoints read into them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reference: Reference,
+        device: torch.device,
+        *,
+        is_offloaded: bool,
+    ) -> None:
+        """is_offloaded: FSDP keeps everything in the CPU's memory, and brings each layer itself."""
+        self._module = module
+        self._optimizer = optimizer
+        self._reference = reference
+        self._device = device
+        self._has_none = is_offloaded or device.type == "cpu"
+        self.is_away = False
+        self._moved: list[tuple[nn.Parameter, str]] = []
+        """The parts of the optimizer's state that were on the device; others, such as counts, never are."""
+
+    def leave(self) -> None:
+        """Idempotent. Gathered layers have to be released before."""
+        if self.is_away:
+            return
+        self.is_away = True
+        if self._has_none:
+            logger.info("nothing moves between turns: what is trained is in the CPU's memory")
+            return
+        self.move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """Idempotent."""
+        if self.is_away and not self._has_none:
+            self.move(self._device)
+        self.is_away = False
+
+    def move(self, device: torch.device) -> None:
+        if not self._moved:
+            states = self._optimizer.state.items()
+            self._moved = [
+                (p, name)
+                for p, state in states
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and value.device.type == self._device.type and value.ndim
+            ]
+        self._module.to(device)
+        for parameter, name in self._moved:
+            state = self._optimizer.state[parameter]
+            state[name] = state[name].to(device)
+        self._reference.move(device)
