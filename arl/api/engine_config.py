@@ -65,7 +65,7 @@ class ClientConfig(Section):
         if not self.colocated:
             return self
         if "pause_mode" not in self.model_fields_set:
-            self.__dict__["pause_mode"] = "retract"
+            object.__setattr__(self, "pause_mode", "retract")  # the section is frozen
         if self.pause_mode == "in_place":
             raise ValueError(
                 "pause_mode is in_place, which keeps the KV cache of running requests, but with colocated servers let "

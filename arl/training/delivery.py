@@ -54,10 +54,10 @@ class Delivery:
     inference_engine: InferenceEngine
     buffer: ReplayBuffer
     thread: TrainThread
-    turns: Turns
-    """Who has the devices: the trainer leaves them after a snapshot, before servers get it."""
     tasks: asyncio.TaskGroup
     """Where deliveries run; what they raise ends the run."""
+    turns: Turns | None = None
+    """Who has the devices: the trainer leaves them after a snapshot, before servers get it."""
     events: Events = NOWHERE
     published: PublishStats | None = None
     """The newest weights that every serving server holds, and what it cost to bring them there."""
@@ -88,7 +88,8 @@ class Delivery:
         self._waiting = _Snapshot(update=update, probe=probe, taken=now, snapshot_s=now - began)
         self.newest = update.version
         self.events.emit(SnapshotTaken(version=update.version, seconds=now - began))
-        await self.turns.leave()
+        if self.turns is not None:
+            await self.turns.leave()
 
     def _snapshot(self, engine: WeightSource) -> tuple[WeightUpdate, WeightProbe | None]:
         """Raises TrainingError, which ends this, once the engine has been lost too often."""
@@ -97,7 +98,7 @@ class Delivery:
                 return self.transport.snapshot(engine), self._probe(engine)
 
     def _probe(self, engine: WeightSource) -> WeightProbe | None:
-        if self.turns.is_colocated and not self.turns.is_trainers:  # a snapshot that follows a failed one
+        if self.turns is not None and self.turns.is_colocated and not self.turns.is_trainers:
             return None
         return probe_due(engine, self.inference_engine)
 

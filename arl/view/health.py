@@ -130,6 +130,10 @@ def _servers(run: RunRecord, now: float | None) -> list[Row]:
                 found[record.server] |= {"state": "serving", "since": record.t, "reason": ""}
             case events.ServerPaused():
                 found[record.server] |= {"state": "paused", "since": record.t}
+            case events.ServerSlept():
+                found[record.server] |= {"state": "asleep", "since": record.t}
+            case events.ServerWoke():
+                found[record.server] |= {"state": "paused", "since": record.t}
             case events.ServerFenced():
                 row = found[record.server]
                 row |= {"state": "fenced", "since": record.t, "reason": record.reason, "fences": row["fences"] + 1}

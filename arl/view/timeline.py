@@ -110,6 +110,13 @@ class Lanes:
                 self._open[self.server(record.server), "paused"] = t, ""
             case events.ServerResumed():
                 self._close(self.server(record.server), "paused", t)
+            case events.ServerSlept():
+                self._open[self.server(record.server), "asleep"] = t, "the trainer has the device"
+            case events.ServerWoke():
+                self._close(self.server(record.server), "asleep", t)
+            case events.TrainerMoved():
+                label = "onto the device" if record.is_on_device else "to the CPU's memory"
+                self.span("trainer", t - record.seconds, t, "moving", label)
             case events.ServerFenced():
                 self._open[self.server(record.server), "fenced"] = t, record.reason
             case events.ServerReturned():

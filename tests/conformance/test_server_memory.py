@@ -2,13 +2,24 @@
 
 import asyncio
 
+import pytest
 import torch
 from conformance.conftest import Models
 from protocol_client import Client, spans
+from reference import close
+from servers import Server
 from weight_trainer import succeeds
+
+from arl.api.engine import DiskWeights
+from arl.api.engine_config import RELEASED, PauseMode
+from arl.api.types import ModelRequest, SamplingParams
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 PROMPT = torch.randint(256, (32,), generator=torch.Generator().manual_seed(5)).tolist()
 GREEDY = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+GREEDY_TURN = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
+NUM_TOKENS = 200
 ALL = {"tags": ["kv_cache", "weights"]}
 
 
@@ -16,6 +27,10 @@ async def calls(client: Client, *paths: str, **body: object) -> None:
     for path in paths:
         answer = await client.post(path, dict(body))
         assert answer.status == 200, (path, answer.body)
+
+
+async def label_of(client: Client) -> str:
+    return (await client.get("/model_info")).body["weight_version"]
 
 
 async def load(client: Client, models: Models) -> None:
@@ -51,3 +66,49 @@ async def test_a_retracted_request_goes_on_with_new_weights_from_the_tokens_that
     assert (old, start, cut == again, new, end) == ("a", 0, True, "7", 400)
     ids = answer["output_ids"]
     assert ids[cut : cut + 20] == models.b.greedy([*PROMPT, *ids[:cut]], 20)
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_responses_that_outlive_a_release_are_as_if_they_had_lived_through_an_update(
+    client: Client, server: Server, models: Models, mode: PauseMode
+) -> None:
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
+    async with RemoteInferenceEngine([server.url], server.config(pause_mode=mode)) as engine, asyncio.TaskGroup() as group:
+        calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=p, sampling=sampling))) for p in PROMPTS]
+        for version, directory in ((1, models.directory_b), (2, models.directory_a)):
+            await client.until_running(len(PROMPTS))
+            await client.until_gained(5)
+            await engine.release_memory()
+            assert await label_of(client) == RELEASED
+            late = group.create_task(engine.agenerate(ModelRequest(input_ids=(7,), sampling=GREEDY_TURN)))
+            await engine.update_weights(DiskWeights(version=version, directory=directory))
+            assert (await late).output_versions == (version,) * 3
+    for call, prompt in zip(calls, PROMPTS, strict=True):
+        response = call.result()
+        versions = list(response.output_versions)
+        assert versions == sorted(versions)
+        assert {*versions} == {0, 1, 2}
+        whole = [one.logprobs(prompt, response.output_ids) for one in (models.a, models.b, models.a)]
+        close(response.output_logprobs, torch.stack(whole).gather(0, torch.tensor(versions)[None])[0], atol=2e-4)
+
+
+async def test_a_client_that_greets_a_server_without_memory_wakes_it(
+    client: Client, server: Server, models: Models
+) -> None:
+    config = server.config(pause_mode="retract")
+    async with RemoteInferenceEngine([server.url], config) as dying:
+        await dying.release_memory()
+        async with RemoteInferenceEngine([server.url], config) as engine:
+            assert await label_of(client) != "a"
+            await engine.update_weights(DiskWeights(version=1, directory=models.directory_b))
+            response = await engine.agenerate(ModelRequest(input_ids=tuple(PROMPT), sampling=GREEDY_TURN))
+            assert list(response.output_ids) == models.b.greedy(PROMPT, 3)
+
+
+async def test_an_engine_that_is_closed_while_its_server_sleeps_wakes_it(
+    client: Client, server: Server, models: Models
+) -> None:
+    async with RemoteInferenceEngine([server.url], server.config(pause_mode="retract")) as engine:
+        await engine.release_memory()
+    await load(client, models)
+    assert (await client.generate(input_ids=PROMPT, sampling_params=GREEDY))["output_ids"] == models.b.greedy(PROMPT, 40)

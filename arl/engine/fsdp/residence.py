@@ -34,7 +34,7 @@ class Residence:
         self._device = device
         self._has_none = is_offloaded or device.type == "cpu"
         self.is_away = False
-        self._moved: list[tuple[nn.Parameter, str]] = []
+        self._moved: list[tuple[torch.Tensor, str]] = []
         """The parts of the optimizer's state that were on the device; others, such as counts, never are."""
 
     def leave(self) -> None:

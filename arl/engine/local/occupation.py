@@ -68,7 +68,9 @@ class Occupation:
             raise WeightsError("the weights' memory is released; call /resume_memory_occupation before loading")
         known = {name for name, _ in self._model.named_parameters()}
         if self.lacks_weights and (missing := sorted(known - set(names))):
-            raise WeightsError(f"the weights were released, so all must be loaded again, and {named(missing)} is missing")
+            raise WeightsError(
+                f"the weights were released, so all must be loaded again, and {named(missing)} is missing"
+            )
 
     def note_load(self) -> None:
         """All weights are there."""

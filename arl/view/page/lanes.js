@@ -11,10 +11,11 @@ const ROUND = [...DECADES, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200
 const RED = ["#b3261e", "#ff8b80"];
 const TONES = {
   training: BLUE, waiting: ["#e3e3dc", "#2c3238"], snapshot: OCHRE, checkpoint: PURPLE, publishing: ORANGE, evaluation: GREEN,
-  busy: ["#7fb2c6", "#3d7892"], paused: ["#b9b9b0", "#5b636b"], loading: ORANGE, fenced: RED, recovering: RED, turn: BLUE, tool: ORANGE, reward: GREEN,
+  busy: ["#7fb2c6", "#3d7892"], paused: ["#b9b9b0", "#5b636b"], asleep: ["#d9d5cc", "#454b52"], moving: ["#c9b6d9", "#6b5680"],
+  loading: ORANGE, fenced: RED, recovering: RED, turn: BLUE, tool: ORANGE, reward: GREEN,
 };
 const UNKNOWN = ["#b9c4cb", "#56616a"]; // an episode without a reward, a kind that is new
-const PALE = new Set(["waiting", "paused", "busy"]);
+const PALE = new Set(["waiting", "paused", "asleep", "busy"]);
 
 export const laneLegend = () => h("div", { class: "legend" },
   Object.entries(TONES).map(([kind, pair]) => h("span", {}, h("span", { class: "swatch", style: { background: tone(pair) } }, "\u00a0"), ` ${kind}`)),
