@@ -137,7 +137,10 @@ async def test_the_servers_sleep_while_the_trainer_has_the_device_and_no_version
     assert [(state["released"], state["held_bytes"]) for state in states] == [
         (["kv_cache", "weights"], {"kv_cache": 0, "weights": 0})
     ] * 4
-    assert watching.told == ["offload", *(x for state in [None, *states] for x in ("onload", *([state] * bool(state)), "offload"))]
+    assert watching.told == [
+        "offload",
+        *(x for state in [None, *states] for x in ("onload", *([state] * bool(state)), "offload")),
+    ]
     assert max(step.max_staleness_seen for step in steps) <= ETA
     assert all(versions == sorted(versions) for versions in workflow.versions)
     assert any(len(set(versions)) > 1 for versions in workflow.versions), "no answer lived through a turn"

@@ -106,8 +106,8 @@ def gpu_mistakes(config: Config, num_gpus: int | None = None) -> list[Finding]:
         trainers = sorted(set(ranks))
         found.append(
             f"the trainer has {gpus_text(trainers)}, and arl starts servers on {gpus_text(shared)}, too: set "
-            f"engine.first_gpu to {trainers[-1] + 1}, let both take turns (engine.colocated), or limit the servers' memory by {_MEMORY_FLAGS[engine.protocol]} "
-            "in engine.arguments"
+            f"engine.first_gpu to {trainers[-1] + 1}, let both take turns (engine.colocated), or limit the servers' "
+            f"memory by {_MEMORY_FLAGS[engine.protocol]} in engine.arguments"
         )
     if num_gpus is not None:
         found += _missing(config, num_gpus, ranks, servers)

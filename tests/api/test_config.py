@@ -84,6 +84,18 @@ IMPOSSIBLE = [
         "min_lr_ratio is set, but schedule is constant",
     ),
     ({"engine": {"update_order": "rolling"}}, "engine.local", "update_order is rolling, but num_servers is 1"),
+    ({"engine": {"colocated": True, "pause_mode": "in_place"}}, "engine.local", "leave pause_mode out, or set it to"),
+    (
+        {"engine": {"colocated": True, "num_servers": 2, "update_order": "rolling"}},
+        "engine.local",
+        "with colocated all servers let go of their memory together",
+    ),
+    ({"engine": {"colocated": True}, "weights": {"transport": "distributed"}}, "", "which NCCL refuses; use disk"),
+    (
+        {"engine": {"colocated": True}, "weights": {"transport": "adapter"}, "train": {"lora": {}}},
+        "",
+        "but with engine.colocated it needs the model's weights on the servers",
+    ),
 ]
 
 
@@ -189,3 +201,13 @@ def test_fewer_ranks_keep_layers_whole_and_share_a_batch_evenly():
     assert TrainConfig.model_validate({**given, "min_ranks": 3}).rank_counts(8) == [8, 4]
     assert TrainConfig.model_validate(given).rank_counts(9) == [8]
     assert TrainConfig().rank_counts(9) == [1]
+
+
+def test_colocated_servers_compute_what_requests_had_again_unless_they_are_told_otherwise():
+    def mode(**engine: object) -> str:
+        given = Config.model_validate({"model": "m", "engine": engine})
+        again = Config.model_validate(given.model_dump())
+        assert again.engine.pause_mode == given.engine.pause_mode
+        return given.engine.pause_mode
+
+    assert [mode(colocated=True), mode(colocated=True, pause_mode="abort"), mode()] == ["retract", "abort", "in_place"]

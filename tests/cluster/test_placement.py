@@ -73,6 +73,7 @@ def test_a_start_ends_with_all_mistakes_in_spite_of_which_it_could_not_train() -
         ({"device": "cuda"}, SGLANG, r"trainer has GPU 0, and .* on GPU 0, too: set engine.first_gpu to 1,"),
         ({"device": "cuda"}, SGLANG | {"first_gpu": 1}, ""),
         ({"device": "cuda"}, SGLANG | {"arguments": SHARED_GPU}, ""),
+        ({"device": "cuda"}, SGLANG | {"colocated": True}, ""),
         ({"device": "cpu"}, SGLANG, ""),
         ({"device": "cuda"}, SGLANG | {"gpus_per_server": 0}, ""),
         ({"device": "cuda"}, {"kind": "local", "device": "cuda"}, ""),

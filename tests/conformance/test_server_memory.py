@@ -1,4 +1,4 @@
-"""A server lets go of its memory and takes it again. tests/engine/local/test_occupation.py has what goes, and what not."""
+"""A server lets go of its memory, takes it again, and gets new weights."""
 
 import asyncio
 
@@ -73,7 +73,10 @@ async def test_responses_that_outlive_a_release_are_as_if_they_had_lived_through
     client: Client, server: Server, models: Models, mode: PauseMode
 ) -> None:
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
-    async with RemoteInferenceEngine([server.url], server.config(pause_mode=mode)) as engine, asyncio.TaskGroup() as group:
+    async with (
+        RemoteInferenceEngine([server.url], server.config(pause_mode=mode)) as engine,
+        asyncio.TaskGroup() as group,
+    ):
         calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=p, sampling=sampling))) for p in PROMPTS]
         for version, directory in ((1, models.directory_b), (2, models.directory_a)):
             await client.until_running(len(PROMPTS))
@@ -111,4 +114,6 @@ async def test_an_engine_that_is_closed_while_its_server_sleeps_wakes_it(
     async with RemoteInferenceEngine([server.url], server.config(pause_mode="retract")) as engine:
         await engine.release_memory()
     await load(client, models)
-    assert (await client.generate(input_ids=PROMPT, sampling_params=GREEDY))["output_ids"] == models.b.greedy(PROMPT, 40)
+    assert (await client.generate(input_ids=PROMPT, sampling_params=GREEDY))["output_ids"] == models.b.greedy(
+        PROMPT, 40
+    )

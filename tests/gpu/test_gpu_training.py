@@ -108,3 +108,24 @@ def test_what_was_copied_aside_is_not_changed_by_the_step_after_it(make_engine: 
 def test_copies_are_in_pinned_memory():
     copies = saving._copied({"model": {"weight": torch.ones(3, device="cuda")}})
     assert copies["model"]["weight"].is_pinned()
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"rank": 2}}])
+def test_an_engine_that_leaves_the_gpu_and_comes_back_trains_on_to_the_bit(
+    make_engine: MakeEngine, tmp_path: Path, options: dict[str, Any]
+):
+    engines = [make_engine(**options) for _ in range(2)]
+    for engine in engines:
+        engine.update_reference()
+        train(engine)
+    before = torch.cuda.memory_allocated()
+    engines[0].offload()
+    held = sum(p.numel() * 4 for p in engines[0]._trained.values())
+    assert before - torch.cuda.memory_allocated() >= 4 * held  # weights, two moments, reference
+    engines[0].save(tmp_path / "checkpoint").wait()
+    for name, value in weights(engines[0], tmp_path / "away").items():
+        torch.testing.assert_close(value, weights(engines[1], tmp_path / "stayed")[name], rtol=0, atol=0, msg=name)
+    engines[0].load(tmp_path / "checkpoint")
+    engines[0].onload()
+    assert train(engines[0]) == train(engines[1])
+    assert same(*(engine.forward(random_sequences(6, seed=4)) for engine in engines))

@@ -280,8 +280,8 @@ class ServerClient(JsonClient):
     async def describe(self, *, sets_going: bool) -> Greeting:
         """Ask a server what it serves, and note what this client needs to know.
 
-        sets_going: resume a server that a killed run left paused, or without memory, and have it generate. An answer that makes no sense
-        raises one of NONSENSE.
+        sets_going: resume a server that a killed run left paused, or without memory, and have it generate. An answer
+        that makes no sense raises one of NONSENSE.
         """
 
     @abstractmethod

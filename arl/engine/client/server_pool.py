@@ -12,16 +12,17 @@
 | paused | `begin_load`: from here on its weights have no version | loading | |
 | loading | `end_load` | paused | |
 | paused | `resume` | serving | requests without a server |
-| serving, draining, paused, asleep, loading | `fence`: it failed, or missed an update | fenced | requests that wait for it |
+| any in service | `fence`: it failed, or missed an update | fenced | requests that wait for it |
 | fenced | `admit`: its probe has brought it up to date | serving | requests and updates without a server |
 | serving | `leave`: it ends what it runs and gets nothing new | draining | the removal |
 | draining | `stay`: its removal was given up | serving | requests without a server |
 | any | `drop` | gone | other removals of it |
 
 A server that was told to leave in another state drains from where it would serve. Joining, fenced and gone servers are
-out of service, and keep their state while a task pauses, loads and resumes them to bring them up to date. `turn_to`
-changes a server's weights (to an adapter loaded beside what runs) and not its state. A load that is begun, ended or
-disturbed out of turn raises RuntimeError; any other call leaves the state as it is.
+out of service, all others in service. Those that are out keep their state while a task pauses, loads and resumes them
+to bring them up to date. `turn_to` changes a server's weights (to an adapter loaded beside what runs) and not its
+state. A load or a sleep that is begun, ended or disturbed out of turn raises RuntimeError; any other call leaves the
+state as it is.
 
 All methods belong to one event loop. A wake ends the wait `changed`, and calls the functions given to `listen`.
 """

@@ -15,7 +15,7 @@ from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightUpdate
 from arl.api.engine_config import RELEASED, ClientConfig
 from arl.api.errors import ArlError, ProcessLostError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.greeting import difference, expected_of, greet
-from arl.engine.client.server_client import Greeting
+from arl.engine.client.server_client import Greeting, Holding
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import ServerUpdates, leave_running
 from arl.engine.client.server_watch import ServerWatch
@@ -308,13 +308,11 @@ class Upkeep:
             if not server.keeps(told):
                 # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
                 self.welcome(server, await greet(server.client, sets_going=False))
-            if told.label == RELEASED:
-                await server.client.resume_memory()
             if self._target is not target:
                 return False  # these weights may be gone, and a failed load would count as the server's fault
             if target is not None and not server.holds(target.version, told):
                 try:
-                    await self._bring_up_to_date(server, target)
+                    await self._bring_up_to_date(server, target, told)
                 except (ServerError, TransportError) as error:
                     if self._target is target or isinstance(error, ServerFailedError):
                         raise
@@ -346,10 +344,12 @@ class Upkeep:
         while self._pool.is_asleep:
             await self._pool.changed()
 
-    async def _bring_up_to_date(self, server: Server, target: WeightUpdate) -> None:
+    async def _bring_up_to_date(self, server: Server, target: WeightUpdate, told: Holding) -> None:
         limit_s = self._config.update_timeout_s
         try:
             async with asyncio.timeout(limit_s):
+                if told.label == RELEASED:
+                    await server.client.resume_memory()
                 await self.updates.load(server, target)
         except TimeoutError:
             slow = f"{server.address} did not load version {target.version} within {limit_s:g} s"

@@ -6,7 +6,7 @@ tokens --decoder--> hidden states --language-model head [V, H]--> log-probabilit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -277,8 +277,8 @@ class Reference:
         for name, value in self._values.items():
             local_shard(value).lerp_(local_shard(trained[name].detach()), share)
 
-    def move(self, device: torch.device) -> None:
-        self._values = {name: value.to(device) for name, value in self._values.items()}
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._values = {name: to(value) for name, value in self._values.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class Residence:
         if self._has_none:
             logger.info("nothing moves between turns: what is trained is in the CPU's memory")
             return
-        self.move(torch.device("cpu"))
+        self.move(lambda tensor: tensor.to("cpu"))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -53,10 +54,11 @@ class Residence:
     def come_back(self) -> None:
         """Idempotent."""
         if self.is_away and not self._has_none:
-            self.move(self._device)
+            self.move(lambda tensor: tensor.to(self._device))
         self.is_away = False
 
-    def move(self, device: torch.device) -> None:
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """to: a copy of a tensor elsewhere. Parameters stay the objects that they are."""
         if not self._moved:
             states = self._optimizer.state.items()
             self._moved = [
@@ -65,8 +67,8 @@ class Residence:
                 for name, value in state.items()
                 if isinstance(value, torch.Tensor) and value.device.type == self._device.type and value.ndim
             ]
-        self._module.to(device)
+        self._module._apply(to)  # as Module.to does; FSDP follows
         for parameter, name in self._moved:
             state = self._optimizer.state[parameter]
-            state[name] = state[name].to(device)
-        self._reference.move(device)
+            state[name] = to(state[name])
+        self._reference.move(to)

@@ -441,8 +441,8 @@ class RunningBatch:
         """Let go of memory. Raises RequestError while sequences run, whose keys and values would be lost."""
         if self._rows:
             raise RequestError(
-                f"{len(self._rows)} requests are running: pause generation in mode abort or retract before their memory "
-                "is released"
+                f"{len(self._rows)} requests are running: pause generation in mode abort or retract before their "
+                "memory is released"
             )
         self.flush()
         self._runner.occupation.release(parts)

@@ -2,7 +2,8 @@
 
     submit, abort, pause, resume, release_memory, load, ... --commands, in order--> model thread --deliver--> event loop
 
-The thread sleeps on its command queue while it is paused, has nothing to generate or no memory to do it in; each command wakes it.
+The thread sleeps on its command queue while it is paused, has nothing to generate, or no memory to do it in; each
+command wakes it.
 """
 
 from __future__ import annotations

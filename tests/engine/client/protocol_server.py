@@ -282,6 +282,10 @@ class Server:
         self.label = body["weight_version"]
         return {"success": True, "message": "loaded"}
 
+    async def _on_update_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.label = body["new_version"]
+        return {"success": True}
+
     async def _on_v1_models(self, body: dict[str, Any]) -> dict[str, Any]:
         cards = [{"id": "m", "parent": None}, *({"id": name, "parent": "m"} for name in self.adapters)]
         return {"data": cards}

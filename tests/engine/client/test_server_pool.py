@@ -19,13 +19,20 @@ PATHS: dict[ServerState, Calls] = {
     ServerState.JOINING: (),
     ServerState.SERVING: ("admit",),
     ServerState.PAUSED: ("admit", "pause"),
+    ServerState.ASLEEP: ("admit", "pause", "sleep"),
     ServerState.LOADING: ("admit", "pause", "begin_load"),
     ServerState.FENCED: ("admit", "fence"),
     ServerState.DRAINING: ("admit", "leave"),
     ServerState.GONE: ("admit", "drop"),
 }
 """How a server that joined gets into each state."""
-ARGUMENTS: dict[str, tuple[object, ...]] = {"end_load": (1,), "turn_to": (1, "a"), "fence": ("it failed",)}
+ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "sleep": (0.1,),
+    "wake": (0.1,),
+    "end_load": (1,),
+    "turn_to": (1, "a"),
+    "fence": ("it failed",),
+}
 
 
 @pytest.fixture
@@ -49,7 +56,14 @@ def brought(pool: ServerPool, *calls: str) -> Server:
         (ServerState.LOADING, "begin_load"),
         (ServerState.SERVING, "end_load"),
         (ServerState.PAUSED, "end_load"),
-        *((ServerState.LOADING, call) for call in ("pause", "resume", "admit", "turn_to")),
+        (ServerState.SERVING, "sleep"),
+        (ServerState.PAUSED, "wake"),
+        (ServerState.ASLEEP, "begin_load"),
+        *(
+            (state, call)
+            for state in (ServerState.ASLEEP, ServerState.LOADING)
+            for call in ("pause", "resume", "admit", "turn_to")
+        ),
     ],
 )
 async def test_a_load_out_of_turn_is_a_bug(pool: ServerPool, state: ServerState, call: str):

@@ -79,3 +79,18 @@ def test_weights_that_are_not_numbers_fail_requests_and_good_ones_heal_the_serve
     run_all(batch, jobs)
     for job in jobs:
         other_reference.check(job)
+
+
+def test_weights_that_were_released_have_to_be_loaded_whole(
+    batch: RunningBatch, other_reference: Reference, other_weights: Weights
+) -> None:
+    batch.release(["kv_cache", "weights"])
+    batch.resume(["kv_cache", "weights"])
+    some = {name: tensor for name, tensor in other_weights.items() if name != "model.norm.weight"}
+    with pytest.raises(WeightsError, match=r"all must be loaded again, and model\.norm\.weight is missing"):
+        batch.load(some, "1")
+    assert not batch.can_compute
+    batch.load(other_weights, "1")
+    job = make_job(prompt_of(40, 1))
+    run_all(batch, [job])
+    other_reference.check(job)

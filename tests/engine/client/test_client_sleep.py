@@ -1,0 +1,112 @@
+"""Servers that let go of their memory, as arl's client sees to it; conformance/test_server_memory.py asks real ones."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from protocol_server import Server, ask, over
+from scripted_weights import ScriptedWeights, weights
+
+from arl.api.engine_config import RELEASED
+from arl.api.episode_clock import CLOCK, EpisodeClock
+from arl.api.errors import ServerError, ServerFailedError
+
+QUIET = ("health", "model_info", "server_info", "get_server_info", "v1/models", "tokenize")
+SLEEP = ["pause_generation", "flush_cache", "update_weight_version", "release_memory_occupation"]
+WAKE = ["resume_memory_occupation", "update_weight_version", "update_weights_from_disk", "continue_generation"]
+
+
+async def test_a_server_is_idle_and_labelled_before_it_lets_go_and_loaded_before_it_serves(server: Server):
+    async with over(server, pause_mode="retract") as engine:
+        server.calls.clear()
+        await engine.release_memory()
+        await engine.release_memory()
+        assert (server.names(without=QUIET), server.label, engine.is_asleep) == (SLEEP, RELEASED, True)
+        await engine.update_weights(weights(1))
+        assert (server.names(without=QUIET), server.label, engine.is_asleep) == (SLEEP + WAKE, "1", False)
+
+
+async def test_a_server_that_still_runs_a_batch_is_awaited(server: Server):
+    """Stock SGLang would end itself."""
+    server.tells["flush_cache"] = 400
+    async with over(server, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
+        releasing = group.create_task(engine.release_memory())
+        await server.until(lambda: server.names().count("flush_cache") == 3)
+        assert "release_memory_occupation" not in server.names()
+        del server.tells["flush_cache"]
+        await releasing
+        assert server.names()[-1] == "release_memory_occupation"
+
+
+async def test_the_time_of_requests_and_episodes_stands_still_while_servers_sleep(server: Server):
+    server.is_automatic = False
+    clock = EpisodeClock(60.0)
+
+    async def episode() -> Any:
+        CLOCK.set(clock)
+        async with clock.begin():
+            return await engine.agenerate(ask(2))
+
+    async with over(server, pause_mode="retract", request_timeout_s=0.4) as engine, asyncio.TaskGroup() as group:
+        running = await server.begin(group, episode())
+        await engine.release_memory()
+        left_s = clock.left_s
+        waiting = group.create_task(engine.agenerate(ask(2)))
+        await asyncio.sleep(0.5)
+        assert (clock.is_still, clock.left_s) == (True, left_s)
+        server.is_automatic = True
+        await engine.update_weights(weights(1))
+        server.advance(2)
+        assert len((await running).output_ids) == len((await waiting).output_ids) == 2
+        assert not clock.is_still
+
+
+async def test_a_server_that_was_started_again_meanwhile_sleeps_too_and_comes_back_with_the_others(
+    server: Server, other: Server
+):
+    async with over(server, other, pause_mode="retract") as engine:
+        await engine.update_weights(weights(1))
+        await engine.release_memory()
+        await other.stop()
+        other.label = "default"
+        engine._upkeep.fence(engine._pool.servers[1], "it died")
+        await other.start()
+        other.calls.clear()
+        await other.until(lambda: "release_memory_occupation" in other.names())
+        assert not {"continue_generation", "update_weights_from_disk"} & {*other.names()}
+        await engine.update_weights(weights(2))
+        await other.until(lambda: other.label == "2" and "continue_generation" in other.names())
+        assert server.label == "2"
+
+
+async def test_memory_that_a_server_has_is_not_asked_for_again_after_a_failed_load(server: Server):
+    """It would end stock SGLang."""
+
+    async def fail_once(_: object) -> None:
+        if len(update.calls) == 2:
+            raise ServerFailedError("its connection broke")
+
+    update = ScriptedWeights(version=1, midway=fail_once)
+    async with over(server, pause_mode="retract") as engine:
+        await engine.release_memory()
+        await engine.update_weights(update)
+        assert (engine.version, server.names().count("resume_memory_occupation")) == (1, 1)
+
+
+async def test_a_server_that_refuses_to_let_go_ends_the_turn(server: Server):
+    server.tells["release_memory_occupation"] = 404
+    async with over(server, pause_mode="retract") as engine:
+        with pytest.raises(ServerError, match="release_memory_occupation"):
+            await engine.release_memory()
+
+
+async def test_a_server_that_cannot_let_go_of_its_memory_is_refused_at_the_start(server: Server):
+    with pytest.raises(
+        ServerError, match=r"cannot let go of its memory, .*: start it with --enable-memory-saver, on a GPU"
+    ):
+        async with over(server, colocated=True):
+            pass
+    server.tells["server_info"] = {"enable_memory_saver": True}
+    async with over(server, colocated=True) as engine:
+        await engine.release_memory()
+    assert server.names(without=QUIET)[-2:] == ["update_weight_version", "continue_generation"]
