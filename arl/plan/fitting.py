@@ -46,9 +46,12 @@ def fitted(run_dir: str | Path) -> Costs:
     """Fit the costs of the run in `run_dir`, by the life that trained most steps.
 
     `Costs.measured` says what was seen, and in `notes` what could not be told apart, and how well the costs explain the
-    run. Raises RunFileError if there is no run, or if it has no trained step or no episode that ended.
+    run. Raises RunFileError if there is no run, if it has no trained step or no episode that ended, or if servers and
+    trainer took turns.
     """
     seen = RunLife.of(read_run(run_dir))
+    if seen.setting("engine", "colocated"):
+        raise RunFileError(f"in {run_dir} servers and trainer took turns (engine.colocated), which is not simulated")
     workload = measured_workload(seen.run, seen.number, seen.calls, forwarded_share(seen.steps))
     if workload is None or not seen.servers:
         raise RunFileError(f"{run_dir} has no episode that ended and was answered by a server, to learn costs from")
