@@ -182,6 +182,7 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
     tasks = [Task(name="NAME", workflow=OneTurn(), dataset=SOME)]
     async with launch(small(tmp_path / "tasks"), tasks=tasks) as trainer:
         of_tasks = {name async for step in trainer for name in step.metrics if name.startswith("task/")}
+    of_some_batches |= {f"turns/{part}_s" for part in ("release", "onload", "offload", "resume")}
     of_servers = {
         *ServerWatch(ServerPool(0), ClientConfig(), ServerProcesses([])).counters(),
         "servers/generated_tokens",
