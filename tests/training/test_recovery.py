@@ -29,6 +29,7 @@ class Process:
         world.visit("start")
         self.weights: list[int] = []
         self.prepared: int | None = None
+        self.is_away = False
         self.num_ranks = world.num_ranks
         self.ended = ""
         self.engine = self
@@ -61,6 +62,14 @@ class Process:
         (directory.parent / f".{directory.name}.half").rmdir()
         (directory / "weights").write_text(json.dumps(self.weights))
         return "a saving"
+
+    def offload(self) -> None:
+        self._visit("offload")
+        self.is_away = True
+
+    def onload(self) -> None:
+        self._visit("onload")
+        self.is_away = False
 
     def snapshot(self) -> tuple[int, ...]:
         self._visit("snapshot")
@@ -349,3 +358,20 @@ def test_a_learner_that_could_not_be_brought_to_its_version_is_never_used(tmp_pa
     assert world.processes[-1].weights == IDS[:1]
     with pytest.raises(TrainingError, match="no memory"):
         learner.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(("place", "is_away"), [("offload", True), ("snapshot", True), ("onload", False)])
+def test_a_process_that_takes_over_between_turns_leaves_the_device_too(
+    place: str, is_away: bool, tmp_path: Path
+) -> None:
+    world = World(tmp_path, **{place: [0]})
+    learner = world.learner()
+    train(learner, 0, 2)
+    learner.offload()
+    if place == "snapshot":
+        learner.engine.snapshot()
+    elif place == "onload":
+        learner.onload()
+    assert [process.is_away for process in world.processes][-1] == is_away
+    assert len(world.processes) == 2
+    assert world.processes[-1].weights == IDS[:2]
