@@ -98,7 +98,7 @@ class Delivery:
                 return self.transport.snapshot(engine), self._probe(engine)
 
     def _probe(self, engine: WeightSource) -> WeightProbe | None:
-        if self.turns is not None and self.turns.is_colocated and not self.turns.is_trainers:
+        if self.turns is not None and self.turns.is_trainer_away:  # a snapshot that follows a failed one
             return None
         return probe_due(engine, self.inference_engine)
 

@@ -224,7 +224,7 @@ class Trainer:
         """Log and publish a step that was cancelled after its training had begun."""
         async with self._training:
             await self._end_open_step()
-            if self._delivery.newest < self.version or self._turns.is_trainers:
+            if self._delivery.newest < self.version or self._turns.are_servers_asleep:
                 await self._publish()
 
     async def _end_open_step(self) -> None:
@@ -262,7 +262,7 @@ class Trainer:
         self._started_at = None
         await self._delivery.finished()
         if self._evaluations:
-            if self._turns.is_trainers:
+            if self._turns.are_servers_asleep:
                 await self._catch_up()
             await self._evaluations.finished()
         await self._note_tokens(self.thread)
@@ -304,7 +304,7 @@ class Trainer:
         if self._evaluations is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
-            if self._turns.is_trainers:  # in a step, or in one that was cancelled, after which nobody wakes the servers
+            if self._turns.are_servers_asleep:  # in a step, or after one that was cancelled: then nobody wakes them
                 await self._catch_up()
             return await self._evaluations.evaluate(is_first=self.last_step is None)
 

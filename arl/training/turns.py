@@ -42,30 +42,42 @@ class Turns:
     events: Events
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """What the last turn cost, as metrics."""
-    is_trainers: bool = False
-    """The devices are the trainer's, and the servers sleep."""
+    _is_on_device: bool = False
+    """The trainer has certainly arrived, and not begun to leave."""
 
     def __post_init__(self) -> None:
         if self.is_colocated and not isinstance(self.servers, ColocatedServers):
             raise ConfigError("engine.colocated is set, but this inference engine cannot let go of its memory")
 
+    @property
+    def are_servers_asleep(self) -> bool:
+        """They wake with the next update alone."""
+        return self.is_colocated and isinstance(self.servers, ColocatedServers) and self.servers.is_asleep
+
+    @property
+    def is_trainer_away(self) -> bool:
+        return self.is_colocated and not self._is_on_device
+
     async def to_trainer(self) -> None:
         """Let the servers sleep, and bring the trainer onto the devices. A cancelled call can be repeated."""
-        if self.is_trainers or not isinstance(self.servers, ColocatedServers) or not self.is_colocated:
+        if not self.is_trainer_away or not isinstance(self.servers, ColocatedServers):
             return
         began = time.monotonic()
         await self.servers.release_memory()
         self.metrics["turns/release_s"] = time.monotonic() - began
-        await self._move(self.learner.onload, is_on_device=True)
+        self.metrics["turns/onload_s"] = await self._move(self.learner.onload, is_on_device=True)
+        self._is_on_device = True
 
     async def leave(self) -> None:
         """Bring the trainer into the CPU's memory."""
         if self.is_colocated:
-            await self._move(self.learner.offload, is_on_device=False)
+            self._is_on_device = False
+            self.metrics["turns/offload_s"] = await self._move(self.learner.offload, is_on_device=False)
 
-    async def _move(self, move: Callable[[], None], *, is_on_device: bool) -> None:
+    async def _move(self, move: Callable[[], None], *, is_on_device: bool) -> float:
+        """Returns how long it took."""
         began = time.monotonic()
         await self.thread(move)
-        self.is_trainers, seconds = is_on_device, time.monotonic() - began
-        self.metrics["turns/onload_s" if is_on_device else "turns/offload_s"] = seconds
+        seconds = time.monotonic() - began
         self.events.emit(TrainerMoved(is_on_device=is_on_device, seconds=seconds))
+        return seconds
