@@ -14,7 +14,7 @@ from arl.api.errors import ProcessLostError, TransportError
 from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
 from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
-from arl.training.turns import Turns
+from arl.training.device_turns import DeviceTurns
 from arl.training.weight_probe import CheckedEngine, probe_due
 
 _PAUSES_S = (1.0, 10.0)
@@ -56,7 +56,7 @@ class Delivery:
     thread: TrainThread
     tasks: asyncio.TaskGroup
     """Where deliveries run; what they raise ends the run."""
-    turns: Turns | None = None
+    turns: DeviceTurns | None = None
     """Who has the devices: the trainer leaves them after a snapshot, before servers get it."""
     events: Events = NOWHERE
     published: PublishStats | None = None

@@ -47,6 +47,7 @@ from arl.rollout.controller import RolloutController
 from arl.training.best_model import BestModel
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
+from arl.training.device_turns import DeviceTurns
 from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals, publish_metrics
@@ -55,7 +56,6 @@ from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
 from arl.training.step import Step, log_step, report_step
-from arl.training.turns import Turns
 from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Trainer:
         self.version = self.learner.version
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
-        self._turns = Turns(
+        self._turns = DeviceTurns(
             is_colocated=self.config.engine.colocated,
             servers=self.inference_engine,
             learner=self.learner,

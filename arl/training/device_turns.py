@@ -29,7 +29,7 @@ class MovableLearner(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class Turns:
+class DeviceTurns:
     """Gives the devices to the trainer, and has it leave them. The next update of the servers' weights wakes these.
 
     Without is_colocated the trainer has devices of its own, and both calls do nothing.
