@@ -77,11 +77,15 @@ class Membership:
         self._pool.admit(server)
 
     async def add(self, client: ServerClient) -> None:
-        """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out."""
-        server, limit = self._pool.join(client), asyncio.timeout(self._config.update_timeout_s)
+        """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out.
+
+        While the others sleep it does, too, and its time limit stands still.
+        """
+        server, clock = self._pool.join(client), self._pool.clock
+        limit = clock.limit(clock.now() + self._config.update_timeout_s)
         try:
             async with limit:
-                self._upkeep.welcome(server, await greet(client))
+                self._upkeep.welcome(server, await greet(client, sets_going=not self._pool.is_asleep))
                 while not await self._upkeep.restore(server):
                     await self._upkeep.awake()  # or newer weights came meanwhile
         except TimeoutError:
@@ -93,9 +97,10 @@ class Membership:
         except TransportError as error:
             raise ServerError(f"{server.address} did not get the current weights: {error}") from error
         finally:
+            clock.ended(limit)
             if server.state is ServerState.JOINING:
                 self._pool.drop(server)
-                if server.pauses:
+                if server.pauses or self._pool.is_asleep:
                     await leave_running(server)
                 await client.aclose()
 
@@ -118,6 +123,8 @@ class Membership:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_HANDOVER_TIMEOUT_S):
                     await self._upkeep.updates.unload(server, [*server.adapters])
+            while server.state is ServerState.ASLEEP:  # left running, it would take memory that the trainer has
+                await self._pool.changed()
         except BaseException:  # mostly a cancellation: the server goes on as before
             self._pool.stay(server)
             raise

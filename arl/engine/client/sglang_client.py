@@ -21,7 +21,14 @@ import orjson
 
 from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.engine_config import RELEASED, PauseMode
-from arl.api.errors import ArlError, PromptTooLongError, RefusedRequestError, ServerError
+from arl.api.errors import (
+    ArlError,
+    NoSuchPathError,
+    PromptTooLongError,
+    RefusedRequestError,
+    ServerError,
+    ServerFailedError,
+)
 from arl.api.events import ServerWorked
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
@@ -239,10 +246,14 @@ class SGLangClient(ServerClient):
     async def _until_idle(self) -> None:
         """Its caches can be flushed once it runs nothing."""
         while True:
-            with suppress(ServerError):
+            try:
                 await self.call("POST", "/flush_cache")
+            except (ServerFailedError, NoSuchPathError):
+                raise
+            except ServerError:  # refused, as it runs something
+                await asyncio.sleep(_IDLE_POLL_S)
+            else:
                 return
-            await asyncio.sleep(_IDLE_POLL_S)
 
     async def _label(self, label: str) -> None:
         await self._do("update_weight_version", {"new_version": label, "abort_all_requests": False})

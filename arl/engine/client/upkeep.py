@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -75,10 +76,21 @@ class Upkeep:
         self._pool.wake_all()
 
     async def release_memory(self) -> None:
-        """Let the servers in service sleep. Raises the refusal of one that cannot."""
+        """Let the servers sleep, those out of service as far as they answer. Raises the refusal of one that cannot."""
         self._pool.fall_asleep()
         if refusals := await self._on_each(self._pool.in_service, self.updates.release_memory):
             raise refusals[0]
+        async with asyncio.TaskGroup() as group:
+            for server in self._pool.servers:
+                if not server.is_in_service:
+                    group.create_task(self._release_memory_of(server))
+
+    async def _release_memory_of(self, server: Server) -> None:
+        """Of one out of service, which its probe, or its addition, may be bringing up to date. It is not waited for
+        long: perhaps it is dead."""
+        with suppress(ServerError, TimeoutError):
+            async with asyncio.timeout(_PROBE_TIMEOUT_S), server.busy:
+                await self._let_sleep(server)
 
     def abort(self, server: Server, rid: str) -> None:
         """Tell the server, in the background, that nobody waits for this request any more."""
@@ -295,42 +307,49 @@ class Upkeep:
             self._watch.note_probe(server, is_silent=is_silent)
 
     async def restore(self, server: Server) -> bool:
-        """Admit the server if healthy and up to date, loading if need be. False if newer weights came meanwhile."""
+        """Admit the server if healthy and up to date, loading if need be.
+
+        False if newer weights came meanwhile, or if the servers sleep: then it does, too.
+        """
         async with server.busy:
-            target = self._target
-            if self._pool.is_asleep:
+            is_fit = not self._pool.is_asleep and await self._made_fit(server)
+            if self._pool.is_asleep:  # perhaps only since then
                 await self._let_sleep(server)
                 return False
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                told = await server.client.holding(with_adapters=server.weights.adapter is not None)
-            if (target is None or target.adapter is not None) and told.label != server.initial_label:
-                raise ServerError(f"it serves weights {told.label!r}, but it began with {server.initial_label!r}")
-            if not server.keeps(told):
-                # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
-                self.welcome(server, await greet(server.client, sets_going=False))
-            if self._target is not target:
-                return False  # these weights may be gone, and a failed load would count as the server's fault
-            if target is not None and not server.holds(target.version, told):
-                try:
-                    await self._bring_up_to_date(server, target, told)
-                except (ServerError, TransportError) as error:
-                    if self._target is target or isinstance(error, ServerFailedError):
-                        raise
-                    return False  # they were removed under the load: newer ones have come
-                except ProcessLostError as error:
-                    if self._target is target:
-                        self._lost = error
-                        self._pool.wake_all()
+            if is_fit:
+                self._pool.note_recovery(server)
+                self._pool.admit(server)
+            return is_fit
+
+    async def _made_fit(self, server: Server) -> bool:
+        """Whether it is healthy, and holds the newest weights, after it got what it lacked."""
+        target = self._target
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            told = await server.client.holding(with_adapters=server.weights.adapter is not None)
+        if (target is None or target.adapter is not None) and told.label != server.initial_label:
+            raise ServerError(f"it serves weights {told.label!r}, but it began with {server.initial_label!r}")
+        if not server.keeps(told):
+            # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
+            self.welcome(server, await greet(server.client, sets_going=False))
+        if self._target is not target:
+            return False  # these weights may be gone, and a failed load would count as the server's fault
+        if target is not None and not server.holds(target.version, told):
+            try:
+                await self._bring_up_to_date(server, target, told)
+            except (ServerError, TransportError) as error:
+                if self._target is target or isinstance(error, ServerFailedError):
                     raise
-            if not self._pool.is_held:
-                async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                    await server.client.resume()  # it may have been fenced in the middle of a pause
-                    await server.client.check_health()
-            if self._target is not target or self._pool.is_asleep:
-                return False
-            self._pool.note_recovery(server)
-            self._pool.admit(server)
-            return True
+                return False  # they were removed under the load: newer ones have come
+            except ProcessLostError as error:
+                if self._target is target:
+                    self._lost = error
+                    self._pool.wake_all()
+                raise
+        if not self._pool.is_held:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await server.client.resume()  # it may have been fenced in the middle of a pause
+                await server.client.check_health()
+        return self._target is target
 
     async def _let_sleep(self, server: Server) -> None:
         """The trainer has the devices: a server that was started again meanwhile lets go of its memory, too."""

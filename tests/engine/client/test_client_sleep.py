@@ -110,3 +110,67 @@ async def test_a_server_that_cannot_let_go_of_its_memory_is_refused_at_the_start
     async with over(server, colocated=True) as engine:
         await engine.release_memory()
     assert server.names(without=QUIET)[-2:] == ["update_weight_version", "continue_generation"]
+
+
+async def test_a_server_that_dies_before_it_is_idle_is_not_waited_for(server: Server):
+    server.tells["flush_cache"] = 500
+    async with over(server, pause_mode="retract") as engine:
+        async with asyncio.timeout(5):
+            await engine.release_memory()
+        assert engine.counters()["servers/fenced"] == 1
+        assert "release_memory_occupation" not in server.names()
+
+
+async def test_a_server_that_joins_while_others_sleep_sleeps_until_they_wake_however_late(
+    server: Server, other: Server
+):
+    other.label = RELEASED  # as another run left it; its memory is the trainer's now
+    async with over(server, pause_mode="retract", update_timeout_s=0.3) as engine, asyncio.TaskGroup() as group:
+        await engine.release_memory()
+        joining = group.create_task(engine.add_server(other.address))
+        await asyncio.sleep(0.6)
+        assert not {*WAKE} & {*other.names()}
+        await engine.update_weights(weights(1))
+        await joining
+        assert (other.label, other.names(without=QUIET)) == ("1", [*WAKE[:2], "pause_generation", *WAKE[2:], WAKE[3]])
+
+
+async def test_the_devices_are_free_only_when_a_server_that_is_just_joining_sleeps_too(server: Server, other: Server):
+    async with over(server, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
+        await engine.update_weights(weights(1))
+        other.load_gate.clear()
+        joining = group.create_task(engine.add_server(other.address))
+        await other.until(lambda: "update_weights_from_disk" in other.names())
+        releasing = group.create_task(engine.release_memory())
+        await server.until(lambda: "release_memory_occupation" in server.names())
+        await asyncio.sleep(0.1)
+        assert not releasing.done()
+        other.load_gate.set()
+        await releasing
+        assert (other.names()[-1], other.label) == ("release_memory_occupation", RELEASED)
+        await engine.update_weights(weights(2))
+        await joining
+        assert other.label == "2"
+
+
+async def test_a_server_whose_addition_is_given_up_while_others_sleep_is_left_awake(server: Server, other: Server):
+    async with over(server, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
+        await engine.release_memory()
+        joining = group.create_task(engine.add_server(other.address))
+        await other.until(lambda: "release_memory_occupation" in other.names())
+        joining.cancel()
+        await asyncio.wait([joining])
+        assert other.names(without=QUIET)[-3:] == [*WAKE[:2], "continue_generation"]
+
+
+async def test_a_server_that_is_removed_while_it_sleeps_leaves_when_it_wakes(server: Server, other: Server):
+    """Left running, it would take memory that the trainer has."""
+    async with over(server, other, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
+        await engine.release_memory()
+        removing = group.create_task(engine.remove_server(other.address))
+        await asyncio.sleep(0.1)
+        assert (removing.done(), "resume_memory_occupation" in other.names()) == (False, False)
+        await engine.update_weights(weights(1))
+        await removing
+        assert other.names().count("resume_memory_occupation") == 1
+        assert other.names(without=QUIET)[-1] == "continue_generation"
