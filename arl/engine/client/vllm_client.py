@@ -74,7 +74,7 @@ class VLLMClient(ServerClient):
         self.takes_tensors = False
         """It was started to receive weights over NCCL; until `describe` has asked, it was not."""
         self._lacks_cache = False
-        """Its caches have no memory; until `release_memory` they have."""
+        """Its caches may have no memory. vLLM takes no harm from a call that gives them what they have."""
         self._update_version: int | None = None
         """The version of the tensors that it is receiving."""
 
@@ -239,6 +239,8 @@ class VLLMClient(ServerClient):
         if sets_going:
             if await self.weight_label() == RELEASED:
                 await self.resume_memory()
+            # A run may have ended after a load and before the caches had memory again.
+            self._lacks_cache |= (await self.look_up("is_sleeping")).get("is_sleeping") is True
             await self.resume()
             await self.check_health()
         settings = (await self.call("GET", "/server_info?config_format=json")).json_object()["vllm_config"]

@@ -11,11 +11,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from arl.api.engine_config import RELEASED
 from arl.api.errors import PromptTooLongError, RefusedRequestError, ServerError, ServerFailedError
 from arl.api.grammar import Grammar
 from arl.api.types import SamplingParams
 from arl.engine.client.greeting import greet
-from arl.engine.client.server_client import GenerateCall, UnfitServerError
+from arl.engine.client.server_client import MIXTURE, GenerateCall, UnfitServerError
 from arl.engine.client.vllm_client import _FLAGS, VLLMClient, _parse_answer
 from arl.web.client import Reply
 from arl.web.connections import Connections
@@ -165,3 +166,57 @@ async def test_a_greeting_tells_the_ranks_and_whether_calls_reach_all_of_the_ser
         assert (await greet(made, sets_going=False)).unreached == (
             "--api-server-count=2: an abort reaches only one of them; leave the option out"
         )
+
+
+class SleepingServer:
+    """What vLLM's /sleep and /wake_up do to its memory, and the label of its weights."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.label = "3"
+        self.calls: list[str] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        told: dict[str, Any] = {}
+        match request.path:
+            case "/sleep":
+                self.asleep = {"weights", "kv_cache"}
+            case "/wake_up":
+                self.asleep -= {request.query["tags"]}
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/version":
+                told = {"version": "0.32"}
+            case "/is_sleeping":
+                told = {"is_sleeping": bool(self.asleep)}
+            case "/weight_info":
+                told = {"weight_version": self.label}
+            case "/server_info":
+                told = {"vllm_config": {"model_config": MODEL, "parallel_config": {}, "device_config": {}}}
+        if request.method == "POST" and request.path != "/update_weight_version":
+            self.calls.append(request.path_qs)
+        return web.json_response(told)
+
+
+SLEEP = ["/pause?mode=keep&clear_cache=false", "/reset_prefix_cache?reset_running_requests=true"]
+SLEEP += ["/sleep?level=2&mode=keep"]
+
+
+@pytest.mark.parametrize("has_loaded", [False, True])
+async def test_a_server_gets_its_weights_before_its_caches_also_from_another_run(has_loaded: bool) -> None:
+    """The first run dies while the server sleeps, or before the caches have memory again; then the label is no help."""
+    vllm, app = SleepingServer(), web.Application()
+    app.router.add_route("*", "/{path:.*}", vllm.answer)
+    async with TestServer(app) as server, Connections() as connections:
+        first, second = (VLLMClient(connections, f"http://127.0.0.1:{server.port}") for _ in range(2))
+        await first.pause("retract")
+        await first.release_memory()
+        assert (vllm.calls, vllm.asleep, vllm.label) == (SLEEP, {"weights", "kv_cache"}, RELEASED)
+        if has_loaded:
+            await first.resume_memory()
+            assert (vllm.asleep, vllm.label) == ({"kv_cache"}, MIXTURE)
+            await first._label("4")
+        await greet(second)
+        woken = [call for call in vllm.calls if call.startswith(("/wake_up", "/resume"))]
+        assert (vllm.asleep, woken) == (set(), ["/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/resume"])
