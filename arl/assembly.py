@@ -328,6 +328,8 @@ async def _engines(
         raise
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
     training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
+    if config.engine.colocated:  # the engine's end wakes servers that sleep: the trainer has to be gone by then
+        stack.push_async_callback(_close, thread, loading)
     if for_evaluations is None:
         return learner, _Engines(training, opened)
     of_evaluations = await connect_for_evaluations(config, for_evaluations, events, unreceived)

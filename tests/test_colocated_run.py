@@ -21,6 +21,7 @@ from scripted_launch import small, use_scripted_training
 from arl.api import events
 from arl.api.engine import Sampler, TokenLoss
 from arl.api.engine_config import RELEASED
+from arl.api.errors import TrainingError
 from arl.api.events import Event
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Example, SamplingParams, Trajectory
@@ -163,6 +164,26 @@ async def test_an_evaluation_after_a_cancelled_step_wakes_the_servers(
         evaluation = await trainer.evaluate()
         assert evaluation.version in (0, 1)
         assert (await anext(trainer)).version in (1, 2)
+
+
+async def test_the_trainer_is_gone_before_the_servers_wake_when_its_error_ends_the_run(
+    model: Path, server: ServerProcess, watching: type[Watching], tmp_path: Path
+):
+    """A server that took memory beside the trainer could end for want of it."""
+
+    def fail(*_: object) -> Any:
+        raise TrainingError("the loss is not a number")
+
+    def close(engine: Watching) -> None:
+        watching.told.append(("closed", state_of(server.address)["released"]))
+        FSDPTrainEngine.close(engine)
+
+    watching.train_batch, watching.close = fail, close
+    with pytest.raises(TrainingError, match="not a number"):
+        async with launch(config(tmp_path / "run", model, server), workflow=Unequal(), dataset=DATASET) as trainer:
+            await anext(trainer)
+    assert next(one for one in watching.told if one[0] == "closed") == ("closed", ["kv_cache", "weights"])
+    assert state_of(server.address)["released"] == []
 
 
 def started(model: Path, run_dir: Path, server: ServerProcess, steps: int) -> "subprocess.Popen[str]":
