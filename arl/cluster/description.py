@@ -182,6 +182,11 @@ class Description(Section):
         for word in words:
             if (name := word.partition("=")[0]) in SET_BY_LAUNCH:
                 raise ValueError(f"command has {name}, which follows from this description; leave it out")
+            if name == "--engine.colocated":
+                raise ValueError(
+                    f"command has {name}, but arl launch puts servers on machines of their own, where they share no "
+                    "GPU with the trainer; leave it out"
+                )
         if self.servers.kind == "embedded" and not PurePosixPath(self.model).is_absolute():
             raise ValueError(f"model is {self.model!r}; embedded servers need the absolute path of a directory")
         return self

@@ -271,6 +271,7 @@ WRONG = [
     ("slurm", {"name": "a" * 31}, "is not a name for a run; use up to 30"),
     ("slurm", {"run_dir": "runs/gsm8k"}, "run_dir: 'runs/gsm8k' is not absolute"),
     ("slurm", {"command": "python train.py --run_dir=x"}, "command has --run_dir, which follows"),
+    ("slurm", {"command": "python train.py --engine.colocated"}, "--engine.colocated, but arl launch puts servers on"),
     ("slurm", {"command": "python 'train.py"}, "command cannot be split into words"),
     ("slurm", {"command": ""}, "command is empty"),
     ("slurm", {"command": "A=1 python train.py"}, "command begins with 'A=1', which is not a program"),
