@@ -171,3 +171,30 @@ async def test_scores_are_the_logprobs_of_given_tokens(client: VLLMWatch, server
     async with Connections() as connections:
         told = await VLLMClient(connections, server.url).score(tokens)
     close(told, served.a.logprobs(tokens[:1], tokens[1:]))
+
+
+@ON_VLLM
+async def test_an_engine_that_is_closed_while_its_server_sleeps_wakes_it(client: VLLMWatch, server: Server) -> None:
+    async with RemoteInferenceEngine([server.url], server.config(pause_mode="retract")) as engine:
+        await engine.release_memory()
+        assert await is_sleeping(client)
+    assert not await is_sleeping(client)
+    await client.until_gained(1)
+
+
+@ON_VLLM
+async def test_a_server_whose_caches_sleep_generates_for_who_greets_it(client: VLLMWatch, server: Server) -> None:
+    """Whatever its label: it was loaded, and its run died before the caches had memory again."""
+    await client.post("/pause?mode=keep")
+    await client.post("/sleep?level=2&mode=keep")
+    await client.post("/wake_up?tags=weights")
+    assert await is_sleeping(client)
+    async with RemoteInferenceEngine([server.url], server.config()) as engine:
+        assert not await is_sleeping(client)
+        assert len((await ask(engine)).output_ids) == 24
+
+
+async def is_sleeping(client: VLLMWatch) -> bool:
+    """Whether vLLM says so; it also does while it is paused."""
+    async with client.session.get("/is_sleeping") as response:
+        return (await response.json())["is_sleeping"]
