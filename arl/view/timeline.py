@@ -117,7 +117,9 @@ class Lanes:
             case events.TrainerMoved():
                 label = "onto the device" if record.is_on_device else "to the CPU's memory"
                 self.span("trainer", t - record.seconds, t, "moving", label)
-            case events.ServerFenced():
+            case events.ServerFenced():  # it returns without a word of having been resumed, or of having woken
+                for kind in ("paused", "asleep"):
+                    self._close(self.server(record.server), kind, t)
                 self._open[self.server(record.server), "fenced"] = t, record.reason
             case events.ServerReturned():
                 self._close(self.server(record.server), "fenced", t)

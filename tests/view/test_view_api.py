@@ -25,7 +25,16 @@ from made_run import (
     write_run,
 )
 
-from arl.api.events import GroupAdmitted, KeptTokens, Published, ServerLoaded
+from arl.api.events import (
+    GroupAdmitted,
+    KeptTokens,
+    Published,
+    ServerFenced,
+    ServerLoaded,
+    ServerPaused,
+    ServerReturned,
+    ServerSlept,
+)
 from arl.view import timeline
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
@@ -260,6 +269,19 @@ async def test_an_episode_whose_tokens_were_not_kept_says_so(tmp_path: Path) -> 
     async with looking_at(tmp_path) as browser:
         told = await browser.get("/api/runs/0/episodes/1/e0.0")
     assert "were not kept: see the settings log.events" in told["problem"]
+
+
+def test_a_server_that_fails_while_it_sleeps_is_fenced_and_no_longer_asleep() -> None:
+    lanes = timeline.Lanes(0.0, 9.0)
+    lanes.add(ServerPaused(server=SERVER, t=1.0))
+    lanes.add(ServerSlept(server=SERVER, seconds=0.5, t=2.0))
+    lanes.add(ServerFenced(server=SERVER, reason="it died", t=3.0))
+    lanes.add(ServerReturned(server=SERVER, out_s=4.0, t=7.0))
+    lanes.end()
+    (row,) = [row for row in lanes.rows(9) if row["kind"] == "server"]
+    assert {span["kind"]: (span["start"], span["stop"]) for span in row["spans"]} == {
+        "paused": (1.0, 3.0), "asleep": (2.0, 3.0), "fenced": (3.0, 7.0),
+    }  # fmt: skip
 
 
 async def test_a_time_line_has_lanes_for_trainer_servers_and_episodes(browser: Browser) -> None:
