@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, ServedModel
@@ -22,7 +23,7 @@ from arl.api.engine_config import (
     RunningServersConfig,
     StartedServersConfig,
 )
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
@@ -60,6 +61,14 @@ class OpenedServers:
         return replace(self, addresses=first), replace(self, addresses=others, files=None)
 
 
+@runtime_checkable
+class _Greets(Protocol):
+    """An engine over servers that say what they hold."""
+
+    @property
+    def without_weights(self) -> Sequence[str]: ...
+
+
 @asynccontextmanager
 async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     """The inference engine alone, at version 0, without a trainer.
@@ -77,7 +86,13 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
         opened = await open_servers(config, stack, config.run_dir / "logs" / "serve")
         if opened.files is not None:
             opened = replace(opened, files=replace(opened.files, run_dir=None))
-        yield await stack.enter_async_context(await connect(config, opened))
+        engine = await stack.enter_async_context(await connect(config, opened))
+        if isinstance(engine, _Greets) and (lacking := engine.without_weights):
+            raise ServerError(
+                f"{', '.join(lacking)} has no whole weights: a run ended before it had loaded them, or is loading them "
+                "now; start that run or these servers again, or wait"
+            )
+        yield engine
 
 
 def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[str], object]) -> ServedWorkflow:

@@ -21,15 +21,17 @@ from scripted_launch import small, use_scripted_training
 from arl.api import events
 from arl.api.engine import Sampler, TokenLoss
 from arl.api.engine_config import RELEASED
-from arl.api.errors import TrainingError
+from arl.api.errors import ServerError, TrainingError
 from arl.api.events import Event
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
+from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import write_tiny_model
 from arl.eventlog.run_record import read_run
+from arl.serving import serve
 from arl.training.run_files import read_jsonl
 from arl.workflow.conversation import Conversation
 
@@ -166,8 +168,22 @@ async def test_an_evaluation_after_a_cancelled_step_wakes_the_servers(
         assert (await anext(trainer)).version in (1, 2)
 
 
-async def test_the_trainer_is_gone_before_the_servers_wake_when_its_error_ends_the_run(
+async def test_evaluations_and_turns_leave_each_other_their_time(
     model: Path, server: ServerProcess, watching: type[Watching], tmp_path: Path
+):
+    """An evaluation's requests sleep with the servers, and go on."""
+    settings = config(tmp_path / "run", model, server, evaluation={"every": 1})
+    async with launch(settings, workflow=Unequal(), dataset=DATASET, eval_dataset=DATASET[:4]) as trainer:
+        async for _ in trainer:
+            pass
+    assert max(trainer.evaluations) == trainer.version == 4
+    asleep = [one.t for _, one in read_run(tmp_path / "run").system if isinstance(one, events.ServerSlept)]
+    ended = [one for _, one in read_run(tmp_path / "run").system if isinstance(one, events.EvaluationEnded)]
+    assert any(one.t - one.seconds < t < one.t for one in ended for t in asleep), "no evaluation lived through a turn"
+
+
+async def test_the_trainer_is_gone_before_the_servers_wake_when_its_error_ends_the_run(
+    model: Path, server: ServerProcess, watching: type[Watching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A server that took memory beside the trainer could end for want of it."""
 
@@ -178,7 +194,8 @@ async def test_the_trainer_is_gone_before_the_servers_wake_when_its_error_ends_t
         watching.told.append(("closed", state_of(server.address)["released"]))
         FSDPTrainEngine.close(engine)
 
-    watching.train_batch, watching.close = fail, close
+    monkeypatch.setattr(watching, "train_batch", fail)
+    monkeypatch.setattr(watching, "close", close)
     with pytest.raises(TrainingError, match="not a number"):
         async with launch(config(tmp_path / "run", model, server), workflow=Unequal(), dataset=DATASET) as trainer:
             await anext(trainer)
@@ -194,8 +211,22 @@ def started(model: Path, run_dir: Path, server: ServerProcess, steps: int) -> "s
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
+async def test_servers_that_a_run_left_without_weights_are_not_asked_for_answers(
+    model: Path, server: ServerProcess, tmp_path: Path
+):
+    settings = config(tmp_path / "run", model, server)
+    async with RemoteInferenceEngine([server.address], settings.engine) as engine:
+        await engine.release_memory()
+    with pytest.raises(ServerError, match="has no whole weights: a run ended before"):
+        async with serve(settings):
+            pass
+
+
 @pytest.mark.runs
-def test_a_run_that_is_killed_while_servers_sleep_goes_on_with_them(model: Path, server: ServerProcess, tmp_path: Path):
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_ended_while_servers_sleep_goes_on_with_them(
+    model: Path, server: ServerProcess, tmp_path: Path, end: signal.Signals
+):
     process = started(model, tmp_path / "run", server, 100_000)
     try:
         while True:
@@ -206,10 +237,12 @@ def test_a_run_that_is_killed_while_servers_sleep_goes_on_with_them(model: Path,
                 if state_of(server.address)["released"] and (tmp_path / "run" / "checkpoints").exists():
                     break
                 process.send_signal(signal.SIGCONT)
+        process.send_signal(end)
+        process.send_signal(signal.SIGCONT)
+        output = process.communicate(timeout=60)[0]
     finally:
         process.kill()
-        output = process.communicate()[0]
-    assert state_of(server.address)["released"] == ["kv_cache", "weights"], output
+    assert state_of(server.address)["released"] == (["kv_cache", "weights"] if end is signal.SIGKILL else []), output
     version = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["version"]
     again = started(model, tmp_path / "run", server, version + 2)
     output, _ = again.communicate(timeout=60)

@@ -94,6 +94,23 @@ def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing()
     assert learner.version == 2
 
 
+def test_a_critic_leaves_the_device_and_comes_back_with_the_policy() -> None:
+    moves = list[tuple[str, str]]()
+
+    class Moving(ScriptedTrainEngine):
+        def offload(self) -> None:
+            moves.append(("offload", "critic" if self is critic else "policy"))
+
+        def onload(self) -> None:
+            moves.append(("onload", "critic" if self is critic else "policy"))
+
+    policy, critic = Moving(), Moving()
+    learner = Learner(policy, preset("ppo"), critic=critic)
+    learner.offload()
+    learner.onload()
+    assert moves == [(move, who) for move in ("offload", "onload") for who in ("policy", "critic")]
+
+
 @pytest.mark.parametrize(("wrote", "reads"), [(True, False), (False, True)])
 def test_a_checkpoint_with_a_critic_and_a_run_without_one_do_not_fit(wrote: bool, reads: bool, tmp_path: Path) -> None:
     def learner(has_critic: bool) -> Learner:

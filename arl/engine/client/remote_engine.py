@@ -29,7 +29,7 @@ from typing import Self
 import numpy as np
 
 from arl.api.engine import ServedModel, UpdateStats, WeightProbe, WeightUpdate
-from arl.api.engine_config import ClientConfig, Protocol, StockServersConfig
+from arl.api.engine_config import RELEASED, ClientConfig, Protocol, StockServersConfig
 from arl.api.errors import (
     ArlError,
     ConfigError,
@@ -51,7 +51,7 @@ from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.roster import Roster, RosterFiles
-from arl.engine.client.server_client import Answer, ServerClient, SharedFaultError, UnfitServerError
+from arl.engine.client.server_client import MIXTURE, Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch
 from arl.engine.client.sglang_client import SGLangClient
@@ -152,6 +152,12 @@ class RemoteInferenceEngine:
     def devices(self) -> dict[str, str]:
         """Base URL -> what the server computes on, if it says so."""
         return {server.address: server.greeting.device for server in self._pool.servers if server.greeting is not None}
+
+    @property
+    def without_weights(self) -> list[str]:
+        """Base URLs of servers that held no whole weights when they were greeted: a run had yet to load them."""
+        labels = {server.address: server.greeting.label for server in self._pool.servers if server.greeting is not None}
+        return [address for address, label in labels.items() if label in (MIXTURE, RELEASED)]
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Continue `request.input_ids`; see InferenceEngine.agenerate.
