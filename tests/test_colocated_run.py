@@ -182,6 +182,22 @@ async def test_evaluations_and_turns_leave_each_other_their_time(
     assert any(one.t - one.seconds < t < one.t for one in ended for t in asleep), "no evaluation lived through a turn"
 
 
+async def test_a_turn_waits_for_an_evaluation_that_holds_its_weights(
+    model: Path, server: ServerProcess, watching: type[Watching], tmp_path: Path
+):
+    """If the servers slept, the evaluation would wait for weights that wait for its end."""
+    settings = config(tmp_path / "run", model, server, steps=3, evaluation={"every": 1, "hold_weights": True})
+    async with launch(settings, workflow=Unequal(), dataset=DATASET, eval_dataset=DATASET[:4]) as trainer:
+        async with asyncio.timeout(60):
+            async for _ in trainer:
+                pass
+    assert {*trainer.evaluations} == {1, 2, 3}
+    system = [one for _, one in read_run(tmp_path / "run").system]
+    asleep = [one.t for one in system if isinstance(one, events.ServerSlept)]
+    ended = [one for one in system if isinstance(one, events.EvaluationEnded)]
+    assert not any(one.t - one.seconds < t < one.t for one in ended for t in asleep)
+
+
 async def test_the_trainer_is_gone_before_the_servers_wake_when_its_error_ends_the_run(
     model: Path, server: ServerProcess, watching: type[Watching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

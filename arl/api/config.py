@@ -335,6 +335,12 @@ class Config(Section):
                 f"weights.transport is {self.weights.transport}, but with engine.colocated {why}; use disk, whose "
                 "files are in this machine's memory"
             )
+        if self.engine.colocated and self.evaluation.has_servers:
+            raise ValueError(
+                "evaluations have servers of their own (evaluation.servers or addresses), but with engine.colocated "
+                "servers give their memory to the trainer in turn, and those would not; set evaluation.hold_weights "
+                "instead"
+            )
         return self
 
     @model_validator(mode="after")

@@ -119,6 +119,10 @@ class Delivery:
     def release(self) -> None:
         self._may_deliver.set()
 
+    async def unheld(self) -> None:
+        """Wait while servers are to keep what they have. `release` wakes this wait."""
+        await self._may_deliver.wait()
+
     def end(self) -> None:
         """No snapshot follows any more."""
         if self._renewing:

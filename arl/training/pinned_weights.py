@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,18 @@ class Pins(Protocol):
     async def pin(self) -> Pin:
         """Of the trainer's newest version. The caller sees to it that nothing is trained meanwhile."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwakePins:
+    """Pins on servers that take turns with the trainer (engine.colocated): a cancelled step may leave them asleep."""
+
+    pins: Pins
+    wake: Callable[[], Awaitable[None]]
+
+    async def pin(self) -> Pin:
+        await self.wake()
+        return await self.pins.pin()
 
 
 @dataclass(frozen=True, kw_only=True)

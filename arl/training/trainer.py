@@ -51,7 +51,7 @@ from arl.training.device_turns import DeviceTurns
 from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals, publish_metrics
-from arl.training.pinned_weights import EvaluationServers, pins_of
+from arl.training.pinned_weights import AwakePins, EvaluationServers, pins_of
 from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
@@ -127,10 +127,11 @@ class Trainer:
 
     def _evaluations_beside(self, evaluator: Evaluator) -> Evaluations:
         config = self.config.evaluation
+        pins = pins_of(config, self._delivery, self.evaluation_servers, self.learner, self.thread)
         return Evaluations(
             config=config,
             evaluator=evaluator,
-            pins=pins_of(config, self._delivery, self.evaluation_servers, self.learner, self.thread),
+            pins=AwakePins(pins=pins, wake=self._wake) if self._turns.is_colocated else pins,
             best=None if config.keep_best is None else BestModel(self.config.run_dir, config.keep_best),
             log=self.log,
             thread=self.thread,
@@ -227,6 +228,12 @@ class Trainer:
             if self._delivery.newest < self.version or self._turns.are_servers_asleep:
                 await self._publish()
 
+    async def _wake(self) -> None:
+        """Publish to servers that a step left asleep which was cancelled. The caller holds `_training`."""
+        if self._turns.are_servers_asleep:
+            await self._end_open_step()
+            await self._publish()
+
     async def _end_open_step(self) -> None:
         """Log a trained step that was cancelled before it was logged, or whose rows could not be written."""
         if self._open_step:
@@ -248,6 +255,7 @@ class Trainer:
         """Have the devices, if servers share them. The publish gives them back."""
         if self._turns.is_colocated:
             await self._delivery.finished()
+            await self._delivery.unheld()
             await self._turns.to_trainer()
 
     # Beside the loop --------------------------------------------------------------------------------------------
@@ -304,8 +312,6 @@ class Trainer:
         if self._evaluations is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
-            if self._turns.are_servers_asleep:  # in a step, or after one that was cancelled: then nobody wakes them
-                await self._catch_up()
             return await self._evaluations.evaluate(is_first=self.last_step is None)
 
     @property
