@@ -1,11 +1,10 @@
-"""The composition root: the one place that names concrete classes and decides what runs where.
+"""The composition root: with the modules beside it, the one place that names concrete classes.
 
-`launch` composes a whole run, with the servers and the engine of serving.py. It closes in reverse order what it opened.
+`launch` composes a whole run, with the engines of run_engines.py. It closes in reverse order what it opened.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -13,23 +12,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 from arl.api.config import Config
 from arl.api.endpoint import entered
-from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
+from arl.api.engine import InferenceEngine
 from arl.api.engine_config import (
-    DEFAULT_CONTEXT_LENGTH,
     AdapterWeightsConfig,
-    DeltaWeightsConfig,
-    DiskWeightsConfig,
-    DistributedWeightsConfig,
-    LocalEngineConfig,
-    WeightFilesConfig,
 )
-from arl.api.errors import ConfigError, ModelError, ServerError
+from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage
@@ -37,16 +28,12 @@ from arl.api.run_tasks import Task, TaskCurriculum
 from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Example, Group
-from arl.api.unreceived import Unreceived
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.data.lazy_rows import NamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
-from arl.engine.weights.delta import DeltaTransport
-from arl.engine.weights.disk import DiskTransport
-from arl.engine.weights.distributed import DistributedTransport
 from arl.eventlog.cpu_watch import CpuWatch, num_cores
 from arl.eventlog.writer import EventLog
-from arl.given_tasks import Given, RunTask, RunTasks, check_settings, given_tasks, group_rules, ledger_of
+from arl.given_tasks import Given, RunTasks, check_settings, given_tasks, group_rules, ledger_of
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
@@ -58,24 +45,20 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
-from arl.serving import OpenedServers, connect, connect_for_evaluations, open_all_servers
+from arl.run_engines import evaluation_servers_of, open_engines, weight_transport
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
-from arl.trainer_process import host_learner
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display, display_of
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals
-from arl.training.pinned_weights import EvaluationServers
-from arl.training.recording import Recorder, forget_steps
+from arl.training.recording import forget_steps
 from arl.training.recovery import RecoveringLearner
-from arl.training.remote_learner import RemoteLearner
 from arl.training.resumed_settings import say_changes
 from arl.training.run_end import OpenRun
 from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
 from arl.workers.episode_workers import EpisodeWorkers
-from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
 log = logging.getLogger(__name__)
@@ -89,17 +72,6 @@ class _GivenRun:
     held_out: Dataset | None
     workflow: RolloutWorkflow
     trackers: Sequence[Tracker]
-
-
-@dataclass(frozen=True, slots=True)
-class _Engines:
-    """The engines of a run, and the servers behind them."""
-
-    training: InferenceEngine
-    opened: OpenedServers
-    evaluations: InferenceEngine | None = None
-    """Of servers for evaluations alone."""
-    opened_for_evaluations: OpenedServers | None = None
 
 
 @asynccontextmanager
@@ -211,12 +183,12 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     findings = await check_start(config)
     tokens = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engines = await _engines(stack, config, given.tasks, thread, events, tokens.unreceived)
+        learner, engines = await open_engines(stack, config, given.tasks, thread, events, tokens.unreceived)
     engine, opened = engines.training, engines.opened
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
     transport = await thread(weight_transport, config, learner.engine, opened)
     stack.callback(transport.close)
-    evaluation_servers = await thread(_evaluation_servers, stack, config, engines, learner.engine)
+    evaluation_servers = await thread(evaluation_servers_of, stack, config, engines, learner.engine)
     is_decoded = trackers.has_any and config.log.track_trajectories
     decode = await offload(decoder, config.model) if is_decoded else None
     tracker = trackers if trackers.has_any else None
@@ -308,48 +280,6 @@ async def _close_trackers(trackers: Trackers, kind: type[BaseException] | None, 
     await finished(offload(trackers.close, said))
 
 
-async def _engines(
-    stack: AsyncExitStack,
-    config: Config,
-    tasks: RunTasks,
-    thread: TrainThread,
-    events: Events,
-    unreceived: Unreceived,
-) -> tuple[RecoveringLearner, _Engines]:
-    """Both at once: the train engine loads while servers start, unless they take turns on one device."""
-    loading = thread.submit(_load_learner, config, tasks, events)
-    stack.push_async_callback(_close, thread, loading)
-    if config.engine.colocated:  # the device has no room for both
-        await thread((await thread.finish(loading)).offload)
-    try:
-        opened, for_evaluations = await open_all_servers(config, stack, config.run_dir / "logs")
-    except (ModelError, ServerError):
-        await thread.finish(loading)  # a broken model raises the better error here
-        raise
-    learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
-    training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
-    if config.engine.colocated:  # the engine's end wakes servers that sleep: the trainer has to be gone by then
-        stack.push_async_callback(_close, thread, loading)
-    if for_evaluations is None:
-        return learner, _Engines(training, opened)
-    of_evaluations = await connect_for_evaluations(config, for_evaluations, events, unreceived)
-    return learner, _Engines(training, opened, await stack.enter_async_context(of_evaluations), for_evaluations)
-
-
-def _evaluation_servers(
-    stack: AsyncExitStack, config: Config, engines: _Engines, source: WeightSource
-) -> EvaluationServers | None:
-    """Evaluated weights are written as a whole model, in a place of their own, whatever training's transport."""
-    if engines.evaluations is None or engines.opened_for_evaluations is None:
-        return None
-    of_training = config.weights.directory if isinstance(config.weights, WeightFilesConfig) else None
-    files = DiskWeightsConfig(directory=config.evaluation.directory or of_training)
-    addresses = engines.opened_for_evaluations.addresses
-    transport = DiskTransport(files, config.run_dir, source, addresses, setting="evaluation.directory")
-    stack.callback(transport.close)
-    return EvaluationServers(engine=engines.evaluations, transport=transport)
-
-
 def _runner(
     stack: AsyncExitStack,
     config: Config,
@@ -427,61 +357,3 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
         version,
         config.steps,
     )
-
-
-def _load_learner(config: Config, tasks: RunTasks, events: Events) -> RecoveringLearner:
-    host, log = partial(host_learner, _without_own_settings(config)), config.run_dir / "logs" / "trainer.log"
-    hosts = chain([partial(host, looks_at_nodes=True)], repeat(host))  # a recovery takes the nodes that there are
-
-    def start() -> RemoteLearner:
-        return RemoteLearner(next(hosts), log, config.train.num_threads)
-
-    recorder = Recorder(config, model_digest(config.model)) if config.record else None
-    learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events, recorder)
-    try:
-        for task in tasks.tasks:
-            _check_room(config, task, learner.engine.limits.context_length)
-    except BaseException:
-        learner.close()
-        raise
-    return learner
-
-
-def _without_own_settings(config: Config) -> Config:
-    """A subclass stays here: it may lie in the script, which the trainer's process does not import."""
-    values = {name: getattr(config, name) for name in Config.model_fields}
-    return Config.model_construct(config.model_fields_set & values.keys(), **values)
-
-
-def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
-    """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt.
-
-    of_model: the model's context in tokens, if it has a limit.
-    """
-    engine, workflow = config.engine, task.workflow
-    of_server = (engine.context_length or DEFAULT_CONTEXT_LENGTH) if isinstance(engine, LocalEngineConfig) else None
-    limit = min((length for length in (of_model, of_server) if length is not None), default=None)
-    if isinstance(workflow, AgentWorkflow) and limit is not None and workflow.sampling.max_new_tokens >= limit:
-        raise ConfigError(
-            f"{task.called('max_new_tokens')} is {workflow.sampling.max_new_tokens}, and prompt and answer have room "
-            f"for {limit} tokens together; lower it" + (", or set engine.context_length" if limit == of_server else "")
-        )
-
-
-async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]) -> None:
-    """Close the train engines, even if something else failed while they loaded."""
-    await asyncio.wait([loading])
-    if not loading.cancelled() and loading.exception() is None:
-        await thread(loading.result().close)
-
-
-def weight_transport(
-    config: Config, engine: WeightSource, opened: OpenedServers, directory: Path | None = None
-) -> WeightTransport:
-    """directory: instead of run_dir, for weights that find no other place."""
-    run_dir = directory or config.run_dir
-    if isinstance(config.weights, DistributedWeightsConfig):
-        return DistributedTransport(config.weights)
-    if isinstance(config.weights, DeltaWeightsConfig):
-        return DeltaTransport(config.weights, run_dir, engine, opened.addresses, opened.mirrors)
-    return DiskTransport(config.weights, run_dir, engine, opened.addresses)

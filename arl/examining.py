@@ -23,10 +23,10 @@ from arl.api.engine_config import (
 from arl.api.errors import ArlError, ConfigError
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
-from arl.assembly import weight_transport
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.model_files import end_token_ids, load_tokenizer, served_model
 from arl.offload import TrainThread, offload
+from arl.run_engines import weight_transport
 from arl.serving import connect, open_servers
 from arl.trainer_process import load_train_engine
 from arl.training.run_dir import LOCK, holder_of, is_locked, make_run_dir

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import pytest
 
-import arl.assembly
+import arl.run_engines
 import arl.serving
 import arl.trainer_process
 import arl.training.learner  # with torch: processes that tests fork find it loaded
@@ -94,5 +94,5 @@ def use_scripted_training(
     monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any] = lambda *_, **__: ScriptedTrainEngine()
 ) -> None:
     """Let `launch` train in this process, with what `load` gives in the place of a train engine."""
-    monkeypatch.setattr(arl.assembly, "RemoteLearner", _learner_here)
+    monkeypatch.setattr(arl.run_engines, "RemoteLearner", _learner_here)
     monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)

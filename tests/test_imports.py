@@ -21,6 +21,7 @@ COMPOSERS = (
     "arl.examining",
     "arl.exporting",
     "arl.rehearsal",
+    "arl.run_engines",
     "arl.server_checks",
     "arl.serving",
     "arl.trainer_process",

@@ -27,11 +27,12 @@ from arl.api.algorithm import preset
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
-from arl.assembly import _check, _check_room, _GivenRun, launch
+from arl.assembly import _check, _GivenRun, launch
 from arl.engine.tiny import write_tiny_model
 from arl.eventlog.run_record import read_run
 from arl.given_tasks import Given, RunTask, given_tasks
 from arl.rewards import NumericMatch
+from arl.run_engines import _check_room
 from arl.trainer_process import _check_critics_tokens, load_train_engine
 from arl.training.run_end import how_it_ended
 from arl.training.run_files import read_jsonl

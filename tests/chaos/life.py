@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import arl.assembly
+import arl.run_engines
 import arl.engine.fsdp.train_engine
 import arl.engine.local.__main__
 import arl.engine.local.app
@@ -124,7 +125,7 @@ def train(config: str, *, has_workers: bool, weather: str | None, seed: str) -> 
                 sys.stdout.write(f"trained {step.version}\n")
                 sys.stdout.flush()
 
-    arl.assembly.host_learner = remembering
+    arl.run_engines.host_learner = remembering
     if weather is not None:
         {"jumping_clock": jumping_clock, "slow_files": slow_files}[weather](random.Random(seed))
     run(main, Config, ["--config", config])

@@ -171,7 +171,7 @@ async def test_a_run_shows_and_records_what_runs_where(
 
 
 async def test_a_start_looks_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arl.assembly, "_engines", _unreachable)
+    monkeypatch.setattr(arl.assembly, "open_engines", _unreachable)
     config = small(tmp_path, train={"device": "cuda"}, engine={"kind": "sglang_processes"})
     with pytest.raises(ConfigError, match=r"set engine\.first_gpu to 1.*\n.*--dry-run"):
         async with launch(config, workflow=OneTurn(), dataset=[{"number": 1}]):

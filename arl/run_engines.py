@@ -1,0 +1,153 @@
+"""The engines of a run: the trainer's process, and the servers with the engines that speak to them.
+
+model --> trainer's process --weight_transport--> servers <-- inference engine <-- episodes
+                 |
+                 +--whole models, as files--> servers for evaluations alone <-- their engine <-- held-out episodes
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+
+from arl.api.config import Config
+from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
+from arl.api.engine_config import (
+    DEFAULT_CONTEXT_LENGTH,
+    DeltaWeightsConfig,
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    LocalEngineConfig,
+    WeightFilesConfig,
+)
+from arl.api.errors import ConfigError, ModelError, ServerError
+from arl.api.events import Events
+from arl.api.unreceived import Unreceived
+from arl.engine.model_files import model_digest
+from arl.engine.weights.delta import DeltaTransport
+from arl.engine.weights.disk import DiskTransport
+from arl.engine.weights.distributed import DistributedTransport
+from arl.given_tasks import RunTask, RunTasks
+from arl.offload import TrainThread
+from arl.serving import OpenedServers, connect, connect_for_evaluations, open_all_servers
+from arl.trainer_process import host_learner
+from arl.training.pinned_weights import EvaluationServers
+from arl.training.recording import Recorder
+from arl.training.recovery import RecoveringLearner
+from arl.training.remote_learner import RemoteLearner
+from arl.workflow.agent import AgentWorkflow
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of a run, and the servers behind them."""
+
+    training: InferenceEngine
+    opened: OpenedServers
+    evaluations: InferenceEngine | None = None
+    """Of servers for evaluations alone."""
+    opened_for_evaluations: OpenedServers | None = None
+
+
+async def open_engines(
+    stack: AsyncExitStack,
+    config: Config,
+    tasks: RunTasks,
+    thread: TrainThread,
+    events: Events,
+    unreceived: Unreceived,
+) -> tuple[RecoveringLearner, Engines]:
+    """Both at once: the train engine loads while servers start, unless they take turns on one device."""
+    loading = thread.submit(_load_learner, config, tasks, events)
+    stack.push_async_callback(_close, thread, loading)
+    if config.engine.colocated:  # the device has no room for both
+        await thread((await thread.finish(loading)).offload)
+    try:
+        opened, for_evaluations = await open_all_servers(config, stack, config.run_dir / "logs")
+    except (ModelError, ServerError):
+        await thread.finish(loading)  # a broken model raises the better error here
+        raise
+    learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
+    training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
+    if config.engine.colocated:  # the engine's end wakes servers that sleep: the trainer has to be gone by then
+        stack.push_async_callback(_close, thread, loading)
+    if for_evaluations is None:
+        return learner, Engines(training, opened)
+    of_evaluations = await connect_for_evaluations(config, for_evaluations, events, unreceived)
+    return learner, Engines(training, opened, await stack.enter_async_context(of_evaluations), for_evaluations)
+
+
+def evaluation_servers_of(
+    stack: AsyncExitStack, config: Config, engines: Engines, source: WeightSource
+) -> EvaluationServers | None:
+    """Evaluated weights are written as a whole model, in a place of their own, whatever training's transport."""
+    if engines.evaluations is None or engines.opened_for_evaluations is None:
+        return None
+    of_training = config.weights.directory if isinstance(config.weights, WeightFilesConfig) else None
+    files = DiskWeightsConfig(directory=config.evaluation.directory or of_training)
+    addresses = engines.opened_for_evaluations.addresses
+    transport = DiskTransport(files, config.run_dir, source, addresses, setting="evaluation.directory")
+    stack.callback(transport.close)
+    return EvaluationServers(engine=engines.evaluations, transport=transport)
+
+
+def weight_transport(
+    config: Config, engine: WeightSource, opened: OpenedServers, directory: Path | None = None
+) -> WeightTransport:
+    """directory: instead of run_dir, for weights that find no other place."""
+    run_dir = directory or config.run_dir
+    if isinstance(config.weights, DistributedWeightsConfig):
+        return DistributedTransport(config.weights)
+    if isinstance(config.weights, DeltaWeightsConfig):
+        return DeltaTransport(config.weights, run_dir, engine, opened.addresses, opened.mirrors)
+    return DiskTransport(config.weights, run_dir, engine, opened.addresses)
+
+
+def _load_learner(config: Config, tasks: RunTasks, events: Events) -> RecoveringLearner:
+    host, log = partial(host_learner, _without_own_settings(config)), config.run_dir / "logs" / "trainer.log"
+    hosts = chain([partial(host, looks_at_nodes=True)], repeat(host))  # a recovery takes the nodes that there are
+
+    def start() -> RemoteLearner:
+        return RemoteLearner(next(hosts), log, config.train.num_threads)
+
+    recorder = Recorder(config, model_digest(config.model)) if config.record else None
+    learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events, recorder)
+    try:
+        for task in tasks.tasks:
+            _check_room(config, task, learner.engine.limits.context_length)
+    except BaseException:
+        learner.close()
+        raise
+    return learner
+
+
+def _without_own_settings(config: Config) -> Config:
+    """A subclass stays here: it may lie in the script, which the trainer's process does not import."""
+    values = {name: getattr(config, name) for name in Config.model_fields}
+    return Config.model_construct(config.model_fields_set & values.keys(), **values)
+
+
+def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
+    """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt.
+
+    of_model: the model's context in tokens, if it has a limit.
+    """
+    engine, workflow = config.engine, task.workflow
+    of_server = (engine.context_length or DEFAULT_CONTEXT_LENGTH) if isinstance(engine, LocalEngineConfig) else None
+    limit = min((length for length in (of_model, of_server) if length is not None), default=None)
+    if isinstance(workflow, AgentWorkflow) and limit is not None and workflow.sampling.max_new_tokens >= limit:
+        raise ConfigError(
+            f"{task.called('max_new_tokens')} is {workflow.sampling.max_new_tokens}, and prompt and answer have room "
+            f"for {limit} tokens together; lower it" + (", or set engine.context_length" if limit == of_server else "")
+        )
+
+
+async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]) -> None:
+    """Close the train engines, even if something else failed while they loaded."""
+    await asyncio.wait([loading])
+    if not loading.cancelled() and loading.exception() is None:
+        await thread(loading.result().close)
