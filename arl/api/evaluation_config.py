@@ -33,7 +33,8 @@ class EvaluationConfig(Section):
     pass_reward: float = 1.0
     """An episode passes with this reward or more."""
     suites: dict[str, SuiteConfig] = Field(default_factory=dict)
-    """What differs for held-out datasets, by the name that eval_dataset gives them: NAME of a task, or NAME/SUB."""
+    """What differs for held-out datasets, by the names that they have: {"aime": {"every": 50,
+    "episodes_per_example": 32}}. A task's examples are named by the task, or TASK/NAME."""
     servers: NonNegativeInt = 0
     """Servers that arl starts beside engine.num_servers for evaluations alone. They hold the evaluated version to the
     end, while training goes on. 0: evaluations run on training's servers, whose weights change meanwhile."""

@@ -373,6 +373,7 @@ class Published(Event, frozen=True, kw_only=True):
     pause_s: float
     num_bytes: int
     resume_s: float = 0.0
+    """How long servers that slept took to get their memory again."""
 
 
 class ServerJoined(Event, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ class Setting:
 
     @property
     def is_section(self) -> bool:
-        return bool(sections(self.field.annotation)) and not is_list(self.field)
+        return bool(sections(self.field.annotation)) and not has_many(self.field)
 
 
 def settings_of(
@@ -91,7 +91,7 @@ def settings_of(
     """
     for name, field in section.model_fields.items():
         path, value = prefix + name, getattr(default, name, field.get_default(call_default_factory=True))
-        variants = [] if is_list(field) else sections(field.annotation)
+        variants = [] if has_many(field) else sections(field.annotation)
         if variant and name == _tag(section):
             continue
         about = field.description or (_summary(variants[0]) if len(variants) == 1 else "")
@@ -117,9 +117,9 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
     return [section for part in get_args(annotation) for section in sections(part)]
 
 
-def is_list(field: FieldInfo) -> bool:
-    """Whether the field holds several values, which may be sections."""
-    return get_origin(field.annotation) in (tuple, list)
+def has_many(field: FieldInfo) -> bool:
+    """Whether the field holds a list of values, or values by name; they may be sections."""
+    return get_origin(field.annotation) in (tuple, list, dict)
 
 
 def whole_section(name: str, field: FieldInfo, given: object) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 BEST = "best"
 """A link to the directory of a version, which is replaced in one step."""
 _NOTE = "best.json"
+_OF_WORKFLOWS = ("episode/", "reward/")
 _DIRECTORIES, _ASIDE = "best-version-", ".writing"
 
 
@@ -45,16 +46,24 @@ class BestModel:
             if path.name != self._target:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def value_of(self, evaluation: Evaluation, *, may_lack: bool) -> float | None:
-        """The metric in an evaluation. Raises ConfigError without it, unless it may be lacking: then None."""
+    def value_of(self, evaluation: Evaluation, unplayed: Sequence[str] = ()) -> float | None:
+        """The metric in an evaluation; None if it is of a suite that was not played.
+
+        Also None, with a warning, if it is one that the workflow reports, which it need not do each time. Raises
+        ConfigError for any other that the evaluation does not have.
+        """
         found = dict(_values(evaluation))
-        value = found.get(self._metric)
-        if value is None and not may_lack:
-            raise ConfigError(
-                f"evaluation.keep_best is {self._metric!r}, which the evaluation does not have; it has: "
-                f"{', '.join(sorted(found))}"
-            )
-        return value
+        if self._metric in found or any(self._metric.startswith(f"{name}/") for name in unplayed):
+            return found.get(self._metric)
+        lacks = (
+            f"evaluation.keep_best is {self._metric!r}, which the evaluation of version {evaluation.version} does not "
+            f"have; it has: {', '.join(sorted(found))}"
+        )
+        of = next((name for name in evaluation.by_name or {} if self._metric.startswith(f"{name}/")), None)
+        if not self._metric.removeprefix(f"{of}/" if of else "").startswith(_OF_WORKFLOWS):
+            raise ConfigError(lacks)
+        log.warning("%s", lacks)
+        return None
 
     def is_better(self, value: float) -> bool:
         return not math.isnan(value) and (self._kept is None or value > self._kept.value)

@@ -39,17 +39,20 @@ class Evaluations:
         """All evaluations in this run directory, by version."""
         self._one = asyncio.Lock()
         """Held from an evaluation's pin to its release."""
+        self._num_waiting = 0
+        """How many evaluations wait for that."""
         self._under_way: asyncio.Task[None] | None = None
         self._due: int | None = None
+        """The version for which one has yet to begin. A step that is cancelled as it pins leaves this to the next."""
 
     async def begin(self, version: int) -> None:
         """Evaluate `version`, which was just trained, if it is due. The caller holds `training`."""
-        if not self.config.every or version % self.config.every:
+        if self.config.every and version % self.config.every == 0:
+            self._due = version
+        if self._due is None:
             return
-        self._due = version
-        if self._one.locked():
-            if self._under_way is None or self._under_way.done():
-                self._under_way = self.tasks.create_task(self._evaluate_while_due())
+        if self._one.locked() or self._num_waiting:  # they may need `training`, so this must not wait for them
+            self._begin_beside()
             return
         await self._one.acquire()
         try:
@@ -59,8 +62,14 @@ class Evaluations:
             raise
         self._under_way = self.tasks.create_task(self._evaluate_while_due(pin))
 
+    def _begin_beside(self) -> None:
+        if self._under_way is None or self._under_way.done():
+            self._under_way = self.tasks.create_task(self._evaluate_while_due())
+
     async def finished(self) -> None:
         """Wait until none that came due is left. Its error ends the run."""
+        if self._due is not None:
+            self._begin_beside()
         if self._under_way:
             await asyncio.wait([self._under_way])  # a cancelled waiter must not cancel it
 
@@ -69,18 +78,26 @@ class Evaluations:
 
         is_first: nothing was trained yet. Raises FailureBudgetError then if all episodes fail.
         """
-        await self._one.acquire()  # before `training`, which must not wait for an evaluation
+        await self._turn()  # before `training`, which must not wait for an evaluation
         return await self._evaluate(await self._pinned(), None, is_first=is_first)
 
     async def _evaluate_while_due(self, pin: Pin | None = None) -> None:
         """pin: taken already, with `_one`."""
         while self._due is not None:
             if pin is None:
-                await self._one.acquire()
+                await self._turn()
                 pin = await self._pinned()
             version, self._due = self._due, None
             await self._evaluate(pin, version, is_first=False)
             pin = None
+
+    async def _turn(self) -> None:
+        """Acquire `_one`."""
+        self._num_waiting += 1
+        try:
+            await self._one.acquire()
+        finally:
+            self._num_waiting -= 1
 
     async def _pinned(self) -> Pin:
         """Pin the newest version. The caller has acquired `_one`, which this releases if it fails."""
@@ -104,7 +121,7 @@ class Evaluations:
             await self.thread(self.log.evaluation, evaluation, episodes)
             self.done[evaluation.version] = evaluation
             if self.best is not None:
-                await self._keep_if_best(self.best, evaluation, pin, is_whole=due is None)
+                await self._keep_if_best(self.best, evaluation, pin, due)
         finally:
             pin.release()
             self._one.release()
@@ -120,9 +137,10 @@ class Evaluations:
             return False
         return True
 
-    async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, *, is_whole: bool) -> None:
+    async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, due: int | None) -> None:
         """Raises ConfigError if the metric is unknown. What cannot be written is logged: the best one before stays."""
-        value = best.value_of(evaluation, may_lack=not is_whole)
+        unplayed = [suite.name for suite in self.evaluator.suites if not suite.is_due(due)]
+        value = best.value_of(evaluation, unplayed)
         if value is None or not best.is_better(value):
             return
         try:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import arl.assembly
-import arl.run_engines
 import arl.engine.fsdp.train_engine
 import arl.engine.local.__main__
 import arl.engine.local.app
 import arl.engine.local.scheduler
+import arl.run_engines
 from arl.api.config import Config
 from arl.api.engine import Sampler, Saving, TokenLoss
 from arl.api.train_sequence import TrainSequence

@@ -135,7 +135,7 @@ def of(version: int, reward: float, **metrics: float) -> Evaluation:
 
 
 def offer(best: BestModel, evaluation: Evaluation) -> None:
-    value = best.value_of(evaluation, may_lack=False)
+    value = best.value_of(evaluation)
     assert value is not None
     if best.is_better(value):
         best.keep(evaluation.version, value, lambda path: write_version(path, evaluation.version))
@@ -168,17 +168,25 @@ def test_a_version_that_is_trained_again_after_a_resume_takes_its_own_place(tmp_
     assert len([*tmp_path.iterdir()]) == 2
 
 
+NOTHING = Evaluation(version=1, reward=0.5, num_episodes=1, num_failed=0, wall_s=1.0, metrics={})
+
+
 @pytest.mark.parametrize("metric", ["a/b/reward", "a/b/pass@4", "pass@4"])
 def test_a_metric_may_be_of_one_suite_and_one_that_is_not_there_is_named(tmp_path: Path, metric: str) -> None:
     best = BestModel(tmp_path, metric)
-    found = of(1, 0.5, **{"pass@4": 0.25})
-    assert best.value_of(found, may_lack=False) == 0.25
-    lacking = Evaluation(version=1, reward=0.5, num_episodes=1, num_failed=0, wall_s=1.0, metrics={})
-    assert best.value_of(lacking, may_lack=True) is None
-    with pytest.raises(
-        ConfigError, match=f"keep_best is '{metric}', which the evaluation does not have; it has: reward"
-    ):
-        best.value_of(lacking, may_lack=False)
+    assert best.value_of(of(1, 0.5, **{"pass@4": 0.25})) == 0.25
+    with pytest.raises(ConfigError, match=f"keep_best is '{metric}', which .* does not have; it has: reward"):
+        best.value_of(NOTHING)
+
+
+def test_a_metric_may_lack_where_its_suite_was_not_played_or_the_workflow_did_not_report_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert BestModel(tmp_path, "a/b/pass@4").value_of(NOTHING, ["a/b"]) is None
+    assert caplog.text == ""
+    for metric in ("episode/solved", "reward/format", "a/b/episode/solved"):
+        assert BestModel(tmp_path, metric).value_of(of(1, 0.5)) is None
+        assert f"'{metric}', which the evaluation of version 1 does not have" in caplog.text
 
 
 def test_a_model_that_cannot_be_written_leaves_the_best_one_in_its_place(tmp_path: Path) -> None:
@@ -232,7 +240,12 @@ class NotedPin:
 
     pinned = most = num_released = num_lost = 0
 
+    def __init__(self) -> None:
+        self.may_pin = asyncio.Event()
+        self.may_pin.set()
+
     async def pin(self) -> Self:
+        await self.may_pin.wait()
         self.pinned += 1
         self.most = max(self.most, self.pinned)
         return self
@@ -286,6 +299,34 @@ async def test_one_evaluation_runs_at_a_time_and_those_that_come_due_meanwhile_a
         await asked
         await beside.finished()
     assert (pins.most, pins.num_released) == (1, 2)
+
+
+async def test_a_step_waits_for_no_evaluation_that_may_need_it_to_end(tmp_path: Path) -> None:
+    """One that was asked for has ended, another waits for its turn and then for the step; the step's own is due."""
+    pins = NotedPin()
+    async with evaluations(tmp_path, pins) as beside:
+        first, second = (asyncio.create_task(beside.evaluate(is_first=False)) for _ in range(2))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5), beside.training:
+            while pins.num_released == 0:  # noqa: ASYNC110 - the moment right after it, before the other's turn
+                await asyncio.sleep(0)
+            await beside.begin(1)
+        await asyncio.gather(first, second)
+        await beside.finished()
+    assert (pins.most, pins.num_released) == (1, 3)
+
+
+async def test_an_evaluation_whose_step_was_cancelled_as_it_pinned_follows(tmp_path: Path) -> None:
+    pins = NotedPin()
+    pins.may_pin.clear()
+    async with evaluations(tmp_path, pins) as beside:
+        step = asyncio.create_task(beside.begin(1))
+        await asyncio.sleep(0)
+        step.cancel()
+        pins.may_pin.set()
+        await asyncio.wait([step])
+        await beside.finished()
+    assert pins.num_released == 1
 
 
 async def test_a_best_model_that_cannot_be_written_is_told_and_training_goes_on(
