@@ -30,6 +30,7 @@ from arl.offload import offload
 from arl.remarks import remarks
 from arl.tracking.ready_made import check_trackers
 from arl.training.display import hide_progress_bars
+from arl.training.best_model import BEST
 from arl.training.evaluator import with_error
 from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
@@ -200,6 +201,12 @@ class TrainingResult:
     def model(self) -> str:
         """The trained model, a Hugging Face directory."""
         return str(self.run_dir / TRAINED)
+
+    @property
+    def best(self) -> str | None:
+        """The best evaluated model (evaluation.keep_best), likewise; None if none was kept."""
+        link = self.run_dir / BEST
+        return str(link) if link.is_symlink() else None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

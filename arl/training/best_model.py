@@ -95,8 +95,9 @@ class BestModel:
             shutil.rmtree(self._link.with_name(before), ignore_errors=True)
 
     def __str__(self) -> str:
-        kept = self._kept
-        return f"{self._link}" + (f" is version {kept.version}, {self._metric} {kept.value:.4g}" if kept else "")
+        if self._kept is None:
+            return f"there is no {self._link} yet"
+        return f"{self._link} is version {self._kept.version}, {self._metric} {self._kept.value:.4g}"
 
     @property
     def _target(self) -> str | None:

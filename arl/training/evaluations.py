@@ -146,6 +146,6 @@ class Evaluations:
         try:
             await offload(best.keep, evaluation.version, value, pin.write_model)
         except (OSError, ArlError) as error:
-            log.error("version %d is the best so far and could not be kept, so %s: %s", evaluation.version, best, error)
+            log.error("version %d is the best so far and could not be kept (%s); %s", evaluation.version, error, best)
         else:
             self.log.display.say(str(best))

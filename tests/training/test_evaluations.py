@@ -19,6 +19,7 @@ from arl.api.evaluation_config import EvaluationConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.experiment import TrainingResult
 from arl.offload import TrainThread
 from arl.rollout.episode import EpisodeRunner
 from arl.training.best_model import BestModel
@@ -158,6 +159,13 @@ def test_the_best_model_is_the_first_of_the_highest_metric_also_after_a_resume(t
         "value": 0.75,
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best-version-3"]
+
+
+def test_the_result_of_a_run_names_the_best_model_if_one_was_kept(tmp_path: Path) -> None:
+    result = TrainingResult(run_dir=tmp_path, summary={})
+    assert result.best is None
+    offer(BestModel(tmp_path, "reward"), of(3, 0.5))
+    assert result.best == str(tmp_path / "best")
 
 
 def test_a_version_that_is_trained_again_after_a_resume_takes_its_own_place(tmp_path: Path) -> None:
