@@ -29,8 +29,8 @@ from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
 from arl.remarks import remarks
 from arl.tracking.ready_made import check_trackers
-from arl.training.display import hide_progress_bars
 from arl.training.best_model import BEST
+from arl.training.display import hide_progress_bars
 from arl.training.evaluator import with_error
 from arl.training.run_dir import make_run_dir
 from arl.training.run_end import OpenRun
