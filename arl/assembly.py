@@ -154,6 +154,11 @@ def _check(config: Config, given: _GivenRun) -> None:
             f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
             "eval_dataset, or leave evaluation.every unset"
         )
+    if given.held_out is None and (unused := config.evaluation.needs_examples):
+        raise ConfigError(
+            f"evaluation.{unused[0]} is set, but there is nothing to evaluate on; give launch an eval_dataset, or "
+            "leave it out"
+        )
     is_distilled = isinstance(config.algorithm.advantage, DistillationAdvantage)
     for task in given.tasks.tasks:
         if is_distilled and isinstance(task.workflow, DistillationWorkflow) and task.workflow.keep_reward:

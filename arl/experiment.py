@@ -232,10 +232,12 @@ _WHEN = ("before", "after")
 
 
 async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
-    """The evaluation of `version`; if there was none, an evaluation of the weights that are served now."""
+    """The evaluation of `version`; if there was none of all suites, one of the weights that are served now."""
     if trainer.evaluator is None:
         return None
-    return trainer.evaluations.get(version) or await trainer.evaluate()
+    known = trainer.evaluations.get(version)
+    num_suites = sum(1 for suite in trainer.evaluator.suites if suite.name)
+    return known if known and len(known.by_name or {}) == num_suites else await trainer.evaluate()
 
 
 def _write_results(config: Config, summary: Mapping[str, float]) -> str:

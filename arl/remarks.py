@@ -205,10 +205,14 @@ def _held_out(run: Digest) -> Symptom | None:
     known = [(reward, row) for row in run.evaluations if (reward := number(row.get("reward"))) is not None]
     if len(known) < 3 or run.before is None or run.now is None or run.now < run.before or _fallen(run):
         return None
-    best, last = max(reward for reward, _ in known), known[-1][0]
-    variance = sum(max((reward - run.low) * (run.high - reward), 0.0) for reward in (best, last))
-    examples = number(known[-1][1].get("num_episodes")) or math.inf
-    if not run.is_much(best - last, math.sqrt(variance / max(examples, 1.0))):
+    (best, best_row), (last, last_row) = max(known, key=lambda one: one[0]), known[-1]
+    errors = [number(row.get("standard_error")) for row in (best_row, last_row)]
+    if None in errors:  # of one example, or an older arl
+        variance = sum(max((reward - run.low) * (run.high - reward), 0.0) for reward in (best, last))
+        error = math.sqrt(variance / max(number(last_row.get("num_episodes")) or math.inf, 1.0))
+    else:
+        error = math.hypot(*(one for one in errors if one is not None))
+    if not run.is_much(best - last, error):
         return None
     return Symptom(
         kind="held out",

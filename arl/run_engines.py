@@ -18,6 +18,7 @@ from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
 from arl.api.engine_config import (
     DEFAULT_CONTEXT_LENGTH,
+    AdapterWeightsConfig,
     DeltaWeightsConfig,
     DiskWeightsConfig,
     DistributedWeightsConfig,
@@ -84,15 +85,17 @@ async def open_engines(
 def evaluation_servers_of(
     stack: AsyncExitStack, config: Config, engines: Engines, source: WeightSource
 ) -> EvaluationServers | None:
-    """Evaluated weights are written as a whole model, in a place of their own, whatever training's transport."""
+    """They get adapters as training's servers do, or a whole model in a file, whatever training's transport."""
     if engines.evaluations is None or engines.opened_for_evaluations is None:
         return None
     of_training = config.weights.directory if isinstance(config.weights, WeightFilesConfig) else None
-    files = DiskWeightsConfig(directory=config.evaluation.directory or of_training)
+    directory = config.evaluation.directory or of_training
+    gets_adapters = isinstance(config.weights, AdapterWeightsConfig)
+    files = (AdapterWeightsConfig if gets_adapters else DiskWeightsConfig)(directory=directory)
     addresses = engines.opened_for_evaluations.addresses
     transport = DiskTransport(files, config.run_dir, source, addresses, setting="evaluation.directory")
     stack.callback(transport.close)
-    return EvaluationServers(engine=engines.evaluations, transport=transport)
+    return EvaluationServers(engine=engines.evaluations, transport=transport, gets_adapters=gets_adapters)
 
 
 def weight_transport(

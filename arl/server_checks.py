@@ -79,7 +79,8 @@ async def ask_servers(config: Config) -> tuple[list[Greeting], list[Finding]]:
         return greetings, [Finding(text=text) for text in [*texts, str(error)]]
     if sentence := difference([*expected, *greetings]):
         texts.append(f"the servers do not serve the same model: {sentence}; start all with the model of this run")
-    is_mistake = len(greetings) < engine.min_servers or not await offload(_may_join_later, config)
+    num_serving = len({one.address for one in greetings} - {base_url(url) for url in config.evaluation.addresses})
+    is_mistake = num_serving < engine.min_servers or not await offload(_may_join_later, config)
     return greetings, [Finding(text=text, is_mistake=is_mistake) for text in texts]
 
 

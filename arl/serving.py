@@ -27,7 +27,7 @@ from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
-from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
+from arl.cluster.servers_file import SERVERS, NamedServer, base_url, read_servers
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, stock_servers
 from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.roster import RosterFiles
@@ -196,6 +196,11 @@ async def open_all_servers(
     if isinstance(config.engine, StartedServersConfig) and config.evaluation.servers:
         return opened.apart(config.engine.num_servers)
     if config.evaluation.addresses:
+        if both := {base_url(one) for one in config.evaluation.addresses} & {base_url(one) for one in opened.addresses}:
+            raise ConfigError(
+                f"{min(both)} is a server of training, and in evaluation.addresses: training would change the weights "
+                "that an evaluation runs on; take it out of one"
+            )
         return opened, OpenedServers(addresses=config.evaluation.addresses, api_key=opened.api_key)
     return opened, None
 
@@ -228,6 +233,6 @@ async def connect(
 async def connect_for_evaluations(
     config: Config, opened: OpenedServers, events: Events, unreceived: Unreceived
 ) -> RemoteInferenceEngine:
-    """The engine of servers for evaluations alone."""
-    own = config.engine.model_copy(update={"min_servers": 1, "update_order": "all"})
+    """The engine of servers for evaluations alone. Training goes on without any of them."""
+    own = config.engine.model_copy(update={"min_servers": 0, "update_order": "all"})
     return await connect(config.model_copy(update={"engine": own}), opened, events, unreceived)

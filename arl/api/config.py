@@ -304,17 +304,7 @@ class Config(Section):
                 f"evaluation.addresses is set, but engine.kind={self.engine.kind} has arl start the servers; set "
                 "evaluation.servers to how many evaluations get"
             )
-        both = {one.rstrip("/") for one in self.evaluation.addresses} & {one.rstrip("/") for one in self._addresses}
-        if both:
-            raise ValueError(
-                f"{min(both)} is in engine.addresses and in evaluation.addresses: training would change the weights "
-                "that an evaluation runs on; leave it out of one"
-            )
         return self
-
-    @property
-    def _addresses(self) -> tuple[str, ...]:
-        return self.engine.addresses if isinstance(self.engine, RunningServersConfig) else ()
 
     @property
     def started_servers(self) -> EngineConfig:

@@ -59,6 +59,11 @@ class EvaluationConfig(Section):
         """Whether evaluations have servers of their own."""
         return bool(self.servers or self.addresses)
 
+    @property
+    def needs_examples(self) -> list[str]:
+        """The settings that have an effect with held-out examples alone."""
+        return self._changed("servers", "addresses", "hold_weights", "keep_best", "suites")
+
     def repeats_of(self, suite: str) -> int:
         """The episodes of each example of a held-out dataset."""
         own = self.suites.get(suite)

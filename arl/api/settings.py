@@ -38,7 +38,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     def _changed(self, *names: str) -> list[str]:
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        fields = type(self).model_fields
+        return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
 
 
 def laid_over(default: object, given: object) -> Any:

@@ -42,9 +42,6 @@ class BestModel:
                 f"evaluation.keep_best would keep a model at {self._link}, but something else lies there; move it away"
             )
         self._kept = self._read()
-        for path in run_dir.glob(f"{_DIRECTORIES}*"):  # left by a kill
-            if path.name != self._target:
-                shutil.rmtree(path, ignore_errors=True)
 
     def value_of(self, evaluation: Evaluation, unplayed: Sequence[str] = ()) -> float | None:
         """The metric in an evaluation; None if it is of a suite that was not played.
@@ -77,11 +74,9 @@ class BestModel:
             write(aside)
             note = {"version": version, "metric": self._metric, "value": value}
             (aside / _NOTE).write_text(json.dumps(note) + "\n")
-            before = self._target
-            if directory.name != before:
-                shutil.rmtree(directory, ignore_errors=True)
-            else:  # the same version again, after a resume
+            if directory.name == self._target:  # the same version again, after a resume
                 directory = directory.with_name(directory.name + "-again")
+            shutil.rmtree(directory, ignore_errors=True)
             aside.rename(directory)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -91,8 +86,9 @@ class BestModel:
         link.symlink_to(directory.name)
         os.replace(link, self._link)
         self._kept = _Kept(version, value)
-        if before is not None:
-            shutil.rmtree(self._link.with_name(before), ignore_errors=True)
+        for path in self._link.parent.glob(f"{_DIRECTORIES}*"):  # the one before, and what a kill has left
+            if path.name != directory.name:
+                shutil.rmtree(path, ignore_errors=True)
 
     def __str__(self) -> str:
         if self._kept is None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arl.api.errors import ArlError, ProcessLostError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.api.types import Evaluation
-from arl.offload import TrainThread, offload
+from arl.offload import TrainThread, finished, offload
 from arl.training.best_model import BestModel
 from arl.training.evaluator import Evaluator
-from arl.training.pinned_weights import Pin, Pins
+from arl.training.pinned_weights import Pin, Pins, UndeliveredError
 from arl.training.run_files import RunLog
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Evaluations:
-    """One runs at a time. Those that come due during a long one become one, of the version that is newest then."""
+    """One runs at a time. Those that come due during a long one become one, of the version that is newest then, with
+    the suites of all of them."""
 
     config: EvaluationConfig
     evaluator: Evaluator
@@ -42,14 +44,14 @@ class Evaluations:
         self._num_waiting = 0
         """How many evaluations wait for that."""
         self._under_way: asyncio.Task[None] | None = None
-        self._due: int | None = None
-        """The version for which one has yet to begin. A step that is cancelled as it pins leaves this to the next."""
+        self._due: list[int] = []
+        """The versions for which one has yet to begin. A step that is cancelled as it pins leaves them to the next."""
 
     async def begin(self, version: int) -> None:
         """Evaluate `version`, which was just trained, if it is due. The caller holds `training`."""
         if self.config.every and version % self.config.every == 0:
-            self._due = version
-        if self._due is None:
+            self._due.append(version)
+        if not self._due:
             return
         if self._one.locked() or self._num_waiting:  # they may need `training`, so this must not wait for them
             self._begin_beside()
@@ -68,7 +70,7 @@ class Evaluations:
 
     async def finished(self) -> None:
         """Wait until none that came due is left. Its error ends the run."""
-        if self._due is not None:
+        if self._due:
             self._begin_beside()
         if self._under_way:
             await asyncio.wait([self._under_way])  # a cancelled waiter must not cancel it
@@ -83,12 +85,15 @@ class Evaluations:
 
     async def _evaluate_while_due(self, pin: Pin | None = None) -> None:
         """pin: taken already, with `_one`."""
-        while self._due is not None:
+        while self._due:
             if pin is None:
                 await self._turn()
                 pin = await self._pinned()
-            version, self._due = self._due, None
-            await self._evaluate(pin, version, is_first=False)
+            due, self._due = self._due, []
+            try:
+                await self._evaluate(pin, due, is_first=False)
+            except UndeliveredError as error:
+                log.error("the evaluation of version %d is left out: %s", due[-1], error)
             pin = None
 
     async def _turn(self) -> None:
@@ -108,8 +113,8 @@ class Evaluations:
             self._one.release()
             raise
 
-    async def _evaluate(self, pin: Pin, due: int | None, *, is_first: bool) -> Evaluation:
-        """Releases the pin, and `_one`. due: the version whose suites are played."""
+    async def _evaluate(self, pin: Pin, due: Sequence[int] | None, *, is_first: bool) -> Evaluation:
+        """Releases the pin, and `_one`. due: the versions whose suites are played. None: all."""
         try:
             while not await self._is_ready(pin):
                 async with self.training:
@@ -118,6 +123,7 @@ class Evaluations:
                 "evaluating", self.evaluator.num_episodes(due), "episodes", leave=False
             ) as advance:
                 evaluation, episodes = await self.evaluator.evaluate(advance, is_first=is_first, due=due)
+            pin.let_go()
             await self.thread(self.log.evaluation, evaluation, episodes)
             self.done[evaluation.version] = evaluation
             if self.best is not None:
@@ -137,14 +143,14 @@ class Evaluations:
             return False
         return True
 
-    async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, due: int | None) -> None:
+    async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, due: Sequence[int] | None) -> None:
         """Raises ConfigError if the metric is unknown. What cannot be written is logged: the best one before stays."""
         unplayed = [suite.name for suite in self.evaluator.suites if not suite.is_due(due)]
         value = best.value_of(evaluation, unplayed)
         if value is None or not best.is_better(value):
             return
         try:
-            await offload(best.keep, evaluation.version, value, pin.write_model)
+            await finished(offload(best.keep, evaluation.version, value, pin.write_model))
         except (OSError, ArlError) as error:
             log.error("version %d is the best so far and could not be kept (%s); %s", evaluation.version, error, best)
         else:

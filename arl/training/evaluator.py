@@ -76,9 +76,10 @@ class Suite:
         rows = [row for row in self.rows for _ in range(self.repeats)]
         return [EvaluationEpisode(number=number, row=row) for number, row in enumerate(rows, self.first)]
 
-    def is_due(self, version: int | None) -> bool:
-        """version: None asks for all suites."""
-        return version is None or self.every is None or version % self.every == 0
+    def is_due(self, versions: Sequence[int] | None) -> bool:
+        """Whether it is played in an evaluation that came due at these versions. None: all suites are."""
+        every = self.every
+        return versions is None or every is None or any(version % every == 0 for version in versions)
 
 
 class Evaluator:
@@ -98,7 +99,8 @@ class Evaluator:
         """engine: training's, or that of servers for evaluations alone. seed: gives each request a seed, the same in
         every evaluation. None: requests keep the workflow's seed. places: the indices of each named dataset's examples,
         if they have names. task_of: the task of the example at an index; its workflow runs the example. Raises
-        ConfigError if evaluation.suites names another dataset, or leaves none for the evaluation's own reward.
+        ConfigError if evaluation.suites names another dataset, or leaves none for the evaluation's own reward, and if
+        evaluation.keep_best is a pass@k that episodes_per_example does not give.
         """
         self.engine = engine
         self._runner = runner
@@ -109,19 +111,20 @@ class Evaluator:
         self._num_begun = 0
         self._is_named = bool(places)
         self.suites = _suites(config, places or {"": range(len(dataset))})
+        _check_best(config.keep_best, self.suites)
 
-    def num_episodes(self, version: int | None = None) -> int:
-        """Of the evaluation that is due at a version. None: of one that plays all suites."""
-        return sum(len(suite.episodes) for suite in self.suites if suite.is_due(version))
+    def num_episodes(self, due: Sequence[int] | None = None) -> int:
+        """Of an evaluation that came due at these versions. None: of one that plays all suites."""
+        return sum(len(suite.episodes) for suite in self.suites if suite.is_due(due))
 
     async def evaluate(
-        self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False, due: int | None = None
+        self, on_end: Callable[[], None] = lambda: None, *, is_first: bool = False, due: Sequence[int] | None = None
     ) -> tuple[Evaluation, list[Episode]]:
         """Play the suites that are due; returns their episodes, too. `version` is the published version at the start.
 
         Failed and rejected episodes count as reward 0. on_end: called after each episode. is_first: nothing is known
         to work yet. Then it raises FailureBudgetError if all episodes fail, or as soon as the first 64 have, and asks
-        about episodes that all return None. due: the version whose suites are played. None: all.
+        about episodes that all return None. due: the versions whose suites are played. None: all.
         """
         suites = [suite for suite in self.suites if suite.is_due(due)]
         began, version = time.monotonic(), self.engine.version
@@ -134,7 +137,7 @@ class Evaluator:
             parts[suite.name] = played.evaluation(version, seconds, self._config)
             if suite.every is None:
                 own.append(played)
-        evaluation = _whole(own, parts, self._config) if self._is_named else parts[""]
+        evaluation = _whole(own, parts) if self._is_named else parts[""]
         if is_first:
             self._ask_about_returns([*episodes.values()])
             self._check_names({s.name: [episodes[one.number] for one in s.episodes] for s in suites})
@@ -220,6 +223,20 @@ def _suites(config: EvaluationConfig, places: Mapping[str, range]) -> list[Suite
     return suites
 
 
+def _check_best(metric: str | None, suites: Sequence[Suite]) -> None:
+    name, _, measure = (metric or "").rpartition("/")
+    if not measure.startswith("pass@"):
+        return
+    of = [suite for suite in suites if (suite.name == name if name else suite.every is None)]
+    known = pass_names(min((suite.repeats for suite in of), default=1))
+    if measure not in known:
+        has = f"has {', '.join(known)}" if known else "has no pass@k, as each example is played once"
+        raise ConfigError(
+            f"evaluation.keep_best is {metric!r}, and {f'the suite {name!r}' if name else 'the evaluation'} {has}; "
+            "set episodes_per_example, or another metric"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
     """Episodes of a suite; those of an example stand together."""
@@ -241,45 +258,59 @@ class _Played:
             num_episodes=len(self.episodes),
             num_failed=sum(episode.error is not None for episode in self.episodes),
             wall_s=wall_s,
-            metrics=_metrics([self], version, config),
+            metrics=self._metrics(version, config),
         )
 
+    def _metrics(self, version: int, config: EvaluationConfig) -> dict[str, float]:
+        trajectories = [trajectory for episode in self.episodes for trajectory in episode.trajectories]
+        num_sampled = sum(int((t.versions != NOT_SAMPLED).sum()) for t in trajectories)
+        num_at_version = sum(int((t.versions == version).sum()) for t in trajectories)
+        return {
+            **mean_metrics(trajectories),
+            **mean_rewards(episode.trajectories for episode in self.episodes),
+            **_passes(self.by_example, config.pass_reward),
+            **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
+        }
 
-def _whole(own: Sequence[_Played], parts: Mapping[str, Evaluation], config: EvaluationConfig) -> Evaluation:
+
+def _whole(own: Sequence[_Played], parts: Mapping[str, Evaluation]) -> Evaluation:
     """All suites as one evaluation. own: those that give it its reward, each the same weight."""
     known = [parts[played.suite.name] for played in own]
-    version = known[0].version
     return Evaluation(
-        version=version,
+        version=known[0].version,
         reward=fmean(part.reward for part in known),
         standard_error=_error_of_mean([part.standard_error for part in known]),
         num_episodes=sum(part.num_episodes for part in parts.values()),
         num_failed=sum(part.num_failed for part in parts.values()),
         wall_s=known[0].wall_s,
-        metrics=_metrics(own, version, config),
+        metrics=_mean_of([part.metrics for part in known]),
         by_name=parts,
     )
 
 
-def _metrics(played: Sequence[_Played], version: int, config: EvaluationConfig) -> dict[str, float]:
-    episodes = [episode for one in played for episode in one.episodes]
-    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
-    num_sampled = sum(int((t.versions != NOT_SAMPLED).sum()) for t in trajectories)
-    num_at_version = sum(int((t.versions == version).sum()) for t in trajectories)
+def _mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each dataset has the same weight. pass@k only where all have it: a mean over fewer would be another measure."""
+    names = dict.fromkeys(name for one in metrics for name in one)
+    values = {name: [one[name] for one in metrics if name in one] for name in names}
     return {
-        **mean_metrics(trajectories),
-        **mean_rewards(episode.trajectories for episode in episodes),
-        **_passes([own for one in played for own in one.by_example], config.pass_reward),
-        **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
+        name: fmean(known)
+        for name, known in values.items()
+        if len(known) == len(metrics) or not name.startswith("pass@")
     }
 
 
+def pass_names(repeats: int) -> list[str]:
+    """The measures that an example's episodes give: pass@k for k = 1, 2, 4, ...; none with one episode."""
+    return [f"pass@{1 << i}" for i in range(repeats.bit_length())] if repeats > 1 else []
+
+
 def _passes(by_example: Sequence[Sequence[Episode]], pass_reward: float) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4, ..., as far as every example has episodes; nothing with one episode each."""
-    least, most = (choose(map(len, by_example)) for choose in (min, max))
-    right = [(len(own), sum(one.is_finished and one.reward >= pass_reward for one in own)) for own in by_example]
-    ks = [1 << i for i in range(least.bit_length())] if most > 1 else []
-    return {f"pass@{k}": fmean(pass_at_k(count, num_right, k) for count, num_right in right) for k in ks}
+    repeats = len(by_example[0])
+    right = [sum(episode.is_finished and episode.reward >= pass_reward for episode in own) for own in by_example]
+    return {
+        name: fmean(pass_at_k(repeats, count, int(name.removeprefix("pass@"))) for count in right)
+        for name in pass_names(repeats)
+    }
 
 
 def _error_of_mean(errors: Sequence[float | None]) -> float | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from arl.api.engine import InferenceEngine, Snapshot, WeightProbe, WeightTransport, WeightUpdate
-from arl.api.errors import ProcessLostError, TransportError
+from arl.api.errors import ProcessLostError, ServerError, TransportError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.offload import TrainThread
 from arl.training.delivery import Delivery
@@ -38,11 +38,19 @@ class WrittenUpdate(Protocol):
         ...
 
 
+class UndeliveredError(TransportError):
+    """Servers for evaluations did not get the weights. Training can go on."""
+
+
 class Pin(Protocol):
     """One version's weights, for one evaluation."""
 
     async def ready(self) -> None:
-        """Return when servers hold them. Raises ProcessLostError, TransportError, ServerError."""
+        """Return when servers hold them. Raises ProcessLostError, and UndeliveredError if servers do not get them."""
+        ...
+
+    def let_go(self) -> None:
+        """The episodes have ended: servers may get other weights. Idempotent."""
         ...
 
     def write_model(self, directory: Path) -> None:
@@ -50,7 +58,7 @@ class Pin(Protocol):
         ...
 
     def release(self) -> None:
-        """The evaluation has ended. Idempotent."""
+        """Let go, and free the memory. Idempotent."""
         ...
 
 
@@ -61,14 +69,14 @@ class Pins(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AwakePins:
-    """Pins on servers that take turns with the trainer (engine.colocated): a cancelled step may leave them asleep."""
+class CaughtUpPins:
+    """Pins on training's servers that first get what a cancelled step had trained, or wake from its turn."""
 
     pins: Pins
-    wake: Callable[[], Awaitable[None]]
+    catch_up: Callable[[], Awaitable[None]]
 
     async def pin(self) -> Pin:
-        await self.wake()
+        await self.catch_up()
         return await self.pins.pin()
 
 
@@ -86,6 +94,9 @@ class MovingWeights:
 
     def write_model(self, directory: Path) -> None:
         raise TransportError(f"{directory}: weights that move are no single model")
+
+    def let_go(self) -> None:
+        pass
 
     def release(self) -> None:
         pass
@@ -106,34 +117,41 @@ class StillWeights:
         await self.delivery.finished()
         self.delivery.hold()
         try:
-            return _Held(self.delivery, await self._snapshot() if self.keeps_models else None)
+            model = await self.thread(_snapshot, self.learner) if self.keeps_models else None
+            if model is not None and model.version != self.delivery.newest:
+                raise RuntimeError(f"servers hold version {self.delivery.newest}, and the trainer {model.version}")
         except BaseException:
             self.delivery.release()
             raise
+        return _Held(self.delivery, model)
 
-    async def _snapshot(self) -> Snapshot:
-        while True:
-            with suppress(ProcessLostError):
-                return await self.thread(self.learner.engine.snapshot)
+
+def _snapshot(learner: RecoveringLearner) -> Snapshot:
+    while True:
+        with suppress(ProcessLostError):
+            return learner.engine.snapshot()
 
 
 @dataclass(eq=False)
 class _Held:
     delivery: Delivery
-    snapshot: Snapshot | None
+    model: Snapshot | None
 
     async def ready(self) -> None:
         pass
 
+    def let_go(self) -> None:
+        self.delivery.release()
+
     def write_model(self, directory: Path) -> None:
-        if self.snapshot is None:
+        if self.model is None:
             raise TransportError(f"{directory}: no snapshot was taken for it")
-        self.snapshot.write(directory)
+        self.model.write(directory)
 
     def release(self) -> None:
-        self.delivery.release()
-        if self.snapshot is not None:
-            self.snapshot.release()
+        self.let_go()
+        if self.model is not None:
+            self.model.release()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +160,8 @@ class EvaluationServers:
 
     engine: InferenceEngine
     transport: WeightTransport
+    gets_adapters: bool = False
+    """Its updates are adapters, so a model is written from a snapshot of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +171,18 @@ class OwnServers:
     servers: EvaluationServers
     learner: RecoveringLearner
     thread: TrainThread
+    keeps_models: bool
 
     async def pin(self) -> Pin:
-        return _OnOwnServers(self.servers, *await self.thread(self._snapshot))
+        return _OnOwnServers(self.servers, *await self.thread(self._take))
 
-    def _snapshot(self) -> tuple[WeightUpdate, WeightProbe | None]:
+    def _take(self) -> tuple[WeightUpdate, WeightProbe | None, Snapshot | None]:
         source = self.learner.engine
         while True:
             with suppress(ProcessLostError):
-                return self.servers.transport.snapshot(source), probe_due(source, self.servers.engine)
+                update, probe = self.servers.transport.snapshot(source), probe_due(source, self.servers.engine)
+                break
+        return update, probe, _snapshot(self.learner) if self.keeps_models and self.servers.gets_adapters else None
 
 
 @dataclass(eq=False)
@@ -167,19 +190,35 @@ class _OnOwnServers:
     servers: EvaluationServers
     update: WeightUpdate
     probe: WeightProbe | None
+    model: Snapshot | None
 
     async def ready(self) -> None:
-        await self.servers.transport.deliver(self.update, self.servers.engine)
+        try:
+            await self.servers.transport.deliver(self.update, self.servers.engine)
+        except ProcessLostError:
+            raise
+        except (ServerError, TransportError) as error:
+            self.servers.transport.discard(self.update)
+            raise UndeliveredError(
+                f"servers for evaluations did not get version {self.update.version}: {error}"
+            ) from error
         if self.probe and isinstance(self.servers.engine, CheckedEngine):
             await self.servers.engine.check_weights(self.probe)
 
+    def let_go(self) -> None:
+        """Its files stay for servers that come back, until the next version is delivered."""
+
     def write_model(self, directory: Path) -> None:
-        if not isinstance(self.update, WrittenUpdate):
+        if self.model is not None:
+            self.model.write(directory)
+        elif isinstance(self.update, WrittenUpdate):
+            shutil.copytree(self.update.directory, directory)
+        else:
             raise TransportError(f"{directory}: {type(self.update).__name__} has no files to copy")
-        shutil.copytree(self.update.directory, directory)
 
     def release(self) -> None:
-        """Its files stay for servers that come back, until the next version is delivered."""
+        if self.model is not None:
+            self.model.release()
 
 
 def pins_of(
@@ -190,9 +229,9 @@ def pins_of(
     thread: TrainThread,
 ) -> Pins:
     """How evaluations get their weights. servers: those of their own, if they have any."""
+    keeps_models = config.keep_best is not None
     if servers is not None:
-        return OwnServers(servers=servers, learner=learner, thread=thread)
+        return OwnServers(servers=servers, learner=learner, thread=thread, keeps_models=keeps_models)
     if config.hold_weights:
-        keeps_models = config.keep_best is not None
         return StillWeights(delivery=delivery, learner=learner, thread=thread, keeps_models=keeps_models)
     return MovingWeights(delivery=delivery)

@@ -51,7 +51,7 @@ from arl.training.device_turns import DeviceTurns
 from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals, publish_metrics
-from arl.training.pinned_weights import AwakePins, EvaluationServers, pins_of
+from arl.training.pinned_weights import CaughtUpPins, EvaluationServers, pins_of
 from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.saver import Saver, written
@@ -128,10 +128,12 @@ class Trainer:
     def _evaluations_beside(self, evaluator: Evaluator) -> Evaluations:
         config = self.config.evaluation
         pins = pins_of(config, self._delivery, self.evaluation_servers, self.learner, self.thread)
+        if config.hold_weights or self._turns.is_colocated:
+            pins = CaughtUpPins(pins=pins, catch_up=self._catch_up_servers)
         return Evaluations(
             config=config,
             evaluator=evaluator,
-            pins=AwakePins(pins=pins, wake=self._wake) if self._turns.is_colocated else pins,
+            pins=pins,
             best=None if config.keep_best is None else BestModel(self.config.run_dir, config.keep_best),
             log=self.log,
             thread=self.thread,
@@ -224,14 +226,15 @@ class Trainer:
     async def _catch_up(self) -> None:
         """Log and publish a step that was cancelled after its training had begun."""
         async with self._training:
-            await self._end_open_step()
-            if self._delivery.newest < self.version or self._turns.are_servers_asleep:
-                await self._publish()
+            await self._catch_up_servers()
 
-    async def _wake(self) -> None:
-        """Publish to servers that a step left asleep which was cancelled. The caller holds `_training`."""
-        if self._turns.are_servers_asleep:
-            await self._end_open_step()
+    async def _catch_up_servers(self) -> None:
+        """Publish what a cancelled step has trained, also to servers that it left asleep.
+
+        The caller holds `_training`.
+        """
+        await self._end_open_step()
+        if self._delivery.newest < self.version or self._turns.are_servers_asleep:
             await self._publish()
 
     async def _end_open_step(self) -> None:

@@ -189,18 +189,20 @@ def test_equality_is_of_contents_and_outlives_copies_and_pickles():
 
 def test_a_trajectory_takes_13_bytes_a_token_and_less_than_1500_beside_them():
     length, number = 4096, 20
+
+    def made(reward: float) -> Trajectory:
+        return Trajectory(
+            token_ids=range(100_000, 100_000 + length),
+            loss_mask=[0] + [1] * (length - 1),
+            behavior_logprobs=[-t / length for t in range(length)],
+            versions=[5] * length,
+            reward=reward,
+        )
+
+    made(0.0)  # what the first one leaves in caches is not of the others
     tracemalloc.start()
     try:
-        trajectories = [
-            Trajectory(
-                token_ids=range(100_000, 100_000 + length),
-                loss_mask=[0] + [1] * (length - 1),
-                behavior_logprobs=[-t / length for t in range(length)],
-                versions=[5] * length,
-                reward=float(i),
-            )
-            for i in range(number)
-        ]
+        trajectories = [made(float(i)) for i in range(number)]
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,9 +22,11 @@ from arl.api.workflow import RolloutWorkflow
 from arl.experiment import TrainingResult
 from arl.offload import TrainThread
 from arl.rollout.episode import EpisodeRunner
+from arl.serving import open_all_servers
 from arl.training.best_model import BestModel
 from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
+from arl.training.pinned_weights import UndeliveredError
 from arl.training.run_files import RunLog, read_jsonl
 
 ROWS = [{"reward": reward} for reward in (0.0, 1.0, 0.5, 0.5, 0.25)]
@@ -49,10 +51,16 @@ def evaluator(engine: ScriptedEngine, *, seed: int | None = None, **changes: Any
 
 @pytest.mark.parametrize(
     ("due", "played", "num_episodes"),
-    [(5, ["often"], 2), (10, ["often", "hard"], 5), (20, ["often", "seldom", "hard"], 7), (None, [*PLACES], 7)],
+    [
+        ([5], ["often"], 2),
+        ([10], ["often", "hard"], 5),
+        ([20], [*PLACES], 7),
+        ([10, 15], ["often", "hard"], 5),
+        (None, [*PLACES], 7),
+    ],
 )
 async def test_a_suite_is_played_at_its_own_interval_and_leaves_the_evaluations_reward_alone(
-    due: int | None, played: list[str], num_episodes: int
+    due: list[int] | None, played: list[str], num_episodes: int
 ) -> None:
     suites = evaluator(ScriptedEngine(lambda _: [9]))
     evaluation, episodes = await suites.evaluate(due=due)
@@ -67,7 +75,7 @@ async def test_a_suite_is_played_at_its_own_interval_and_leaves_the_evaluations_
 
 async def test_an_episode_has_the_same_seed_whichever_suites_are_played_beside_it() -> None:
     engines = [ScriptedEngine(lambda _: [9]) for _ in range(2)]
-    for engine, due in zip(engines, (10, 20), strict=True):
+    for engine, due in zip(engines, ([10], [20]), strict=True):
         await evaluator(engine, seed=7).evaluate(due=due)
     some, all_ = ({request.sampling.seed for request in engine.requests} for engine in engines)
     assert None not in all_
@@ -98,22 +106,43 @@ def test_settings_that_contradict_each_other_are_refused(evaluation: dict[str, A
         Config.model_validate({"model": "m", "evaluation": evaluation})
 
 
+RUNNING: Any = {"kind": "sglang", "addresses": ["http://127.0.0.1:30000"]}
+
+
+def test_arl_starts_no_server_for_evaluations_beside_running_ones() -> None:
+    with pytest.raises(ValueError, match=r"arl starts no servers with engine\.kind=sglang"):
+        Config.model_validate({"model": "m", "engine": RUNNING, "evaluation": {"servers": 1}})
+
+
+async def test_running_servers_are_trainings_or_evaluations(tmp_path: Path) -> None:
+    settings = {"model": "m", "run_dir": tmp_path, "engine": RUNNING}
+    config = Config.model_validate({**settings, "evaluation": {"addresses": ["http://127.0.0.1:30000/"]}})
+    async with AsyncExitStack() as stack:
+        with pytest.raises(
+            ConfigError, match=r"http://127\.0\.0\.1:30000 is a server of training, and in evaluation\.addr"
+        ):
+            await open_all_servers(config, stack, tmp_path)
+
+
+@pytest.mark.parametrize("setting", [{"servers": 1}, {"hold_weights": True}, {"suites": {"a": {}}}])
+async def test_settings_of_evaluations_need_examples(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"evaluation.{next(iter(setting))} is set, but there is nothing to evaluate on"
+    ):
+        async with running(tmp_path, evaluation=setting):
+            pass
+
+
 @pytest.mark.parametrize(
-    ("evaluation", "error"),
+    ("metric", "error"),
     [
-        ({"servers": 1}, "arl starts no servers with engine.kind=sglang"),
-        ({"addresses": ["http://127.0.0.1:30000/"]}, "in engine.addresses and in evaluation.addresses"),
+        ("pass@2", "'pass@2', and the evaluation has no pass@k"),
+        ("hard/pass@4", "'hard/pass@4', and the suite 'hard' has pass@1, pass@2; set episodes_per_example"),
     ],
 )
-def test_running_servers_are_trainings_or_evaluations(evaluation: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        Config.model_validate(
-            {
-                "model": "m",
-                "engine": {"kind": "sglang", "addresses": ["http://127.0.0.1:30000"]},
-                "evaluation": evaluation,
-            }
-        )
+def test_the_best_models_metric_is_one_that_the_episodes_give(metric: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        evaluator(ScriptedEngine(lambda _: [9]), hold_weights=True, keep_best=metric)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +275,7 @@ async def test_held_weights_wait_for_the_evaluation_and_training_for_its_bound(t
 class NotedPin:
     """Notes how many are pinned at once. The first ones are lost with the trainer's process."""
 
-    pinned = most = num_released = num_lost = 0
+    pinned = most = num_released = num_lost = num_undelivered = 0
 
     def __init__(self) -> None:
         self.may_pin = asyncio.Event()
@@ -262,9 +291,14 @@ class NotedPin:
         if self.num_lost:
             self.num_lost -= 1
             raise ProcessLostError("the trainer's process is gone")
+        if self.num_undelivered:
+            self.num_undelivered -= 1
+            raise UndeliveredError("no server took it")
 
     def write_model(self, directory: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(directory))
+
+    def let_go(self) -> None: ...
 
     def release(self) -> None:
         self.pinned -= 1
@@ -293,6 +327,22 @@ async def test_weights_that_were_lost_with_the_trainers_process_are_pinned_again
     pins.num_lost = 2
     async with evaluations(tmp_path, pins) as beside:
         assert (await beside.evaluate(is_first=False)).reward > 0
+    assert (pins.pinned, pins.num_released) == (0, 3)
+
+
+async def test_an_evaluation_without_servers_is_left_out_and_one_that_was_asked_for_raises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pins = NotedPin()
+    pins.num_undelivered = 2
+    async with evaluations(tmp_path, pins) as beside:
+        with pytest.raises(UndeliveredError):
+            await beside.evaluate(is_first=False)
+        for version in (1, 2):
+            await beside.begin(version)
+            await beside.finished()
+    assert "the evaluation of version 1 is left out: no server took it" in caplog.text
+    assert len(read_jsonl(tmp_path / "evaluations.jsonl")) == 1
     assert (pins.pinned, pins.num_released) == (0, 3)
 
 

@@ -316,7 +316,9 @@ async def test_several_episodes_an_example_tell_pass_at_k_and_count_as_one_in_th
     evaluation, episodes = await Evaluator(engine, runner, rows, config, places=places).evaluate()
     assert (len(episodes), evaluation.num_episodes, evaluation.num_failed) == (12, 12, 1)
     chances = {k: v for k, v in evaluation.metrics.items() if k.startswith("pass@")}
-    assert chances == pytest.approx({"pass@1": 4 / 12, "pass@2": (0.5 + 0 + 1) / 3, "pass@4": 2 / 3})
+    of_hard, of_easy = [(0.25 + 0) / 2, (0.5 + 0) / 2, 1 / 2], [0.75, 1.0, 1.0]
+    both = [(hard + easy) / 2 for hard, easy in zip(of_hard, of_easy, strict=True)]  # as with the reward
+    assert chances == pytest.approx(dict(zip(("pass@1", "pass@2", "pass@4"), both, strict=True)))
     assert evaluation.by_name is not None
     hard = evaluation.by_name["hard"]
     assert hard.metrics["pass@2"] == pytest.approx(0.25)

@@ -261,6 +261,19 @@ async def test_an_evaluation_does_not_wait_for_the_weights_of_a_cancelled_step_t
         assert (await trainer.evaluate()).version == 1
 
 
+async def test_the_kept_model_is_the_one_that_servers_held_also_after_a_cancelled_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has trained version 2, and its weights were not published when it was cancelled."""
+    events = held_up(monkeypatch, "train", 1)
+    held = {"hold_weights": True, "keep_best": "reward"}
+    async with asyncio.timeout(10), running(tmp_path, evaluate=True, evaluation=held) as trainer:
+        await anext(trainer)
+        await cancelled_step(trainer, *events)
+        assert (await trainer.evaluate()).version == trainer.version == 2
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["version"] == 2
+
+
 async def test_giving_up_on_the_end_of_a_run_does_not_cancel_the_evaluation_that_it_waited_for(tmp_path: Path) -> None:
     may_answer, transport = asyncio.Event(), DirectTransport(held=1)
     may_answer.set()
