@@ -56,7 +56,9 @@ class Patient(RolloutWorkflow):
         return made
 
 
-async def evaluated(run_dir: Path, model: Path, ahead: int, **evaluation: Any) -> tuple[Trainer, list[Trajectory]]:
+async def evaluated(
+    run_dir: Path, model: Path, ahead: int, transport: str = "disk", **evaluation: Any
+) -> tuple[Trainer, list[Trajectory]]:
     """A whole run, evaluated after step 2 and at its end."""
     workflow = Patient(ahead)
     config = small(
@@ -64,7 +66,8 @@ async def evaluated(run_dir: Path, model: Path, ahead: int, **evaluation: Any) -
         model=str(model),
         steps=STEPS,
         engine={"kind": "local"},
-        train={"optimizer": {"lr": 1e-2}},
+        train={"optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 8} if transport == "adapter" else None},
+        weights={"transport": transport},
         rollout={"max_staleness": 2},
         evaluation={"every": 2, **evaluation},
     )
@@ -86,10 +89,11 @@ def largest_difference(model: Reference, trajectory: Trajectory) -> float:
     return float(abs(trajectory.behavior_logprobs[mask] - wanted[mask - 1]).max())
 
 
+@pytest.mark.parametrize("transport", ["disk", pytest.param("adapter", marks=pytest.mark.runs)])
 async def test_servers_of_their_own_keep_an_evaluations_version_while_training_runs_to_its_end(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, transport: str
 ) -> None:
-    trainer, held_out = await evaluated(tmp_path, model, STEPS, servers=1, keep_best="reward")
+    trainer, held_out = await evaluated(tmp_path, model, STEPS, transport, servers=1, keep_best="reward")
     assert versions(held_out) == [{2}] * 3 + [{STEPS}] * 3
     assert {v: one.metrics["at_version"] for v, one in trainer.evaluations.items()} == {2: 1.0, STEPS: 1.0}
     assert json.loads((tmp_path / "best" / "best.json").read_text())["version"] == STEPS
