@@ -423,7 +423,8 @@ def _gpus(config: ServerProcessesConfig, index: int) -> str:
     devices = [device.strip() for device in visible.split(",") if device.strip()]
     if last > len(devices) and config.gpus_per_server:
         raise ConfigError(
-            f"engine.num_servers {config.num_servers} x engine.gpus_per_server {config.gpus_per_server} after "
-            f"engine.first_gpu {config.first_gpu} need more than the {len(devices)} GPUs of CUDA_VISIBLE_DEVICES"
+            f"{config.num_servers} servers (engine.num_servers, and evaluation.servers) with engine.gpus_per_server="
+            f"{config.gpus_per_server} from engine.first_gpu={config.first_gpu} on need more than the {len(devices)} "
+            "GPUs of CUDA_VISIBLE_DEVICES"
         )
     return ",".join(devices[first:last])
