@@ -141,6 +141,19 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
 
 
 @pytest.mark.usefixtures("engine")
+async def test_a_suite_that_was_not_due_at_the_last_step_is_played_after_training(tmp_path: Path) -> None:
+    made = setup(eval_dataset={"often": EXAMPLES, "seldom": EXAMPLES[:2]})
+    evaluation = {"every": 1, "suites": {"seldom": {"every": 5}}}
+    await Experiment(config=Config, prepare=lambda _: made).train(small(tmp_path, evaluation=evaluation))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {name for name in summary if name.startswith("eval_reward_after")} == {
+        "eval_reward_after",
+        "eval_reward_after/often",
+        "eval_reward_after/seldom",
+    }
+
+
+@pytest.mark.usefixtures("engine")
 async def test_a_rerun_knows_the_first_evaluation_evaluates_new_weights_and_needs_no_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

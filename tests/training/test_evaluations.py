@@ -280,6 +280,9 @@ class NotedPin:
     def __init__(self) -> None:
         self.may_pin = asyncio.Event()
         self.may_pin.set()
+        self.rows = Path()
+        self.was_written: list[bool] = []
+        """Whether the evaluation's row was written when servers were let go."""
 
     async def pin(self) -> Self:
         await self.may_pin.wait()
@@ -298,7 +301,8 @@ class NotedPin:
     def write_model(self, directory: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(directory))
 
-    def let_go(self) -> None: ...
+    def let_go(self) -> None:
+        self.was_written.append(self.rows.exists())
 
     def release(self) -> None:
         self.pinned -= 1
@@ -357,6 +361,14 @@ async def test_one_evaluation_runs_at_a_time_and_those_that_come_due_meanwhile_a
         await asked
         await beside.finished()
     assert (pins.most, pins.num_released) == (1, 2)
+
+
+async def test_newer_weights_wait_for_the_episodes_alone(tmp_path: Path) -> None:
+    pins = NotedPin()
+    pins.rows = tmp_path / "evaluations.jsonl"
+    async with evaluations(tmp_path, pins) as beside:
+        await beside.evaluate(is_first=False)
+    assert (pins.was_written, pins.rows.exists()) == ([False], True)
 
 
 async def test_a_step_waits_for_no_evaluation_that_may_need_it_to_end(tmp_path: Path) -> None:
