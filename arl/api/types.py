@@ -469,15 +469,17 @@ class Evaluation:
 
     version: int
     reward: float
-    """Mean over all episodes; with names, the mean of their rewards. A failed episode counts as 0."""
+    """Mean over all episodes; with names, the mean of the rewards of those that each evaluation plays. A failed episode
+    counts as 0."""
     num_episodes: int
     num_failed: int
     wall_s: float
     """Duration in seconds."""
     metrics: Mapping[str, float]
-    """Means of the workflow's metrics and of the parts of its reward; with several episodes an example, pass@k."""
+    """Means of the workflow's metrics and of the parts of its reward; with several episodes an example, pass@k. With
+    names, means of theirs. at_version: the share of the sampled tokens that are of `version`."""
     by_name: Mapping[str, Evaluation] | None = None
-    """The results on each held-out dataset, if they have names."""
+    """The results on each held-out dataset that was played, if they have names."""
     standard_error: float | None = None
     """The standard error of `reward`: the standard deviation of the examples' rewards over the root of their number.
     None with one example, and in rows that do not have it."""
