@@ -35,8 +35,7 @@ class Patient(RolloutWorkflow):
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
-        """How far training goes meanwhile, if steps are left."""
-        self.version = 0
+        """How far training goes meanwhile from the evaluated version, if steps are left."""
         self.trained = {version: asyncio.Event() for version in range(1, STEPS + 1)}
         self.held_out: list[Trajectory] = []
 
@@ -46,7 +45,8 @@ class Patient(RolloutWorkflow):
         turn = await chat.agenerate(engine, sampling)
         if not data["held_out"]:
             return chat.trajectories(float(turn.output_ids[0] % 2))
-        began = self.version
+        assert turn.response is not None
+        began = turn.response.output_versions[0]
         async with asyncio.timeout(30):
             await self.trained[min(began + self.ahead, STEPS)].wait()
         chat.add({"role": "user", "content": "Say a number"})
@@ -73,7 +73,6 @@ async def evaluated(
     )
     async with launch(config, workflow=workflow, dataset=DATASET, eval_dataset=HELD_OUT) as trainer:
         async for step in trainer:
-            workflow.version = step.version
             workflow.trained[step.version].set()
     return trainer, workflow.held_out
 
