@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_script import TOKENIZER
+from embedded_server import server_process
 from reference import Reference
 from scripted_launch import small
 
@@ -110,3 +111,27 @@ async def test_held_weights_stay_until_the_evaluation_ends_while_training_goes_o
     assert [len(one) for one in found] == [1] * len(found)
     assert found[:3] == [{2}] * 3
     assert all(one.metrics["at_version"] == 1.0 for one in trainer.evaluations.values())
+
+
+@pytest.mark.runs
+async def test_training_goes_on_without_the_server_for_evaluations_which_may_come_back(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server_process(str(model)) as training, server_process(str(model)) as other:
+        config = small(
+            tmp_path,
+            model=str(model),
+            steps=STEPS,
+            engine={"kind": "sglang", "addresses": [training.address], "update_timeout_s": 3.0},
+            evaluation={"every": 3, "addresses": [other.address]},
+        )
+        workflow = Patient(0)
+        async with launch(config, workflow=workflow, dataset=DATASET, eval_dataset=HELD_OUT) as trainer:
+            async for step in trainer:
+                workflow.trained[step.version].set()
+                if step.version == 1:
+                    other.kill()
+            assert "the evaluation of version 6 is left out: servers for evaluations did not get version" in caplog.text
+            other.start()
+            assert (await trainer.evaluate()).version == STEPS
+    assert versions(workflow.held_out) == [{STEPS}] * 3

@@ -198,7 +198,8 @@ class _OnOwnServers:
         except ProcessLostError:
             raise
         except (ServerError, TransportError) as error:
-            self.servers.transport.discard(self.update)
+            if isinstance(error, TransportError):  # else its files stay for servers that come back
+                self.servers.transport.discard(self.update)
             raise UndeliveredError(
                 f"servers for evaluations did not get version {self.update.version}: {error}"
             ) from error
