@@ -117,9 +117,10 @@ ALLOWED = {
         "arl.offload",
         "arl.stopping",
     ),
+    "arl.vision": ("arl.api",),
     "arl.engine.frames": (),
     "arl.engine.routers": ("arl.api",),
-    "arl.engine.local": ("arl.api", "arl.web", "arl.engine.frames", "arl.engine.routers"),
+    "arl.engine.local": ("arl.api", "arl.vision", "arl.web", "arl.engine.frames", "arl.engine.routers"),
     "arl.engine.client": (
         "arl.api",
         "arl.web",
@@ -131,6 +132,7 @@ ALLOWED = {
     "arl.engine.weights": ("arl.api", "arl.web", "arl.engine.local.received_weights", "arl.offload"),
     "arl.engine.fsdp": (
         "arl.api",
+        "arl.vision",
         "arl.algorithm",
         "arl.engine.weights",
         "arl.engine.model_files",
@@ -138,10 +140,11 @@ ALLOWED = {
         *CALLS,
     ),
     "arl.engine.tiny": (),
+    "arl.engine.tiny_vision": ("arl.engine.tiny",),
     "arl.engine.model_files": ("arl.api", "arl.engine.routers"),
     "arl.sandbox": ("arl.api", "arl.web", "arl.lazy", "arl.offload"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),
-    "arl.workflow": ("arl.api", "arl.web", "arl.sandbox", "arl.rewards"),
+    "arl.workflow": ("arl.api", "arl.vision", "arl.web", "arl.sandbox", "arl.rewards"),
     "arl.workers": (
         "arl.api",
         "arl.web.watch",

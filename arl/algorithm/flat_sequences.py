@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from arl.api.images import PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.types import Trajectory
 
 TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 """The fields of TrainSequence that are tensors."""
@@ -37,6 +39,8 @@ class FlatSequences(Sequence[TrainSequence]):
     """[T] What each token was sampled among; None: all among the whole vocabulary."""
     routes: Routes | None = None
     """[T] Which experts compute each token; None: those that the model's routers choose."""
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
+    """[S] The images of each sequence, placed among its own tokens; empty: none has any."""
 
     @classmethod
     def of(cls, sequences: Sequence[TrainSequence]) -> FlatSequences:
@@ -51,6 +55,7 @@ class FlatSequences(Sequence[TrainSequence]):
             units=tuple(sequence.unit for sequence in sequences),
             kept_ids=KeptIds.joined([len(s) if s.kept_ids is None else s.kept_ids for s in sequences]),
             routes=Routes.joined([len(s) if s.routes is None else s.routes for s in sequences]),
+            images=images_of(sequences),
         )
 
     def __len__(self) -> int:
@@ -68,11 +73,13 @@ class FlatSequences(Sequence[TrainSequence]):
             unit=self.units[places],
             kept_ids=self.kept_ids and self.kept_ids.take(slice(start, stop)),
             routes=self.routes and self.routes.take(slice(start, stop)),
+            images=self.images[places] if self.images else (),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = of_each(self.columns, torch.Tensor.numpy)
-        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, self.kept_ids, self.routes)
+        records = self.kept_ids, self.routes, self.images
+        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, *records)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -105,7 +112,14 @@ class FlatSequences(Sequence[TrainSequence]):
             units=tuple(self.units[i] for i in indices),
             kept_ids=self.kept_ids and self.kept_ids.take(places.numpy()),
             routes=self.routes and self.routes.take(places.numpy()),
+            images=tuple(self.images[i] for i in indices) if self.images else (),
         )
+
+
+def images_of(records: Sequence[TrainSequence] | Sequence[Trajectory]) -> tuple[tuple[PlacedImage, ...], ...]:
+    """[N] The images of each; empty if none has any."""
+    images = tuple(record.images for record in records)
+    return images if any(images) else ()
 
 
 def of_each(columns: Mapping[str, _Given], change: Callable[[_Given], _Made]) -> dict[str, _Made]:
@@ -129,9 +143,16 @@ def _from_arrays(
     units: tuple[int, ...],
     kept_ids: KeptIds | None,
     routes: Routes | None,
+    images: tuple[tuple[PlacedImage, ...], ...],
 ) -> FlatSequences:
     """The tensors are copies, because arrays in Ray's shared memory are read-only."""
     columns = of_each(arrays, lambda array: torch.from_numpy(array.copy()))
     return FlatSequences(
-        lengths=lengths, columns=columns, temperatures=temperatures, units=units, kept_ids=kept_ids, routes=routes
+        lengths=lengths,
+        columns=columns,
+        temperatures=temperatures,
+        units=units,
+        kept_ids=kept_ids,
+        routes=routes,
+        images=images,
     )

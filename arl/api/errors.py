@@ -144,6 +144,10 @@ class RecordingError(ArlError):
     """Recorded steps are missing or damaged, or belong to another model or arl."""
 
 
+class ImageError(ArlError):
+    """An image is missing, damaged, too large, or of a mode that models do not take; or it does not fit its tokens."""
+
+
 class ToolError(ArlError):
     """A tool cannot do what the model asked, and the model reads the message. Also: a function cannot be a tool."""
 

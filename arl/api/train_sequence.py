@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from arl.api.images import PlacedImage
     from arl.api.kept_ids import KeptIds
     from arl.api.routes import Routes
 
@@ -70,6 +71,8 @@ class TrainSequence:
     """The ids from which each token was sampled: logprobs and entropies are over these. None: the whole vocabulary."""
     routes: Routes | None = None
     """The experts that compute each token, instead of those that the model's routers choose. None: the routers' own."""
+    images: tuple[PlacedImage, ...] = ()
+    """What the model sees at the placeholders among token_ids, in order."""
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)

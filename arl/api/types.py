@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from arl.api.errors import TrajectoryError
 from arl.api.grammar import Grammar
+from arl.api.images import PlacedImage, placement_flaw
 
 if TYPE_CHECKING:
     from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
@@ -105,6 +106,8 @@ class ModelRequest:
     """Requests with the same session id go to the same server, which has their prefix cached."""
     routes_from: int = 0
     """The response's routes begin with this token of input_ids; those before it are known. Below len(input_ids)."""
+    images: tuple[PlacedImage, ...] = ()
+    """What lies at the placeholders among input_ids, in order. An engine that cannot show images raises."""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) == 0:
@@ -113,6 +116,8 @@ class ModelRequest:
             raise ValueError(
                 f"routes_from is {self.routes_from}; it must be below {len(self.input_ids)}, the input_ids"
             )
+        if self.images and (flaw := placement_flaw(self.images, len(self.input_ids))):
+            raise ValueError(flaw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +276,8 @@ class Trajectory:
     alone, so without them a response under a grammar would be trained with wrong logprobs. Such an episode fails."""
     routes: Routes | None = None
     """For a mixture of experts: the experts that computed each token. The trainer uses the same."""
+    images: tuple[PlacedImage, ...] = ()
+    """What the model saw at the placeholders among token_ids, in order. Equal images are held once."""
     num_trained_tokens: int = field(init=False, repr=False)
     oldest_version: int | None = field(init=False, repr=False)
     """The smallest version among trained tokens; None when no token is trained."""
@@ -290,6 +297,8 @@ class Trajectory:
             raise TrajectoryError(
                 f"routes has {len(self.routes)} entries for {len(self.token_ids)} token_ids; they must be equal"
             )
+        if self.images:
+            self._check_images()
         if self.loss_mask.item(0):
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
@@ -323,6 +332,13 @@ class Trajectory:
         if self.oldest_version == NOT_SAMPLED:
             t = int((mask & (versions == NOT_SAMPLED)).argmax())
             raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
+
+    def _check_images(self) -> None:
+        if flaw := placement_flaw(self.images, len(self.token_ids)):
+            raise TrajectoryError(flaw)
+        for number, placed in enumerate(self.images):
+            if self.loss_mask[placed.start : placed.stop].any():
+                raise TrajectoryError(f"loss_mask is 1 within image {number}, whose placeholders nobody sampled")
 
     def _check_turns(self) -> None:
         end = 0

@@ -161,13 +161,18 @@ def write_tiny_model(
 ) -> Path:
     """Write a tiny model with its tokenizer as a Hugging Face directory; it appears complete or not at all."""
     tokenizer = tiny_tokenizer(phrases)
-    model = tiny_model(tokenizer, shape, seed, family)
+    return write_model(directory, tiny_model(tokenizer, shape, seed, family), tokenizer)
+
+
+def write_model(directory: Path, model: PreTrainedModel, *companions: Any) -> Path:
+    """Write a model and its companions, such as its tokenizer; the directory appears complete or not at all."""
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         _save_quietly(model, partial)
-        tokenizer.save_pretrained(partial)
+        for companion in companions:
+            companion.save_pretrained(partial)
         partial.chmod(0o755)
         partial.rename(directory)
     finally:

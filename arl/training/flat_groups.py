@@ -1,7 +1,7 @@
 """Finished groups as flat arrays: the form in which they cross to another process, and lie in a checkpoint.
 
 header      JSON: what is not per token, a list for each field of the groups and of their trajectories
-arrays      one for each field of the tokens: all trajectories end to end
+arrays      one for each field of the tokens: all trajectories end to end; and the files of all images, each once
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from arl.api.images import Image, PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import Group, Trajectory, TurnSpan
@@ -36,6 +37,8 @@ _EMPTY = {
 
 _LENGTHS = {"token_rewards": "num_token_rewards", "kept_ids": "num_kept_bytes", "routes": "num_route_bytes"}
 """The field with the number of each trajectory's entries, where it is not the number of its tokens."""
+_IMAGES = "images"
+"""The array of the images' files, if there are any."""
 _ADDED = {"routes"}
 """Arrays that files of earlier versions lack, as no trajectory had them."""
 
@@ -47,7 +50,10 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     kept = fields["kept_ids"] = [_encoded(t.kept_ids) for t in trajectories]
     routes = fields["routes"] = [_encoded(t.routes) for t in trajectories]
     rows = {name: [row for row in fields.pop(name) if row is not None] for name in _EMPTY}
+    images = {placed.image: None for t in trajectories for placed in t.images}
+    numbers = {image: number for number, image in enumerate(images)}
     fields |= {
+        "images": [[(numbers[p.image], p.start, p.stop) for p in t.images] for t in trajectories],
         "turns": [[(turn.start, turn.stop, turn.reward, turn.state) for turn in t.turns] for t in trajectories],
         "length": [len(t.token_ids) for t in trajectories],
         "num_token_rewards": [0 if t.token_rewards is None else len(t.token_rewards) for t in trajectories],
@@ -55,8 +61,13 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
         "num_route_bytes": [0 if encoded is None else len(encoded) for encoded in routes],
     }
     of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
-    header = json.dumps({"groups": of_groups, "trajectories": fields}, default=dict).encode()
-    return header, {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
+    about: dict[str, Any] = {"groups": of_groups, "trajectories": fields}
+    files = [np.frombuffer(image.data, np.uint8) for image in images]
+    if files:
+        about["images"] = [(image.width, image.height, len(image.data)) for image in images]
+    header = json.dumps(about, default=dict).encode()
+    columns = {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
+    return header, columns | ({_IMAGES: np.concatenate(files)} if files else {})
 
 
 def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
@@ -72,6 +83,9 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
         fields[name] = _views(name, arrays.get(name, empty), lengths)
     fields["kept_ids"] = [None if kept is None else KeptIds.of_bytes(kept.tobytes()) for kept in fields["kept_ids"]]
     fields["routes"] = [None if routes is None else Routes.decode(routes.data) for routes in fields["routes"]]
+    images = _images(known.get("images", []), arrays)
+    placed = fields.get("images", [[]] * len(fields["length"]))
+    fields["images"] = [tuple(PlacedImage(image=images[i], start=a, stop=b) for i, a, b in own) for own in placed]
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
@@ -140,11 +154,24 @@ def read_groups(file: BinaryIO) -> list[Group]:
     with np.load(file, allow_pickle=False) as arrays:
         if missing := {"header", *_EMPTY} - _ADDED - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in _EMPTY if name in arrays.files})
+        names = [name for name in (*_EMPTY, _IMAGES) if name in arrays.files]
+        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in names})
 
 
 def _encoded(record: KeptIds | Routes | None) -> Array | None:
     return None if record is None else np.frombuffer(record.encode(), np.uint8)
+
+
+def _images(sizes: Sequence[tuple[int, int, int]], arrays: Mapping[str, Array]) -> list[Image]:
+    """sizes: width, height and bytes of each."""
+    if not sizes:
+        return []
+    ends = list(accumulate((length for _, _, length in sizes), initial=0))
+    data = arrays[_IMAGES].tobytes()
+    if ends[-1] != len(data):
+        raise ValueError(f"images have {len(data)} bytes instead of {ends[-1]}")
+    rows = zip(pairwise(ends), sizes, strict=True)
+    return [Image.kept(data[start:end], width, height) for (start, end), (width, height, _) in rows]
 
 
 def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None]:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image as Pictures
 from records import grouped, trajectory
 
+from arl.api.images import Image, PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import COLUMNS, MAX_REWARD, Group, Trajectory, TurnSpan
@@ -35,6 +37,16 @@ def routes(draw: st.DrawFn, n: int) -> Routes | None:
     numbers = draw(st.lists(st.integers(0, 300), min_size=n * 6, max_size=n * 6))
     experts = (np.array(numbers) % 256).astype(draw(st.sampled_from([np.uint8, np.uint16])))
     return Routes.joined([Routes(is_known=is_known, experts=experts.reshape(n, 3, 2)[is_known])])
+
+
+IMAGES = [Image.of(Pictures.new("RGB", (side, 2), "red")) for side in (1, 2, 3)]
+
+
+def images(draw: st.DrawFn, mask: list[int]) -> tuple[PlacedImage, ...]:
+    """Images at some of the untrained tokens."""
+    places = draw(st.sets(st.sampled_from(range(len(mask))), max_size=3))
+    free = [place for place in sorted(places) if not mask[place]]
+    return tuple(PlacedImage(image=draw(st.sampled_from(IMAGES)), start=place, stop=place + 1) for place in free)
 
 
 @st.composite
@@ -62,6 +74,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         temperature=draw(st.floats(0.1, 2)),
         kept_ids=KeptIds.of([ids and sorted(ids) for ids in kept]) if draw(st.booleans()) else None,
         routes=draw(st.none() | routes(n)),
+        images=images(draw, mask),
     )
 
 
@@ -168,3 +181,12 @@ def test_files_from_before_routes_existed_are_read() -> None:
     np.savez(file, allow_pickle=False, **older)
     file.seek(0)
     assert read_groups(file) == [group]
+
+
+def test_an_image_that_many_trajectories_show_is_in_a_file_once() -> None:
+    image = Image.of(Pictures.effect_noise((200, 200), 100))
+    shows = trajectory(images=(PlacedImage(image=image, start=0, stop=1),))
+    groups = [grouped(*[shows] * 4)] * 3
+    header, arrays = flatten(groups)
+    assert len(arrays["images"]) == len(image.data)
+    assert all(t.images[0].image is image for group in restore(header, arrays) for t in group.trajectories)

@@ -1,0 +1,250 @@
+"""Images: the files that a model sees, each kept once, and the places where they lie among tokens.
+
+    token_ids   <|vision_start|> <|image_pad|> <|image_pad|> ... <|vision_end|> What is this?
+    images                       [start ------------------ stop)                                 a PlacedImage
+
+A model with a vision tower replaces the placeholders of an image by what its tower makes of the pixels, one vector for
+each. How many placeholders an image needs depends on its size alone (arl/vision/).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from arl.api.errors import ImageError
+from arl.api.installing import install_command
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+MAX_PIXELS = 50_000_000
+"""The most pixels of an image. Processors scale larger ones down anyway, and a small file can hold very many."""
+MAX_BYTES = 50_000_000
+"""The most bytes of an image's file."""
+
+_KEPT_FORMATS = {"PNG", "JPEG", "WEBP"}
+"""Files that every server reads. Others are written as PNG."""
+_DEEP = ("I", "F")
+"""Beginnings of the modes with more than 8 bits a channel."""
+_ORIENTATION = 0x0112
+"""EXIF's tag for the way the camera was held."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Image:
+    """An image file with RGB pixels. Make it with `Image.of`. Two are equal if their files are."""
+
+    data: bytes
+    """The file: PNG, JPEG or WebP."""
+    digest: str
+    """The SHA-256 of `data`, in hexadecimal."""
+    width: int
+    """In pixels."""
+    height: int
+
+    @classmethod
+    def of(cls, source: Any) -> Image:
+        """The image of a path, a data URL, a file's bytes, a PIL image, or a row of a dataset's image column.
+
+        Equal images are one object. A file of RGB pixels stays as it is. Other files become PNG: transparent parts
+        become white, an orientation that the camera noted is applied, and of an animation the first frame is taken.
+        Raises ImageError for a file that is missing, damaged, too large, or has more than 8 bits a channel, and for
+        web addresses.
+        """
+        if isinstance(source, Image):
+            return source
+        picture, what = source, "the image"
+        if not _is_picture(source):
+            data, what = _file_of(source)
+            if (known := _known(hashlib.sha256(data).hexdigest())) is not None:
+                return known
+            picture = _opened(data, what)
+            if _is_plain(picture):
+                return cls.kept(data, picture.width, picture.height)
+        picture = _rgb(picture, what)
+        written = io.BytesIO()
+        picture.save(written, "PNG")
+        return cls.kept(written.getvalue(), picture.width, picture.height)
+
+    @classmethod
+    def kept(cls, data: bytes, width: int, height: int) -> Image:
+        """The image of a file that `of` made, which is not read again."""
+        digest = hashlib.sha256(data).hexdigest()
+        with _lock:
+            if (known := _images.get(digest)) is None:
+                known = _images[digest] = cls(data, digest, width, height)
+            return known
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, Image) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process, too, equal images are one object."""
+        return Image.kept, (self.data, self.width, self.height)
+
+    def __repr__(self) -> str:
+        return f"Image({self.width}x{self.height}, {self.digest[:12]})"
+
+    @property
+    def kind(self) -> str:
+        """The file's media type, such as image/png."""
+        if self.data.startswith(b"\x89PNG"):
+            return "image/png"
+        return "image/webp" if self.data.startswith(b"RIFF") else "image/jpeg"
+
+    @property
+    def data_url(self) -> str:
+        return f"data:{self.kind};base64,{base64.b64encode(self.data).decode()}"
+
+    def picture(self) -> Picture:
+        """As a PIL image in mode RGB."""
+        return _opened(self.data, repr(self)).convert("RGB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImage:
+    """An image among tokens: those in [start, stop) are its placeholders."""
+
+    image: Image
+    start: int
+    stop: int
+
+
+def placement_flaw(images: Sequence[PlacedImage], num_tokens: int) -> str | None:
+    """Why these images cannot lie among so many tokens; None if they can: in order, apart, and within them."""
+    end = 0
+    for number, placed in enumerate(images):
+        if not end <= placed.start < placed.stop <= num_tokens:
+            return (
+                f"image {number} has the placeholders [{placed.start}, {placed.stop}) of {num_tokens} tokens; images "
+                f"lie in order, one after the other, and this one must begin at {end} or later"
+            )
+        end = placed.stop
+    return None
+
+
+_images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _known(digest: str) -> Image | None:
+    with _lock:
+        return _images.get(digest)
+
+
+def _is_picture(source: Any) -> bool:
+    """Whether it is a PIL image, without loading PIL."""
+    return "PIL.Image" in sys.modules and isinstance(source, sys.modules["PIL.Image"].Image)
+
+
+def _file_of(source: Any) -> tuple[bytes, str]:
+    """The bytes of an image's file, and how errors call it."""
+    if isinstance(source, Mapping):
+        row = cast("Mapping[str, Any]", source)
+        source = row.get("bytes") or row.get("path")
+    if isinstance(source, bytes):
+        return _within_size(source, "the image"), "the image"
+    if isinstance(source, str) and source.startswith("data:"):
+        return _within_size(_of_data_url(source), "the image"), "the image"
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        raise ImageError(f"the image is at {source:.100}, and arl fetches nothing from the web; download it first")
+    if isinstance(source, str | Path):
+        path = str(source).removeprefix("file://")
+        try:
+            with open(path, "rb") as file:
+                return _within_size(file.read(MAX_BYTES + 1), path), path
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ImageError(f"cannot read the image {path:.200}: {reason}") from error
+    raise ImageError(
+        f"an image is of type {type(cast('object', source)).__name__}; give a path, a data URL, the bytes of a file, "
+        "or a PIL image"
+    )
+
+
+def _within_size(data: bytes, what: str) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"{what} has more than {MAX_BYTES:,} bytes; scale it down")
+    return data
+
+
+def _of_data_url(url: str) -> bytes:
+    head, _, body = url.partition(",")
+    if not head.endswith(";base64"):
+        raise ImageError(f"the image's data URL begins with {head[:40]!r}; it must be data:image/...;base64,...")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the image's data URL is no base64: {error}") from error
+
+
+def _opened(data: bytes, what: str) -> Picture:
+    """Decoded to the last pixel."""
+    try:
+        from PIL import Image as Pictures
+    except ImportError as error:
+        raise ImageError(f"images need Pillow; run: {install_command('vision')}") from error
+    try:
+        picture = Pictures.open(io.BytesIO(data))
+        _check_pixels(picture, what)
+        picture.load()
+    except ImageError:
+        raise
+    except Exception as error:  # Pillow's readers of damaged files raise almost anything
+        reason = "it is empty" if not data else "it is damaged, or no image" if "BytesIO" in str(error) else error
+        raise ImageError(f"cannot read {what}: {reason}") from error
+    return picture
+
+
+def _check_pixels(picture: Picture, what: str) -> None:
+    if picture.width * picture.height > MAX_PIXELS:
+        raise ImageError(
+            f"{what} has {picture.width} x {picture.height} pixels, and at most {MAX_PIXELS:,} are read; scale it down"
+        )
+
+
+def _is_plain(picture: Picture) -> bool:
+    """Whether every reader of the file sees the same RGB pixels."""
+    return (
+        picture.mode == "RGB"
+        and picture.format in _KEPT_FORMATS
+        and not getattr(picture, "is_animated", False)
+        and "transparency" not in picture.info
+        and picture.getexif().get(_ORIENTATION, 1) == 1
+    )
+
+
+def _rgb(picture: Picture, what: str) -> Picture:
+    from PIL import Image as Pictures
+    from PIL import ImageOps
+
+    _check_pixels(picture, what)
+    if picture.mode.startswith(_DEEP):
+        raise ImageError(
+            f"{what} is of mode {picture.mode}, with more than 8 bits a channel, which models do not take; scale its "
+            'values to 0..255, and convert("RGB")'
+        )
+    try:
+        picture = ImageOps.exif_transpose(picture)
+        if "A" in picture.mode or "a" in picture.mode or "transparency" in picture.info:
+            picture = picture.convert("RGBA")
+            white = Pictures.new("RGBA", picture.size, "white")
+            picture = Pictures.alpha_composite(white, picture)
+        picture = picture.convert("RGB")
+    except Exception as error:  # a PIL image may read its file only now
+        raise ImageError(f"cannot convert {what}, of mode {picture.mode}, to RGB: {error}") from error
+    picture.info.clear()
+    return picture

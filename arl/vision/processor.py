@@ -1,0 +1,146 @@
+"""The image side of a model: pixels, placeholders and positions, the same for workflows, servers and the trainer.
+
+Image --transformers' image processor--> pixels [patches, D] --the model's tower--> one vector for each placeholder
+  |                                                                                    patches / merge_size^2
+  +-- num_placeholders, of its size alone
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arl.api.errors import ImageError, ModelError
+from arl.api.images import Image, PlacedImage, placement_flaw
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""The model types whose images arl knows: the values of model_type in config.json."""
+
+_REMEMBERED_BYTES = 256 << 20
+"""Pixels that a processor remembers: the episodes of a group see the same images."""
+
+Grid = tuple[int, int, int]
+"""(frames, rows, columns) of an image's patches, before neighbours are merged into placeholders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pixels:
+    """An image as the model's tower takes it."""
+
+    values: npt.NDArray[np.float32]
+    """[patches, D]"""
+    grid: Grid
+    num_placeholders: int
+
+
+class ImageProcessor:
+    """A model's image processor. Threads may share it."""
+
+    def __init__(self, model: str | Path) -> None:
+        """model: a directory, or a name on the hub, of one of FAMILIES. Raises ModelError."""
+        from transformers import AutoConfig, AutoImageProcessor
+
+        self.model = str(model)
+        config = _part(AutoConfig, model, "its config")
+        if config.model_type not in FAMILIES:
+            raise ModelError(
+                f"{model} is a {config.model_type}, which takes no images that arl knows; those of "
+                f"{', '.join(FAMILIES)} are supported"
+            )
+        self.image_token_id: int = config.image_token_id
+        """The placeholder."""
+        self._processor = _part(AutoImageProcessor, model, "its image processor", backend="pil")
+        self._merge_size: int = self._processor.merge_size
+        self._remembered: OrderedDict[str, Pixels] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageProcessor, (self.model,)
+
+    def num_placeholders(self, image: Image) -> int:
+        """Without reading its pixels. Raises ImageError for an image of a shape that the model cannot see."""
+        try:
+            patches = self._processor.get_number_of_image_patches(image.height, image.width)
+        except ValueError as error:
+            raise ImageError(f"{self.model} cannot see {image!r}: {error}") from error
+        return patches // self._merge_size**2
+
+    def pixels(self, image: Image) -> Pixels:
+        """Raises ImageError, as num_placeholders does."""
+        with self._lock:
+            if (known := self._remembered.get(image.digest)) is not None:
+                self._remembered.move_to_end(image.digest)
+                return known
+        try:
+            made = self._processor(images=[image.picture()], return_tensors="np")
+        except ValueError as error:
+            raise ImageError(f"{self.model} cannot see {image!r}: {error}") from error
+        grid: Grid = tuple(int(n) for n in made["image_grid_thw"][0])  # pyright: ignore[reportAssignmentType] - three
+        values = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+        pixels = Pixels(values=values, grid=grid, num_placeholders=len(values) // self._merge_size**2)
+        with self._lock:
+            self._remember(image.digest, pixels)
+        return pixels
+
+    def grid(self, image: Image) -> Grid:
+        return self.pixels(image).grid
+
+    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> npt.NDArray[np.int64]:
+        """int64[3, T]: the time, row and column of each token, for multimodal rotary positions (2409.12191, section 2).
+
+        A text's three are equal. An image's placeholders lie on its grid, and the text after it goes on after the
+        largest of them. So a token's positions depend on the tokens before it alone.
+        """
+        positions = np.empty((3, num_tokens), np.int64)
+        token, position = 0, 0
+        for placed in images:
+            positions[:, token : placed.start] = np.arange(position, position + placed.start - token)
+            position += placed.start - token
+            frames, rows, columns = self.grid(placed.image)
+            sizes = frames, rows // self._merge_size, columns // self._merge_size
+            positions[:, placed.start : placed.stop] = np.indices(sizes).reshape(3, -1) + position
+            token, position = placed.stop, position + max(sizes[1:])
+        positions[:, token:] = np.arange(position, position + num_tokens - token)
+        return positions
+
+    def check(self, token_ids: npt.NDArray[Any] | Sequence[int], images: Sequence[PlacedImage]) -> None:
+        """Raise ImageError unless these tokens have a placeholder for each vector of these images, and no others."""
+        if flaw := placement_flaw(images, len(token_ids)):
+            raise ImageError(flaw)
+        is_placeholder = np.asarray(token_ids) == self.image_token_id
+        for number, placed in enumerate(images):
+            needed, given = self.num_placeholders(placed.image), placed.stop - placed.start
+            if given != needed:
+                raise ImageError(
+                    f"image {number} ({placed.image!r}) has {given} placeholders among the tokens, and {self.model} "
+                    f"needs {needed}: another processor placed it"
+                )
+            if not is_placeholder[placed.start : placed.stop].all():
+                raise ImageError(f"image {number} lies on tokens other than the placeholder {self.image_token_id}")
+        if int(is_placeholder.sum()) != sum(placed.stop - placed.start for placed in images):
+            raise ImageError(f"the tokens have placeholders ({self.image_token_id}) where no image was given")
+
+    def _remember(self, digest: str, pixels: Pixels) -> None:
+        if digest in self._remembered:
+            return
+        self._remembered[digest] = pixels
+        self._num_bytes += pixels.values.nbytes
+        while self._num_bytes > _REMEMBERED_BYTES and len(self._remembered) > 1:
+            _, oldest = self._remembered.popitem(last=False)
+            self._num_bytes -= oldest.values.nbytes
+
+
+def _part(auto_class: Any, model: str | Path, what: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(str(model), **options)
+    except Exception as error:  # a broken model directory makes transformers raise almost anything
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"cannot load {what} from {model}: {reason}") from error

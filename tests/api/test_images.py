@@ -1,0 +1,130 @@
+"""Image files: read once, checked, and equal in every process."""
+
+import base64
+import gc
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pictures
+
+from arl.api.errors import ImageError, TrajectoryError
+from arl.api.images import MAX_PIXELS, Image, PlacedImage
+from arl.api.types import ModelRequest, Trajectory
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (5, 3)) -> Pictures.Image:
+    made = Pictures.new("RGB", size, "red")
+    made.putpixel((1, 2), (0, 0, 255))
+    return made.convert(mode)
+
+
+def file_of(picture: Pictures.Image, format: str = "PNG", **options: Any) -> bytes:
+    written = io.BytesIO()
+    picture.save(written, format, **options)
+    return written.getvalue()
+
+
+def test_a_path_a_data_url_bytes_and_a_datasets_cell_are_one_object(tmp_path: Path) -> None:
+    data = file_of(picture())
+    (tmp_path / "a.png").write_bytes(data)
+    image = Image.of(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [tmp_path / "a.png", str(tmp_path / "a.png"), url, {"bytes": data, "path": None}, image]
+    assert all(Image.of(source) is image for source in sources)
+    assert Image.of({"bytes": None, "path": str(tmp_path / "a.png")}) is image
+    assert (image.width, image.height, image.data_url) == (5, 3, url)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+def test_a_file_of_rgb_pixels_stays_as_it_is(format: str) -> None:
+    data = file_of(picture(), format)
+    assert Image.of(data).data == data
+    assert Image.of(data).kind == f"image/{format.lower()}"
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK"])
+def test_other_modes_become_rgb(mode: str) -> None:
+    image = Image.of(picture(mode))
+    assert image.picture().mode == "RGB"
+    assert image.picture().tobytes() == picture(mode).convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparent_parts_become_white(mode: str) -> None:
+    made = Pictures.new(mode, (4, 4), 0)
+    assert Image.of(file_of(made)).picture().getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_the_orientation_that_a_camera_noted_is_applied() -> None:
+    exif = Pictures.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    image = Image.of(file_of(picture(), "JPEG", exif=exif))
+    assert (image.width, image.height) == (3, 5)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "F", "I"])
+def test_a_mode_of_more_than_8_bits_is_refused(mode: str) -> None:
+    with pytest.raises(ImageError, match="more than 8 bits"):
+        Image.of(Pictures.new(mode, (2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (b"", "empty"),
+        (b"not an image", "damaged"),
+        (file_of(picture(size=(64, 64)))[:-40], "cannot read the image"),
+        ("/nowhere/a.png", "/nowhere/a.png: No such file"),
+        ("https://example.org/a.png", "download it first"),
+        ("data:image/png,xyz", "base64"),
+        ("data:image/png;base64,???", "no base64"),
+        (3, "of type int"),
+        (None, "of type NoneType"),
+    ],
+)
+def test_what_cannot_be_read_is_named(source: Any, told: str) -> None:
+    with pytest.raises(ImageError, match=told):
+        Image.of(source)
+
+
+def test_a_small_file_of_very_many_pixels_is_refused_before_it_is_decoded() -> None:
+    side = int(MAX_PIXELS**0.5) + 1
+    with pytest.raises(ImageError, match="scale it down"):
+        Image.of(file_of(Pictures.new("1", (side, side))))
+
+
+def test_equal_images_are_one_object_after_pickling_and_are_forgotten_when_unused() -> None:
+    image = Image.of(picture())
+    assert pickle.loads(pickle.dumps(image)) is image
+    digest = image.digest
+    del image
+    gc.collect()
+    from arl.api import images
+
+    assert digest not in images._images
+
+
+def placed(start: int, stop: int) -> PlacedImage:
+    return PlacedImage(image=Image.of(picture()), start=start, stop=stop)
+
+
+@pytest.mark.parametrize("places", [[(0, 5)], [(2, 2)], [(2, 3), (2, 4)], [(2, 4), (0, 1)]])
+def test_images_lie_in_order_within_the_tokens(places: list[tuple[int, int]]) -> None:
+    images = tuple(placed(*place) for place in places)
+    with pytest.raises(ValueError, match="lie in order"):
+        ModelRequest(input_ids=[1, 2, 3, 4], images=images)
+
+
+def test_no_token_within_an_image_is_trained() -> None:
+    with pytest.raises(TrajectoryError, match="within image 0"):
+        Trajectory(
+            token_ids=[1, 2, 3],
+            loss_mask=[0, 1, 1],
+            behavior_logprobs=[0, -1, -1],
+            versions=[-1, 0, 0],
+            reward=1.0,
+            images=(placed(1, 2),),
+        )

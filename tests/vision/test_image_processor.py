@@ -1,0 +1,79 @@
+"""Placeholders, pixels and positions, against transformers' own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pictures
+from transformers import AutoModelForImageTextToText
+
+from arl.api.errors import ImageError, ModelError
+from arl.api.images import Image, PlacedImage
+from arl.engine.tiny import write_tiny_model
+from arl.engine.tiny_vision import VisionFamily, write_tiny_vision_model
+from arl.vision.processor import ImageProcessor
+
+SIZES = [(16, 16), (40, 25), (200, 64), (31, 90)]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family: VisionFamily = request.param
+    return write_tiny_vision_model(tmp_path_factory.mktemp(family) / "model", family=family)
+
+
+def image_of(size: tuple[int, int]) -> Image:
+    noise = np.random.default_rng(size[0]).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.of(Pictures.fromarray(noise))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_images_size_tells_its_placeholders(model: Path, size: tuple[int, int]) -> None:
+    processor = ImageProcessor(model)
+    pixels = processor.pixels(image_of(size))
+    assert processor.num_placeholders(image_of(size)) == pixels.num_placeholders == len(pixels.values) // 4
+
+
+def laid_out(processor: ImageProcessor, images: list[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """Text, then an image, then text, and so on."""
+    tokens, placed = [5, 6, 7], list[PlacedImage]()
+    for image in images:
+        count = processor.num_placeholders(image)
+        placed.append(PlacedImage(image=image, start=len(tokens), stop=len(tokens) + count))
+        tokens += [processor.image_token_id] * count + [8, 9]
+    return tokens, tuple(placed)
+
+
+def test_positions_are_those_of_the_model(model: Path) -> None:
+    processor = ImageProcessor(model)
+    tokens, placed = laid_out(processor, [image_of(size) for size in SIZES])
+    theirs, _ = AutoModelForImageTextToText.from_pretrained(model).model.get_rope_index(
+        torch.tensor([tokens]),
+        mm_token_type_ids=(torch.tensor([tokens]) == processor.image_token_id).int(),
+        image_grid_thw=torch.tensor([processor.grid(p.image) for p in placed]),
+    )
+    assert processor.positions(len(tokens), placed).tolist() == theirs[:, 0].tolist()
+
+
+def test_a_processor_that_counts_otherwise_is_noticed(model: Path) -> None:
+    processor = ImageProcessor(model)
+    tokens, placed = laid_out(processor, [image_of(SIZES[1])])
+    processor.check(tokens, placed)
+    shorter = PlacedImage(image=placed[0].image, start=placed[0].start, stop=placed[0].stop - 1)
+    with pytest.raises(ImageError, match="another processor"):
+        processor.check(tokens, (shorter,))
+    with pytest.raises(ImageError, match="no image was given"):
+        processor.check(tokens, ())
+    with pytest.raises(ImageError, match="other than the placeholder"):
+        processor.check([5] * len(tokens), placed)
+
+
+def test_an_image_of_an_impossible_shape_is_named(model: Path) -> None:
+    with pytest.raises(ImageError, match="cannot see Image\\(600x2"):
+        ImageProcessor(model).num_placeholders(image_of((600, 2)))
+
+
+def test_a_model_of_texts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="takes no images"):
+        ImageProcessor(write_tiny_model(tmp_path / "model"))
