@@ -13,8 +13,16 @@ from fractions import Fraction
 import torch
 
 from arl.algorithm.batch import Batch, token_rewards
+from arl.algorithm.comparisons import compared, reference_points
 from arl.algorithm.peers import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
-from arl.algorithm.returns import TrainedTokens, gae_advantages, process_rewards, returns_to_go, turn_advantages
+from arl.algorithm.returns import (
+    TrainedTokens,
+    gae_advantages,
+    process_rewards,
+    returns_to_go,
+    turn_advantages,
+    turn_starts,
+)
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.errors import TrajectoryError
 from arl.api.objective import (
@@ -26,9 +34,20 @@ from arl.api.objective import (
     RejectionAdvantage,
     ReturnsAdvantage,
 )
+from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
 
 SUCCESS = 0.5
 """A reward above this is a success. Rewards should be 0 and 1, but penalties may have moved them."""
+
+
+def arranged(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """The batch with what does not depend on forward passes: which episodes are compared, and where turns begin.
+
+    What need not be forwarded is no longer trained. Doing it again changes nothing.
+    """
+    if config.compares_episodes:
+        batch = compared(batch, config)
+    return replace(batch, turn_starts=turn_starts(batch)) if config.looks_at_turns else batch
 
 
 def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -38,6 +57,9 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     trajectory counts in its group's reward statistics, but in no statistic over trained tokens. A statistic over the
     batch is one over the groups of the same task. Raises TrajectoryError.
     """
+    batch = arranged(batch, config)
+    if config.compares_episodes:
+        return replace(batch, values=reference_points(batch)) if config.loss.kind == "kto" else batch
     settings, returns = config.advantage, batch.returns
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
     if isinstance(settings, GAEAdvantage):
@@ -46,7 +68,8 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
             own = settings.model_copy(update={"lam": settings.value_lam, "length_alpha": None})
             own_config = config.model_copy(update={"advantage": own})
             targets = _estimated(batch, peers_of(batch, config.overlong), own_config)
-        returns = torch.where(batch.loss_mask, targets + batch.values, 0.0).float()
+        valued = batch.turn_starts if config.has_critic_of_turns else batch.loss_mask
+        returns = torch.where(valued, targets + batch.values, 0.0).float()
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
         # REINFORCE++ subtracts the mean (2501.03262, OpenRLHF, verl). With the group's mean as a baseline it is not 0,
@@ -68,6 +91,8 @@ def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) ->
         case GiGPOAdvantage() as settings:
             standing = _of_each(batch, peers, lambda one: scaled(one.totals, one, "group_mean", settings.scale))
             return batch.over_tokens(standing) + turn_advantages(batch, peers, settings)
+        case PairsAdvantage() | LabelsAdvantage():
+            return batch.advantages.double()
         case DistillationAdvantage():
             return distillation_advantages(batch)
         case PassAtKAdvantage() as settings:

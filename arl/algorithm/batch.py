@@ -53,8 +53,11 @@ class Batch:
     values: torch.Tensor
     returns: torch.Tensor
     selected: torch.Tensor
+    turn_starts: torch.Tensor
     loss_weights: torch.Tensor
     versions: torch.Tensor
+    units: tuple[int, ...] = ()
+    """[N] Trajectories with the same number >= 0 are compared by the loss. Empty: none are."""
     kept_ids: KeptIds | None = None
     """[T] What each token was sampled among; None: all among the whole vocabulary."""
     routes: Routes | None = None
@@ -80,6 +83,7 @@ class Batch:
             is_cut = torch.tensor([t.is_truncated for t in trajectories], dtype=torch.bool)
             mask &= ~is_cut.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         unknown = torch.zeros(len(mask))
+        nowhere = unknown.bool()
         return cls(
             groups=tuple(groups),
             trajectories=trajectories,
@@ -94,7 +98,8 @@ class Batch:
             advantages=unknown,
             values=unknown,
             returns=unknown,
-            selected=unknown.bool(),
+            selected=nowhere,
+            turn_starts=nowhere,
             loss_weights=unknown,
             versions=joined((t.versions for t in trajectories), np.int32).long(),
             kept_ids=KeptIds.joined([len(t.token_ids) if t.kept_ids is None else t.kept_ids for t in trajectories]),
@@ -163,6 +168,7 @@ class Batch:
             episode=tuple(self.episode[i] for i in rows),
             lengths=tuple(self.lengths[i] for i in rows),
             **of_each(self._columns, of_these),
+            units=tuple(self.units[i] for i in rows) if self.units else (),
             kept_ids=self.kept_ids and self.kept_ids.take(places),
             routes=self.routes and self.routes.take(places),
         )
@@ -173,7 +179,7 @@ class Batch:
             lengths=self.lengths,
             columns=self._columns,
             temperatures=tuple(t.temperature for t in self.trajectories),
-            units=(-1,) * len(self),
+            units=self.units or (-1,) * len(self),
             kept_ids=self.kept_ids,
             routes=self.routes,
             images=images_of(self.trajectories),

@@ -43,6 +43,19 @@ class TrainedTokens:
         """bool[M - 1]: whether the next trained token belongs to the same trajectory."""
         return self.owners[1:] == self.owners[:-1]
 
+    def begins_turn(self, batch: Batch) -> torch.Tensor:
+        """bool[M]: whether the token is the first trained one of its trajectory or of a turn.
+
+        A trained token outside every turn belongs to the turn before it, or to the first. In a trajectory without turns
+        each unbroken run of trained tokens is one.
+        """
+        pairs = zip(self.starts, batch.trajectories, strict=False)
+        begins = joined(([start + turn.start for turn in t.turns] for start, t in pairs), np.int64)
+        numbers = torch.searchsorted(begins, self.places, right=True)
+        has_turns = torch.tensor([bool(t.turns) for t in batch.trajectories], dtype=torch.bool)[self.owners]
+        is_new = torch.where(has_turns[1:], numbers.diff() > 0, self.places.diff() > 1)
+        return torch.cat((torch.ones_like(has_turns[:1]), is_new | ~self.goes_on))
+
     def credited(self, places: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
         """float64[T]: the rewards at `places`, each given to the last trained token at or before it, if any."""
         earners = self.last[places]
@@ -153,13 +166,16 @@ def discounted_sums(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvantage, kl: KLConfig) -> torch.Tensor:
-    """float64[T]: generalised advantage estimation (1506.02438, eq. 11, 16), with t over a trajectory's trained tokens:
+    """float64[T]: generalised advantage estimation (1506.02438, eq. 11, 16), with t over the steps of a trajectory:
 
         delta_t = r_t + discount V_{t+1} - V_t        A_t = delta_t + discount lam A_{t+1}
 
-    With length_alpha lam is 1 - 1 / (length_alpha n) for a trajectory of n trained tokens (VAPO, 2504.05118).
+    With level=token a step is a trained token. With level=turn it is a turn (MDPs of turns: ArCHer, 2402.19446;
+    Turn-PPO, 2512.17008), V_t is the value of the context in which its first token was sampled, and all its tokens have
+    A_t.
+    With length_alpha lam is 1 - 1 / (length_alpha n) for a trajectory of n steps (VAPO, 2504.05118).
     Untrained tokens in between are skipped: the environment's answer is part of the transition. r_t are the process
-    rewards since t, minus the KL in the reward; the last token gets the outcome too. After it V is 0, even if a length
+    rewards since t, minus the KL in the reward; the last step gets the outcome too. After it V is 0, even if a length
     limit ended the trajectory (as in verl and TRL): the reward already values the cut.
     """
     trained = TrainedTokens.of(batch)
@@ -170,16 +186,27 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
     penalties = kl_penalties(batch, kl)
     if penalties is not None:
         rewards -= penalties
-    values, goes_on = batch.values[trained.places].double(), trained.goes_on.double()
+    is_first = trained.begins_turn(batch) if settings.level == "turn" else torch.ones_like(trained.owners).bool()
+    steps, owners = is_first.cumsum(0) - 1, trained.owners[is_first]
+    goes_on, values = (owners[1:] == owners[:-1]).double(), batch.values[trained.places[is_first]].double()
+    of_steps = torch.zeros_like(values).index_add_(0, steps, rewards[trained.places])
     following = torch.cat((goes_on * values[1:], values.new_zeros(min(len(values), 1))))
-    deltas = rewards[trained.places] + settings.discount * following - values
-    advantages = torch.zeros_like(rewards)
+    deltas = of_steps + settings.discount * following - values
     lam: torch.Tensor | float = settings.lam
     if settings.length_alpha is not None:
-        counts = torch.bincount(trained.owners).double()[trained.owners[:-1]]
+        counts = torch.bincount(owners).double()[owners[:-1]]
         lam = (1 - 1 / (settings.length_alpha * counts)).clamp(min=0)
-    advantages[trained.places] = discounted_sums(deltas, settings.discount * lam * goes_on)
+    advantages = torch.zeros_like(rewards)
+    advantages[trained.places] = discounted_sums(deltas, settings.discount * lam * goes_on)[steps]
     return advantages
+
+
+def turn_starts(batch: Batch) -> torch.Tensor:
+    """bool[T]: the first trained token of each turn, without those of masked-out trajectories."""
+    trained = TrainedTokens.of(batch)
+    starts = torch.zeros_like(batch.loss_mask)
+    starts[trained.places[trained.begins_turn(batch)]] = True
+    return starts & batch.loss_mask
 
 
 def turn_advantages(batch: Batch, peers: Sequence[Peers], settings: GiGPOAdvantage) -> torch.Tensor:

@@ -17,6 +17,7 @@ from arl.api.objective import (
     AdvantageConfig,
     CriticConfig,
     DistillationAdvantage,
+    GAEAdvantage,
     GiGPOAdvantage,
     KLConfig,
     KLCovSelection,
@@ -29,6 +30,7 @@ from arl.api.objective import (
     SelectionConfig,
     WeightPart,
 )
+from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
 from arl.api.presets import BASE, PRESETS, unknown_preset
 from arl.api.settings import Section, config_error, laid_over
 
@@ -109,7 +111,32 @@ class AlgorithmConfig(Section):
         """Whether p must be known before the first update on a batch."""
         recomputed = self.proximal == "recomputed" and self.num_updates > 1
         in_advantages = isinstance(self.advantage, DistillationAdvantage) or self.has_kl_in_reward
-        return recomputed or (in_advantages and self.proximal == "recomputed") or self.selection is not None
+        return recomputed or (in_advantages and self.proximal == "recomputed") or self._looks_at_p
+
+    @property
+    def _looks_at_p(self) -> bool:
+        """Whether a part of the whole batch or minibatch is computed from p, even where p is bypassed."""
+        return self.selection is not None or self.loss.kind == "kto"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is held."""
+        return self.kl.coefficient > 0 or self.compares_episodes
+
+    @property
+    def compares_episodes(self) -> bool:
+        """Whether the loss is one of whole episodes, or of pairs of them, and not a sum over tokens."""
+        return self.loss.kind in ("dpo", "kto")
+
+    @property
+    def has_critic_of_turns(self) -> bool:
+        """Whether the critic values the contexts in which turns begin, and no others."""
+        return isinstance(self.advantage, GAEAdvantage) and self.advantage.level == "turn"
+
+    @property
+    def looks_at_turns(self) -> bool:
+        """Whether it matters where turns begin."""
+        return self.has_critic_of_turns or getattr(self.loss, "level", "trajectory") == "turn"
 
     @property
     def has_kl_in_reward(self) -> bool:
@@ -120,7 +147,9 @@ class AlgorithmConfig(Section):
         """Whether a trajectory's advantage depends on others of its group, so that a single one learns nothing."""
         if isinstance(self.advantage, ReturnsAdvantage):
             return self.advantage.is_relative
-        return isinstance(self.advantage, PassAtKAdvantage | MaxLikelihoodAdvantage | GiGPOAdvantage)
+        if isinstance(self.advantage, LabelsAdvantage):
+            return self.advantage.threshold is None
+        return isinstance(self.advantage, PassAtKAdvantage | MaxLikelihoodAdvantage | GiGPOAdvantage | PairsAdvantage)
 
     @property
     def needs_greedy_episode(self) -> bool:
@@ -134,6 +163,7 @@ class AlgorithmConfig(Section):
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._advantage_contradictions()
+        yield from self._comparison_contradictions()
         match self.proximal:
             case "recomputed":
                 yield from self._recomputed_contradictions()
@@ -166,6 +196,32 @@ class AlgorithmConfig(Section):
                 "something"
             )
 
+    def _comparison_contradictions(self) -> Iterator[str]:
+        """Of losses that are one number for a whole episode or pair."""
+        kind, needed = self.advantage.kind, {"dpo": "pairs", "kto": "labels"}
+        for loss, advantage in needed.items():
+            if (self.loss.kind == loss) != (kind == advantage):
+                yield f"loss.kind is {self.loss.kind}, advantage.kind {kind}; {loss} and {advantage} need each other"
+        if not self.compares_episodes:
+            return
+        unit = "pair" if self.loss.kind == "dpo" else "episode"
+        if self.aggregation != "sequence_mean":
+            yield (
+                f"aggregation is {self.aggregation}, but loss.kind={self.loss.kind} is one number for each {unit}, "
+                "whatever its length; use aggregation=sequence_mean"
+            )
+        if self.selection is not None:
+            yield (
+                f"selection.kind is {self.selection.kind}, which chooses among losses of tokens, but "
+                f"loss.kind={self.loss.kind} has none; leave selection out"
+            )
+        for name, parts in (("weights", self.weights), ("rejections", self.rejections)):
+            if "token" in [part.level for part in parts]:
+                yield (
+                    f"{name} has a part of level token, but loss.kind={self.loss.kind} is one number for each {unit}; "
+                    "use level sequence or geometric, which then look at all of its tokens, or none"
+                )
+
     def _recomputed_contradictions(self) -> Iterator[str]:
         """With one update per batch c equals p at the only gradient, and r is 1."""
         if self.num_updates > 1:
@@ -175,7 +231,7 @@ class AlgorithmConfig(Section):
             yield f"selection.kind is kl_cov, which holds tokens back by c - p, {unmoved}"
         if self.loss.kind == "mirror_descent":
             yield f"loss.kind is mirror_descent, which pulls back by c - p, {unmoved}"
-        for name, bound in self._chosen("loss").items():
+        for name, bound in self._chosen("loss").items() if not self.compares_episodes else ():
             if bound is not None:
                 yield f"loss.{name} is {bound}, which holds tokens back by c - p, {unmoved}"
 
@@ -185,6 +241,8 @@ class AlgorithmConfig(Section):
             yield f"selection.kind is {self.selection.kind}, and {unknown}"
         if self.advantage.kind == "distillation":
             yield f"advantage.kind is distillation, and {unknown}"
+        if self.loss.kind == "kto":
+            yield f"loss.kind is kto, whose reference point is a KL at p, and {unknown}"
         if self.has_kl_in_reward:
             yield f"kl.place is reward, and {unknown}, or kl.place=loss"
         if self.num_updates == 1:
@@ -214,6 +272,8 @@ class AlgorithmConfig(Section):
         kl = self.kl
         if kl.coefficient == 0:
             for name, value in self._chosen("kl").items():
+                if name == "update_every" and self.compares_episodes:
+                    continue
                 yield f"kl.{name} is {value}, but kl.coefficient is 0, so no reference is held; set kl.coefficient"
         elif kl.place == "reward":
             yield from self._kl_in_reward_contradictions()
@@ -225,7 +285,7 @@ class AlgorithmConfig(Section):
 
     def _kl_in_reward_contradictions(self) -> Iterator[str]:
         kind = self.advantage.kind
-        if kind in ("pass_at_k", "max_likelihood", "rejection", "gigpo", "distillation"):
+        if kind in ("pass_at_k", "max_likelihood", "rejection", "gigpo", "pairs", "labels", "distillation"):
             yield f"kl.place is reward, but advantage.kind={kind} compares rewards as they are; use kl.place=loss"
         if self.kl.unbiased:
             yield "kl.unbiased is about the gradient of a KL in the loss, but kl.place is reward"

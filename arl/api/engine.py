@@ -319,6 +319,7 @@ class PackedTokens:
     values: torch.Tensor = field(default_factory=unset)
     returns: torch.Tensor = field(default_factory=unset)
     selected: torch.Tensor = field(default_factory=unset)
+    turn_starts: torch.Tensor = field(default_factory=unset)
     loss_weights: torch.Tensor = field(default_factory=unset)
     versions: torch.Tensor = field(default_factory=unset)
     sequence_ids: torch.Tensor = field(default_factory=unset)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from arl.api.preference_config import DPOLossConfig, KTOLossConfig, LabelsAdvantage, PairsAdvantage
 from arl.api.settings import Section
 
 # Advantages -----------------------------------------------------------------------------------------------------------
@@ -91,16 +92,19 @@ class GiGPOAdvantage(Section):
 
 
 class GAEAdvantage(Section):
-    """Generalised advantage estimation over trained tokens, with a critic's values, whitened over the batch (PPO)."""
+    """Generalised advantage estimation with a critic's values, whitened over the batch (PPO)."""
 
     kind: Literal["gae"] = "gae"
+    level: Literal["token", "turn"] = "token"
+    """The steps of the estimate. token: trained tokens. turn: whole turns, each with one advantage for all its tokens;
+    the critic then learns the values of contexts in which a turn begins, and no others."""
     discount: float = Field(default=1.0, ge=0, le=1)
-    """gamma, per trained token."""
+    """gamma, per step."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """lambda: 1 sums rewards up, 0 trusts the critic's next value."""
     length_alpha: PositiveFloat | None = None
-    """In place of lam: a trajectory of n trained tokens has lambda 1 - 1 / (length_alpha n), at least 0 (VAPO: 0.05).
-    Unset: lam."""
+    """In place of lam: a trajectory of n steps has lambda 1 - 1 / (length_alpha n), at least 0 (VAPO: 0.05). Unset:
+    lam."""
     value_lam: float | None = Field(default=None, ge=0, le=1)
     """lambda of the critic's targets (VC-PPO, VAPO: 1). Unset: the advantages' own."""
 
@@ -119,6 +123,8 @@ AdvantageConfig = Annotated[
     | RejectionAdvantage
     | GiGPOAdvantage
     | GAEAdvantage
+    | PairsAdvantage
+    | LabelsAdvantage
     | DistillationAdvantage,
     Field(discriminator="kind"),
 ]
@@ -149,6 +155,8 @@ class ClippedLossConfig(Section):
     with neither is plain importance sampling, -A r. The kind's own: 4e-4 for gspo, 0.4 for gmpo, 4 for cispo."""
     dual_clip: float | None = Field(default=None, gt=1)
     """With kind ppo: for A < 0 the loss is at most dual_clip * |A|."""
+    level: Literal["trajectory", "turn"] = "trajectory"
+    """With kind gspo or gmpo: what has one ratio. turn: each turn of a trajectory has its own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -161,13 +169,15 @@ class ClippedLossConfig(Section):
 
     def _changed(self, *names: str) -> list[str]:
         low, high = CLIPS[self.kind]
-        usual = {"kind": self.kind, "clip_low": low, "clip_high": high, "dual_clip": None}
+        usual = {"kind": self.kind, "clip_low": low, "clip_high": high, "dual_clip": None, "level": "trajectory"}
         return [name for name in names if getattr(self, name) != usual[name]]
 
     @model_validator(mode="after")
-    def _dual_clip_is_ppos(self) -> Self:
+    def _has_settings_of_its_kind(self) -> Self:
         if self.dual_clip is not None and self.kind != "ppo":
             raise ValueError(f"dual_clip is {self.dual_clip}, which is for kind=ppo; kind is {self.kind}")
+        if self.level != "trajectory" and self.kind not in ("gspo", "gmpo"):
+            raise ValueError(f"level is {self.level}, which is for kind=gspo and gmpo; kind is {self.kind}")
         return self
 
 
@@ -218,7 +228,9 @@ LossConfig = Annotated[
     | SAPOLossConfig
     | TOPRLossConfig
     | MirrorDescentLossConfig
-    | DPPOLossConfig,
+    | DPPOLossConfig
+    | DPOLossConfig
+    | KTOLossConfig,
     Field(discriminator="kind"),
 ]
 

@@ -79,6 +79,14 @@ _OF_PPO: Mapping[str, Preset] = {
         kl={"coefficient": 0.02, "estimator": "k1", "place": "reward"},
         minibatches=8,
     ),
+    "turn_ppo": _preset(
+        "2512.17008",
+        "PPO over turns: one advantage and one ratio for each turn, a critic of where turns begin. For many turns.",
+        advantage={"kind": "gae", "level": "turn", "discount": 0.99, "lam": 0.9},
+        loss={"kind": "gspo", "level": "turn", "clip_low": 0.2, "clip_high": 0.2},
+        critic={"value_clip": 0.2},
+        minibatches=4,
+    ),
 }
 
 _OF_GRPO: Mapping[str, Preset] = {
@@ -282,7 +290,33 @@ _OF_CORRECTIONS: Mapping[str, Preset] = {
     ),
 }
 
-PRESETS: Mapping[str, Preset] = {**_OF_PPO, **_OF_GRPO, **_OF_REINFORCE, **_OF_ADVANTAGES, **_OF_CORRECTIONS}
+_OF_PREFERENCES: Mapping[str, Preset] = {
+    "online_dpo": _preset(
+        "2402.04792",
+        "DPO on the best and the worst episode of each group: where only the order of rewards means something.",
+        advantage={"kind": "pairs", "pairing": "extremes"},
+        loss={"kind": "dpo", "beta": 0.1, "link": "sigmoid"},
+        aggregation="sequence_mean",
+        **_BYPASSED,
+    ),
+    "kto": _preset(
+        "2402.01306",
+        "Good and bad episodes, each by itself, with gains and losses that saturate: for rewards that are yes or no.",
+        advantage={"kind": "labels", "desirable_weight": 1.0, "undesirable_weight": 1.0, "balanced": True},
+        loss={"kind": "kto", "beta": 0.1},
+        aggregation="sequence_mean",
+        **_BYPASSED,
+    ),
+}
+
+PRESETS: Mapping[str, Preset] = {
+    **_OF_PPO,
+    **_OF_GRPO,
+    **_OF_REINFORCE,
+    **_OF_ADVANTAGES,
+    **_OF_CORRECTIONS,
+    **_OF_PREFERENCES,
+}
 
 
 def unknown_preset(name: object) -> str:

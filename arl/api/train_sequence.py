@@ -31,7 +31,7 @@ def fill_unset(record: object, names: Sequence[str], length: int, device: torch.
             raise ValueError(f"{name} has {given} entries for {length} tokens; they must be equal")
         if given == 0:
             kinds = {"versions": torch.int64, "unit_ids": torch.int64, "sequence_ids": torch.int64}
-            kind = torch.bool if name == "selected" else kinds.get(name, torch.float32)
+            kind = torch.bool if name in ("selected", "turn_starts") else kinds.get(name, torch.float32)
             object.__setattr__(record, name, torch.zeros(length, dtype=kind, device=device))
 
 
@@ -54,11 +54,13 @@ class TrainSequence:
     """Logprobs under the reference policy."""
     advantages: torch.Tensor = field(default_factory=unset)
     values: torch.Tensor = field(default_factory=unset)
-    """The critic's values before any update on the batch."""
+    """Before any update on the batch: the critic's values; without a critic, KTO's reference point."""
     returns: torch.Tensor = field(default_factory=unset)
     """The critic's targets."""
     selected: torch.Tensor = field(default_factory=unset)
     """bool: tokens that the loss treats apart (M2PO, Clip-Cov, KL-Cov)."""
+    turn_starts: torch.Tensor = field(default_factory=unset)
+    """bool: the first trained token of each turn, for algorithms that look at turns."""
     loss_weights: torch.Tensor = field(default_factory=unset)
     """Each token's share of the minibatch's loss: loss = sum over all tokens of loss_weights * token loss, however the
     batch is split. Aggregation and global denominators are in it already."""
@@ -92,6 +94,7 @@ TOKEN_FIELDS = (
     "values",
     "returns",
     "selected",
+    "turn_starts",
     "loss_weights",
     "versions",
 )

@@ -107,7 +107,7 @@ def kept_batch(
     numbers of its trajectories in `batch`, and TrainEngine.kept of it: later ones prevail.
     """
     known = ["advantages"]
-    known += ["reference_logprobs"] if algorithm.kl.coefficient > 0 else []
+    known += ["reference_logprobs"] if algorithm.needs_reference else []
     known += ["values", "returns"] if algorithm.critic else []
     columns = {name: getattr(batch, name).float().numpy() for name in known}
     for rows, kept in parts:

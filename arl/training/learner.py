@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from arl.algorithm.advantages import with_advantages
+from arl.algorithm.advantages import arranged, with_advantages
 from arl.algorithm.batch import Batch, loss_weights
+from arl.algorithm.comparisons import comparison_metrics
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
@@ -35,6 +36,8 @@ class PreparedBatch:
 
     minibatches: list[FlatSequences]
     """The sequences of each optimizer step."""
+    of_critic: list[FlatSequences]
+    """The same for the critic: of a critic of turns the first token of each turn is trained. Empty without a critic."""
     advantages: list[float | None]
     """For each trajectory of the new groups, the mean over its trained tokens; None without trained tokens."""
     batch: Batch
@@ -42,6 +45,8 @@ class PreparedBatch:
     """How many of its groups are new."""
     rows: list[list[int]]
     """The places in `batch` of each minibatch's trajectories."""
+    metrics: dict[str, float]
+    """What the losses cannot say of it."""
 
 
 class Learner:
@@ -67,7 +72,7 @@ class Learner:
         self._config = config
         self._max_staleness = max_staleness
         self._seed = seed
-        if config.kl.coefficient > 0:
+        if config.needs_reference:
             engine.update_reference()
 
     @property
@@ -80,37 +85,49 @@ class Learner:
         replayed: groups of earlier batches, spread over the new groups' minibatches.
         """
         config = self._config
-        batch = Batch.of([*groups, *replayed], config.overlong)
+        batch = arranged(Batch.of([*groups, *replayed], config.overlong), config)
         batch = with_advantages(self._with_forward_passes(batch), config)
-        minibatches: list[FlatSequences] = []
+        minibatches, of_critic = list[FlatSequences](), list[FlatSequences]()
         members, rows = batch.members, list[list[int]]()
         for indices in self._minibatches(len(groups), len(replayed)):
             part = batch.take(indices)
             part = replace(part, selected=selected_tokens(part, config.selection, seed=self._seed + self.version))
-            weights = loss_weights(part, config.aggregation, sequence_tokens=config.sequence_tokens)
-            minibatches.append(replace(part, loss_weights=weights).sequences())
+            minibatches.append(self._weighed(part))
+            if self.critic:
+                of_critic.append(self._weighed(self._valued(part)) if config.has_critic_of_turns else minibatches[-1])
             rows.append([i for group in indices for i in members[group]])
         num_new = sum(len(group.trajectories) for group in groups)
         return PreparedBatch(
             minibatches=minibatches,
+            of_critic=of_critic,
             advantages=_mean_advantages(batch)[:num_new],
             batch=batch,
             num_new=len(groups),
             rows=rows,
+            metrics=comparison_metrics(batch, config),
         )
+
+    def _weighed(self, part: Batch) -> FlatSequences:
+        config = self._config
+        weights = loss_weights(part, config.aggregation, sequence_tokens=config.sequence_tokens)
+        return replace(part, loss_weights=weights).sequences()
+
+    def _valued(self, batch: Batch) -> Batch:
+        """The batch as the critic is given it: of one of turns, with the first token of each turn alone."""
+        return replace(batch, loss_mask=batch.turn_starts) if self._config.has_critic_of_turns else batch
 
     def train(self, batch: PreparedBatch) -> TrainedBatch:
         """Make one optimizer step for each minibatch, then version += 1."""
         config, version = self._config, self.version
         keeps = self._events is not None
         loss = PolicyLoss.of(config, version=version, max_staleness=self._max_staleness, keeps_tokens=keeps)
-        metrics = self._train_critic(batch.minibatches)
+        metrics = batch.metrics | self._train_critic(batch.of_critic)
         if config.critic and version < config.critic.warmup_batches:
             self.engine.train_batch([], loss)  # the policy stands still, and has nothing to report
         else:
             metrics |= self.engine.train_batch(batch.minibatches, loss)
         kl = config.kl
-        if kl.coefficient > 0 and kl.update_every is not None and self.version % kl.update_every == 0:
+        if config.needs_reference and kl.update_every is not None and self.version % kl.update_every == 0:
             self.engine.update_reference()
         return TrainedBatch(metrics=metrics, kept=self._kept(batch))
 
@@ -165,15 +182,15 @@ class Learner:
     def _with_forward_passes(self, batch: Batch) -> Batch:
         """Add the logprobs and values that the algorithm needs, from before any update on the batch."""
         config, known = self._config, dict[str, torch.Tensor]()
-        if not (config.needs_proximal_forward or config.kl.coefficient > 0 or self.critic):
+        if not (config.needs_proximal_forward or config.needs_reference or self.critic):
             return batch
         sequences = batch.sequences()
         if config.needs_proximal_forward:
             known["proximal_logprobs"] = torch.cat(self.engine.forward(sequences, "logprobs"))
-        if config.kl.coefficient > 0:
+        if config.needs_reference:
             known["reference_logprobs"] = torch.cat(self.engine.forward(sequences, "reference_logprobs"))
         if self.critic:
-            known["values"] = torch.cat(self.critic.forward(sequences, "values"))
+            known["values"] = torch.cat(self.critic.forward(self._valued(batch).sequences(), "values"))
         return replace(batch, **known)
 
     def _kept(self, batch: PreparedBatch) -> KeptBatch | None:

@@ -219,7 +219,7 @@ def test_a_field_beside_a_preset_changes_that_field_alone() -> None:
 
 
 def test_a_section_of_another_kind_than_the_presets_has_its_own_defaults() -> None:
-    defaults = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    defaults = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "level": "trajectory"}
     assert preset("gspo", loss={"kind": "ppo"}).loss.model_dump() == defaults
 
 

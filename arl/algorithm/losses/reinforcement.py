@@ -2,6 +2,7 @@
 
     policy = w (surrogate(c, p, A) + the selection's term) + coefficient * KL(c || reference) - entropy * H
 
+Losses of pairs and of whole episodes (arl.algorithm.losses.preferences) take the surrogate's place.
 c current, p proximal, b behavior logprobs; A advantage; w behavior weight.
 """
 
@@ -14,18 +15,25 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from arl.algorithm.losses.surrogates import MAX_LOG_RATIO, PolicyTokens, Trajectories, clamped, surrogate
+from arl.algorithm.losses.preferences import preference
+from arl.algorithm.losses.surrogates import (
+    MAX_LOG_RATIO,
+    ROUNDING,
+    PolicyTokens,
+    Surrogate,
+    Trajectories,
+    clamped,
+    surrogate,
+)
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.objective import KLCovSelection, RejectionPart, WeightPart
+from arl.api.preference_config import DPOLossConfig, KTOLossConfig
 
 Estimator = Literal["k1", "k2", "k3"]
 
 STALENESS_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
 """The buckets of the metrics by staleness: first and last staleness of each. The last bucket has no end."""
-
-ROUNDING = 1e-4
-"""Below this, |c - p| has no gradient: such a difference is rounding between two float32 forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +41,7 @@ class PolicyLoss:
     """A TokenLoss for every AlgorithmConfig. Metrics, over all trained tokens:
 
     ratio, ratio_max             exp(c - p) of each token
-    trajectory_ratio, .._max     the one ratio of its trajectory that gspo, gmpo and topr bound instead
+    trajectory_ratio, .._max     the one ratio of its trajectory (or turn) that gspo, gmpo and topr bound instead
     clip_fraction                share of tokens that the surrogate's trust region holds back; each says how
     behavior_weight, .._max      w, bounded, and 0 for rejected tokens
     behavior_weight_zero         share of tokens that a rejection took out
@@ -41,7 +49,7 @@ class PolicyLoss:
     behavior_kl_current          estimate of KL(b || c)
     effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
     entropy                      of the sampling distribution
-    kl_reference                 k3 estimate of KL(c || reference), if there is a KL penalty of any kind
+    kl_reference                 k3 estimate of KL(c || reference), if there is a reference policy
     selected                     share of tokens that the selection chose, with a selection
     staleness_K/...              ratio, clip_fraction, behavior_kl_proximal, behavior_kl_current and entropy of the
                                  tokens of staleness K (`3-4`, .., `17+`), and their share of all: tokens
@@ -74,12 +82,8 @@ class PolicyLoss:
 
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         config, current, behavior = self.config, outputs.logprobs, tokens.behavior_logprobs
-        trajectories = Trajectories.of(tokens.sequence_ids)
         proximal = self._proximal_logprobs(current, tokens)
-        terms = PolicyTokens(
-            current=current, proximal=proximal, advantages=tokens.advantages, trajectories=trajectories
-        )
-        policy = surrogate(terms, config.loss)
+        terms, policy, trajectories = self._policy_terms(current, proximal, tokens)
         of_trajectory = policy.trajectory_ratio
         weight = behavior_weight(
             proximal - behavior, tokens.advantages, trajectories, config.weights, config.rejections
@@ -121,9 +125,26 @@ class PolicyLoss:
                 "behavior_weight_max": weight,
                 **({} if of_trajectory is None else {"trajectory_ratio_max": of_trajectory}),
             },
-            quotients=self._by_staleness(values, tokens.versions),
+            weighted=policy.weighted,
+            quotients={**policy.quotients, **self._by_staleness(values, tokens.versions)},
             sample_sizes={"effective_sample_size": values["ratio"] if self.proximal == "bypassed" else weight},
         )
+
+    def _policy_terms(
+        self, current: torch.Tensor, proximal: torch.Tensor, tokens: PackedTokens
+    ) -> tuple[PolicyTokens, Surrogate, Trajectories]:
+        """The surrogate, and what the levels sequence and geometric of w look at: what has one loss, if it has."""
+        loss, whole = self.config.loss, Trajectories.of(tokens.sequence_ids)
+        is_of_turns = getattr(loss, "level", "trajectory") == "turn"
+        terms = PolicyTokens(
+            current=current,
+            proximal=proximal,
+            advantages=tokens.advantages,
+            trajectories=Trajectories.of_turns(tokens.sequence_ids, tokens.turn_starts) if is_of_turns else whole,
+        )
+        if isinstance(loss, DPOLossConfig | KTOLossConfig):
+            return terms, preference(current, tokens, loss), Trajectories.of_units(tokens.unit_ids)
+        return terms, surrogate(terms, loss), whole
 
     def _proximal_logprobs(self, current: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         if self.proximal == "current":
@@ -152,7 +173,7 @@ class PolicyLoss:
 
     def _optional_metrics(self, current: torch.Tensor, tokens: PackedTokens) -> dict[str, torch.Tensor]:
         metrics: dict[str, torch.Tensor] = {}
-        if self.config.kl.coefficient > 0:
+        if self.config.needs_reference:
             metrics["kl_reference"] = kl_estimate(current - tokens.reference_logprobs, "k3")
         if self.config.selection is not None:
             metrics["selected"] = tokens.selected.to(current.dtype)

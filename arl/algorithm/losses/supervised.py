@@ -82,7 +82,7 @@ class PreferenceLoss:
         loss = loss + self.sft * nll if self.sft else loss
         metrics = {
             "margin": self.beta * h,
-            "accuracy": _share_won(h),
+            "accuracy": share_won(h),
             "chosen_logratio": chosen,
             "rejected_logratio": rejected,
             "chosen_nll": nll,
@@ -110,7 +110,7 @@ class RewardModelLoss:
         margin = _per_unit(outputs.values * tokens.advantages, tokens)
         total = _per_unit(outputs.values, tokens)
         loss = -F.logsigmoid(margin) + self.center * total.square()
-        metrics = {"margin": margin, "accuracy": _share_won(margin), "score": total / 2}
+        metrics = {"margin": margin, "accuracy": share_won(margin), "score": total / 2}
         return TokenLosses(
             loss=loss[tokens.unit_ids],
             weighted={name: value.detach()[tokens.unit_ids] for name, value in metrics.items()},
@@ -147,6 +147,6 @@ def _counts(sequence_ids: torch.Tensor) -> torch.Tensor:
     return torch.bincount(sequence_ids)[sequence_ids] if len(sequence_ids) else sequence_ids
 
 
-def _share_won(differences: torch.Tensor) -> torch.Tensor:
+def share_won(differences: torch.Tensor) -> torch.Tensor:
     """1 where a difference is above 0, 0 below, 1/2 at 0: a policy that equals its reference is right by chance."""
     return (differences.sign() + 1) / 2

@@ -16,23 +16,31 @@ Under token_mean and group_mean a trajectory counts by its length, for all of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from arl.api.objective import (
     ClippedLossConfig,
     DPPOLossConfig,
-    LossConfig,
     MirrorDescentLossConfig,
     ReinforceLossConfig,
     SAPOLossConfig,
     TOPRLossConfig,
 )
 
+TokenLossConfig = (
+    ClippedLossConfig | ReinforceLossConfig | SAPOLossConfig | TOPRLossConfig | MirrorDescentLossConfig | DPPOLossConfig
+)
+"""The losses of tokens, as against those of whole episodes (arl.algorithm.losses.preferences)."""
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip. Without the clamp a token that the
 current policy almost excludes would overflow, and one inf makes the whole step nan."""
+
+ROUNDING = 1e-4
+"""A smaller difference of two logprobs is rounding between two float32 forward passes: its sign means nothing."""
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -64,6 +72,17 @@ class Trajectories:
         ones = torch.ones_like(index)
         return cls(index=index, counts=torch.zeros_like(index).index_add(0, index, ones)[index])
 
+    @classmethod
+    def of_turns(cls, sequence_ids: torch.Tensor, turn_starts: torch.Tensor) -> Trajectories:
+        """The turns in place of trajectories. turn_starts: bool[M], True at each trajectory's first trained token."""
+        return cls.of(turn_starts.cumsum(0)) if len(turn_starts) else cls.of(sequence_ids)
+
+    @classmethod
+    def of_units(cls, unit_ids: torch.Tensor) -> Trajectories:
+        """The units in place of trajectories. unit_ids: int64[M], below M, in any order."""
+        counts = torch.zeros_like(unit_ids).index_add(0, unit_ids, torch.ones_like(unit_ids))
+        return cls(index=unit_ids, counts=counts[unit_ids])
+
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """float[M]: for each token the sum of `values` over the trained tokens of its trajectory."""
         return torch.zeros_like(values).index_add(0, self.index, values)[self.index]
@@ -83,6 +102,7 @@ class PolicyTokens:
     """Without gradient."""
     advantages: torch.Tensor
     trajectories: Trajectories
+    """Those with one ratio: trajectories, or their turns."""
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -100,10 +120,16 @@ class Surrogate:
     is_clipped: torch.Tensor
     """bool[M]: the tokens that the loss's trust region holds back. Each loss says what that means."""
     trajectory_ratio: torch.Tensor | None = None
-    """float[M], without gradient: the ratio of a token's whole trajectory, of losses that have one."""
+    """float[M], without gradient: the ratio of a token's whole trajectory or turn, of losses that have one."""
+    weighted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """TokenLosses.weighted, without gradient."""
+    quotients: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict[str, tuple[torch.Tensor, torch.Tensor]]
+    )
+    """TokenLosses.quotients, without gradient."""
 
 
-def surrogate(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
+def surrogate(tokens: PolicyTokens, config: TokenLossConfig) -> Surrogate:
     match config:
         case ClippedLossConfig():
             return {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}[config.kind](tokens, config)
@@ -145,7 +171,8 @@ def gspo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 
         s = exp(D_i / n_i)      s_t = sg(s) exp(c_t - sg(c_t))      L_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
-    Clipped: no gradient; with one A, whole trajectories at once.
+    Clipped: no gradient; with one A, whole trajectories at once. With level=turn D_i and n_i are a turn's, and s is the
+    turn-level ratio of ST-PPO (2511.20718, eq. 4).
     """
     ratio = torch.exp(clamped(tokens.trajectories.means(tokens.log_ratio.detach())))
     loss, is_clipped = _clipped(attached(ratio, tokens.current), tokens.advantages, config)

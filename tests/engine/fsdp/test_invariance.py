@@ -119,9 +119,11 @@ class Learned:
 
 
 def config_of(name: str) -> AlgorithmConfig:
-    """The preset with two minibatches, so that ratios leave 1, and enough selected tokens for a batch this small."""
+    """The preset with two minibatches, so that ratios leave 1, and enough selected tokens and pairs in a small batch."""
     selections = {"clip_cov": {"share": 0.1, "low": 0.01}, "kl_cov": {"share": 0.1}}
     changes: dict[str, Any] = {"selection": selections[name]} if name in selections else {}
+    if name == "online_dpo":
+        changes["advantage"] = {"pairing": "ranks"}
     critic = {"critic": {"lr": 3e-3}} if preset(name).critic else {}
     return preset(name, minibatches=2, **changes, **critic)
 

@@ -1,0 +1,147 @@
+"""Which episodes DPO and KTO compare, and with what: pairs and labels from the rewards of a group, and KTO's z0.
+
+An episode's reward is the mean over its trajectories (of a role) of R plus all its process rewards. Episodes without
+trained tokens are in no pair and have no label, but their rewards count in their group's mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from arl.algorithm.batch import Batch
+from arl.algorithm.peers import Peers, mean, peers_of, spread_of
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """An episode among its peers."""
+
+    reward: float
+    index: int
+    """Its index in the group. Episodes of equal rewards are ranked by it: it says nothing of their quality."""
+    members: tuple[int, ...]
+    """The places in the batch of its trajectories."""
+    is_trained: bool
+
+
+Labelled = tuple[Standing, float]
+"""An episode with its advantage: above 0 if it is desirable, below if not."""
+
+
+def compared(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """The batch with advantages of kind pairs or labels, with units, and without the other episodes' trained tokens.
+
+    It needs no forward pass, so what is not compared need not be forwarded. Doing it again changes nothing.
+    """
+    advantages, units = [0.0] * len(batch), [-1] * len(batch)
+    everyone = [(one, standings_of(batch, one)) for one in peers_of(batch, config.overlong)]
+    if isinstance(config.advantage, PairsAdvantage):
+        pairs = [pair for _, standings in everyone for pair in pairs_of(standings, config.advantage)]
+        chosen = [(unit, s, a) for unit, pair in enumerate(pairs) for s, a in zip(pair, (1.0, -1.0), strict=True)]
+    else:
+        assert isinstance(config.advantage, LabelsAdvantage)
+        labelled = weighed_labels(everyone, config.advantage)
+        chosen = [(unit, standing, advantage) for unit, (standing, advantage) in enumerate(labelled)]
+    for unit, standing, advantage in chosen:
+        for i in standing.members:
+            advantages[i], units[i] = advantage, unit
+    of_tokens = batch.over_tokens(advantages)
+    mask = batch.loss_mask & (of_tokens != 0)
+    return replace(batch, advantages=torch.where(mask, of_tokens, 0.0).float(), loss_mask=mask, units=tuple(units))
+
+
+def standings_of(batch: Batch, peers: Peers) -> list[Standing]:
+    first = batch.group.index(batch.group[peers.members[0]])
+    counts, rewards = batch.counts, peers.of_episodes(peers.totals)
+    members = [tuple(peers.members[i] for i in episode) for episode in peers.episodes]
+    return [
+        Standing(
+            reward=reward,
+            index=peers.group.episode_indices[own[0] - first],
+            members=own,
+            is_trained=any(counts[i] for i in own),
+        )
+        for own, reward in zip(members, rewards, strict=True)
+    ]
+
+
+def pairs_of(standings: Sequence[Standing], settings: PairsAdvantage) -> Iterator[tuple[Standing, Standing]]:
+    """(better, worse): the best episode with the worst, and with pairing=ranks the next ones as well."""
+    ranked = sorted((s for s in standings if s.is_trained), key=lambda s: (-s.reward, s.index))
+    for k in range(len(ranked) // 2 if settings.pairing == "ranks" else min(len(ranked) // 2, 1)):
+        better, worse = ranked[k], ranked[-1 - k]
+        if spread_of((better.reward, worse.reward)).std == 0:
+            return
+        yield better, worse
+
+
+def weighed_labels(everyone: Sequence[tuple[Peers, list[Standing]]], settings: LabelsAdvantage) -> list[Labelled]:
+    """The labelled episodes with A, weighed among those of the same task (KTO, 2402.01306, section 4.2).
+
+    balanced: A = +-lambda n / (2 n_label), so that lambda_D n_D / (lambda_U n_U) is the quotient of the two weights,
+    where the paper wants 1 to 3/2 (in its first version to 4/3). If both are 1, the weights of all n episodes add up to
+    n.
+    """
+    signs = [(peers.group.task, s, sign) for peers, own in everyone for s, sign in labels_of(own, settings)]
+    counts = Counter((task, sign) for task, _, sign in signs)
+    labelled: list[Labelled] = []
+    for task, standing, sign in signs:
+        weight = settings.desirable_weight if sign > 0 else settings.undesirable_weight
+        if settings.balanced:
+            weight *= (counts[task, 1] + counts[task, -1]) / (2 * counts[task, sign])
+        labelled.append((standing, sign * weight))
+    return labelled
+
+
+def labels_of(standings: Sequence[Standing], settings: LabelsAdvantage) -> Iterator[tuple[Standing, int]]:
+    """1 for desirable episodes, -1 for undesirable ones."""
+    rewards = [s.reward for s in standings]
+    bound = mean(rewards) if settings.threshold is None else settings.threshold
+    for s in (s for s in standings if s.is_trained):
+        if settings.threshold is None and spread_of((s.reward, bound)).std == 0:
+            continue  # at the mean, up to rounding
+        yield s, 1 if s.reward > bound else -1
+
+
+def reference_points(batch: Batch) -> torch.Tensor:
+    """float32[T]: KTO's z0 (2402.01306, section 4.1) of each token's task, an estimate of KL(p || reference).
+
+        z0 = max(0, mean over the compared episodes of sum(p - reference) over their trained tokens)
+
+    The paper's data is not the policy's, so it estimates z0 from answers to other prompts. Here the policy has sampled
+    the episodes itself, and their mean log-ratio is the KL, without bias; that of older tokens falls short of it by
+    KL(sampler || p). It is one number for the whole batch, from before any update, however the batch is split.
+    """
+    sums = batch.sums(batch.proximal_logprobs.double() - batch.reference_logprobs.double())
+    of_tasks = defaultdict[str, list[float]](list)
+    episodes = defaultdict[str, set[int]](set)
+    for place, total, count, episode in zip(batch.group, sums, batch.counts, batch.episode, strict=True):
+        if count:
+            of_tasks[batch.groups[place].task].append(total)
+            episodes[batch.groups[place].task].add(episode)
+    points = {task: max(math.fsum(totals) / len(episodes[task]), 0.0) for task, totals in of_tasks.items()}
+    return batch.over_tokens([points.get(batch.groups[place].task, 0.0) for place in batch.group]).float()
+
+
+def comparison_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
+    """Of a compared batch: its pairs or labelled episodes, and the groups that gave none; nothing for other batches."""
+    if not config.compares_episodes:
+        return {}
+    used = {place for place, count in zip(batch.group, batch.counts, strict=True) if count}
+    metrics = {"uncompared_groups": 1 - len(used) / max(len(batch.groups), 1)}
+    trained = {unit: a > 0 for unit, a, n in zip(batch.units, _of_each(batch), batch.counts, strict=True) if n}
+    if isinstance(config.advantage, PairsAdvantage):
+        return {**metrics, "pairs": float(len(trained))}
+    desirable = {"desirable": sum(trained.values()) / len(trained)} if trained else {}
+    return {**metrics, "labelled_episodes": float(len(trained)), **desirable}
+
+
+def _of_each(batch: Batch) -> list[float]:
+    return batch.sums(batch.advantages.double())
