@@ -46,8 +46,8 @@ class TrainedTokens:
     def begins_turn(self, batch: Batch) -> torch.Tensor:
         """bool[M]: whether the token is the first trained one of its trajectory or of a turn.
 
-        A trained token outside every turn belongs to the turn before it, or to the first. In a trajectory without turns
-        each unbroken run of trained tokens is one.
+        A trained token outside every turn belongs to the turn before it; those before the first turn are a turn of
+        their own. In a trajectory without turns each unbroken run of trained tokens is one.
         """
         pairs = zip(self.starts, batch.trajectories, strict=False)
         begins = joined(([start + turn.start for turn in t.turns] for start, t in pairs), np.int64)

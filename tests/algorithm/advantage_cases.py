@@ -117,6 +117,9 @@ BASELINES = ("none", "group_mean", "leave_one_out", "greedy", "length_weighted")
 SCALES = ("none", "group_std", "batch_std")
 KL = [{"coefficient": 0.3, "place": "reward", "estimator": estimator} for estimator in ("k1", "k2", "k3")]
 OVERLONG = {"mask_truncated": True, "max_tokens": 5, "buffer_tokens": 3, "penalty": 0.7}
+WHOLE = {"aggregation": "sequence_mean", "weights": ["none"], "rejections": []}
+DPO = {"loss": {"kind": "dpo"}, **WHOLE}
+KTO = {"loss": {"kind": "kto"}, **WHOLE}
 
 ESTIMATORS: list[tuple[Settings, Settings]] = [
     *((returns(b, s), {}) for b in BASELINES for s in SCALES),
@@ -142,6 +145,13 @@ ESTIMATORS: list[tuple[Settings, Settings]] = [
     ({"kind": "gae", "lam": 0.95}, {"kl": KL[2], "overlong": OVERLONG}),
     *(({"kind": "gae", "length_alpha": alpha, "value_lam": lam}, {}) for alpha, lam in ((0.4, 1.0), (0.9, None))),
     ({"kind": "gae", "lam": 0.9, "value_lam": 0.5, "discount": 0.9}, {"kl": KL[2], "overlong": OVERLONG}),
+    *(({"kind": "gae", "level": "turn", "discount": d, "lam": lam}, {}) for d, lam in ((1.0, 1.0), (0.9, 0.8), (1, 0))),
+    ({"kind": "gae", "level": "turn", "length_alpha": 0.6, "value_lam": 0.5}, {"kl": KL[2], "overlong": OVERLONG}),
+    *(({"kind": "pairs", "pairing": pairing}, DPO) for pairing in ("extremes", "ranks")),
+    ({"kind": "pairs", "pairing": "ranks"}, {**DPO, "overlong": OVERLONG}),
+    *(({"kind": "labels", "balanced": balanced, "desirable_weight": 1.3}, KTO) for balanced in (False, True)),
+    ({"kind": "labels", "threshold": 0.4, "undesirable_weight": 2.0}, KTO),
+    ({"kind": "labels", "threshold": 0.4, "balanced": True}, {**KTO, "overlong": OVERLONG}),
 ]
 """Every estimator with its options: (advantage, the other sections)."""
 

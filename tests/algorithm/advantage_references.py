@@ -9,6 +9,8 @@ import statistics
 from types import SimpleNamespace
 from typing import Any
 
+from comparison_references import Rated, lambdas, signs_of, turns_of
+
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.objective import (
@@ -20,6 +22,7 @@ from arl.api.objective import (
     RejectionAdvantage,
     ReturnsAdvantage,
 )
+from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import COLUMNS, Group, Trajectory
 
@@ -45,7 +48,9 @@ def reference_returns(batch: Batch, config: AlgorithmConfig) -> Numbers:
     rows = []
     for _, t, s, _ in _members(batch):
         lam = config.advantage.value_lam
-        rows += _where_trained([a + v for a, v in zip(_gae(t, s, config, lam), s.values.tolist(), strict=True)], s)
+        row = _where_trained([a + v for a, v in zip(_gae(t, s, config, lam), s.values.tolist(), strict=True)], s)
+        firsts = [step[0] for step in _steps(t, s, config.advantage)]
+        rows += [value if t in firsts else 0.0 for t, value in enumerate(row)]
     return rows
 
 
@@ -79,6 +84,11 @@ def _of_one(place: int, peers: list[Member], config: AlgorithmConfig) -> Numbers
         ]
         return [r + m for r, m in zip(given, moved, strict=True)]
     totals = _totals(peers, config)
+    if isinstance(settings, PairsAdvantage | LabelsAdvantage):
+        rewards = _by_episode(totals, peers)
+        trained = {e for _, _, s, e in peers if s.loss_mask.any()}
+        rated = [Rated(index=e, reward=r, is_trained=e in trained) for e, r in rewards.items()]
+        return [signs_of(rated, settings)[peers[place][3]]] * len(me.token_ids)
     if isinstance(settings, PassAtKAdvantage):
         is_right = [value > 0.5 for value in _by_episode(totals, peers).values()]
         return [_pass_at_k(totals[place] > 0.5, is_right, settings.k)] * len(me.token_ids)
@@ -314,25 +324,34 @@ def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig, value_lam: f
     settings = config.advantage
     assert isinstance(settings, GAEAdvantage)
     advantages = [0.0] * len(me.token_ids)
-    places = [t for t, trained in enumerate(sequence.loss_mask.tolist()) if trained]
-    if not places:
+    steps = _steps(me, sequence, settings)
+    if not steps:
         return advantages
     rewards = [r - k for r, k in zip(_credited(me), _kl(sequence, config), strict=True)]
     for turn in me.turns:
         owner = _owner(me, turn.stop - 1)
         if owner is not None:
             rewards[owner] += turn.reward
-    rewards[places[-1]] += _outcome(me, config)
-    values = [*(sequence.values[t].item() for t in places), 0.0]
-    deltas = [rewards[t] + settings.discount * values[i + 1] - values[i] for i, t in enumerate(places)]
+    rewards[steps[-1][-1]] += _outcome(me, config)
+    values = [*(sequence.values[step[0]].item() for step in steps), 0.0]
+    deltas = [
+        sum(rewards[t] for t in step) + settings.discount * values[i + 1] - values[i] for i, step in enumerate(steps)
+    ]
     lam = settings.lam
     if settings.length_alpha is not None:
-        lam = max(0.0, 1 - 1 / (settings.length_alpha * sum(me.loss_mask)))
+        lam = max(0.0, 1 - 1 / (settings.length_alpha * len(steps)))
     if value_lam is not None:
         lam = value_lam
-    for i, t in enumerate(places):
-        advantages[t] = sum((settings.discount * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
+    for i, step in enumerate(steps):
+        for t in step:
+            advantages[t] = sum((settings.discount * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
     return advantages
+
+
+def _steps(me: Any, sequence: TrainSequence, settings: GAEAdvantage) -> list[list[int]]:
+    """The trained tokens of each step."""
+    places = [t for t, trained in enumerate(sequence.loss_mask.tolist()) if trained]
+    return turns_of(places, [turn.start for turn in me.turns]) if settings.level == "turn" else [[t] for t in places]
 
 
 # Over the batch -------------------------------------------------------------------------------------------------------
@@ -340,6 +359,10 @@ def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig, value_lam: f
 
 def _whitened(rows: list[Numbers], members: list[Member], config: AlgorithmConfig) -> list[Numbers]:
     settings = config.advantage
+    if isinstance(settings, LabelsAdvantage):
+        pairs = [(a, (g.group_id, t.role, e)) for row, (g, t, _, e) in zip(rows, members, strict=True) for a in row]
+        good, bad = lambdas([sign for sign, _ in {pair for pair in pairs if pair[0]}], settings)
+        return [[a * (good if a > 0 else bad) for a in row] for row in rows]
     is_returns = isinstance(settings, ReturnsAdvantage)
     by_tokens = settings.scale == "batch_std" if is_returns else isinstance(settings, GAEAdvantage)
     if not by_tokens and not (is_returns and settings.separate_rewards):

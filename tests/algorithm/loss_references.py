@@ -5,6 +5,7 @@ the derivative is taken. Whatever the papers put under a stop-gradient is comput
 `gradient`, which moves `current`, differentiates what they differentiate.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -36,6 +37,13 @@ class Tokens:
     selected: Sequence[bool]
     weight: float
     """loss_weights of each of them."""
+    later_turns: Sequence[int] = ()
+    """Where turns begin, beside the first."""
+
+    @property
+    def turns(self) -> list[slice]:
+        begins = [0, *self.later_turns]
+        return [slice(*pair) for pair in itertools.pairwise([*begins, len(self.current)])]
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -215,7 +223,11 @@ def policy_loss(
 ) -> float:
     """sum(loss_weights * loss) over the trajectory, with entropies of 2."""
     anchor = proximal_logprobs(tokens, fixed, proximal, version)
-    surrogate = TOKEN_FORMS[config.loss.kind](current, fixed, anchor, tokens.advantages, config.loss)
+    parts = tokens.turns if getattr(config.loss, "level", "trajectory") == "turn" else [slice(None)]
+    rows = (current, fixed, anchor, tokens.advantages)
+    surrogate = [
+        loss for part in parts for loss in TOKEN_FORMS[config.loss.kind](*(row[part] for row in rows), config.loss)
+    ]
     weights = behavior_weights(anchor, tokens.behavior, tokens.advantages, config.weights, config.rejections)
     total = 0.0
     for t, c in enumerate(current):
@@ -264,6 +276,7 @@ def random_batch(seed: int) -> list[Tokens]:
             versions=[rng.randrange(3, 8) for _ in range(length)],
             selected=[rng.random() < 0.4 for _ in range(length)],
             weight=rng.uniform(0.1, 1),
+            later_turns=range(2, length, 2),
         )
         batch.append(tokens)
     return batch
@@ -277,12 +290,14 @@ def packed(batch: Sequence[Tokens], dtype: torch.dtype = torch.float64) -> Packe
     """The batch as one microbatch, in which every second sequence has no trained token."""
     ids = [2 * i for i, tokens in enumerate(batch) for _ in tokens.current]
     weights = [tokens.weight for tokens in batch for _ in tokens.current]
+    starts = [t in (0, *tokens.later_turns) for tokens in batch for t in range(len(tokens.current))]
     return PackedTokens(
         behavior_logprobs=joined(batch, "behavior", dtype),
         proximal_logprobs=joined(batch, "proximal", dtype),
         reference_logprobs=joined(batch, "reference", dtype),
         advantages=joined(batch, "advantages", dtype),
         selected=joined(batch, "selected", torch.bool),
+        turn_starts=torch.tensor(starts, dtype=torch.bool),
         loss_weights=torch.tensor(weights, dtype=dtype),
         versions=joined(batch, "versions", torch.int64),
         sequence_ids=torch.tensor(ids, dtype=torch.int64),

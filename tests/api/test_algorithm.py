@@ -12,6 +12,9 @@ from arl.api.errors import ConfigError
 from arl.api.presets import BASE, PRESETS
 
 IN_REWARD = {"coefficient": 0.1, "place": "reward"}
+WHOLE: dict[str, Any] = {"aggregation": "sequence_mean", "weights": ["none"], "rejections": []}
+PAIRS = {**WHOLE, "loss": {"kind": "dpo"}, "advantage": {"kind": "pairs"}}
+LABELS = {**WHOLE, "loss": {"kind": "kto"}, "advantage": {"kind": "labels"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
     ({"critic": {}}, "critic is set, but advantage.kind=returns does not use it"),
@@ -97,6 +100,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sequence_tokens": 9}, "sequence_tokens is 9, but aggregation=token_mean does not divide by it"),
     ({"loss": {"clip_high": 0.3}}, "loss.clip_high is 0.3, which holds tokens back by c - p, but with one update per"),
     ({"loss": {"dual_clip": 3.0}}, "loss.dual_clip is 3.0, which holds tokens back by c - p"),
+    ({"advantage": {"kind": "pairs"}}, "loss.kind is ppo, advantage.kind pairs; dpo and pairs need each other"),
+    ({"loss": {"kind": "kto"}}, "loss.kind is kto, advantage.kind returns; kto and labels need each other"),
+    ({**PAIRS, "aggregation": "token_mean"}, "loss.kind=dpo is one number for each pair, whatever its length; use agg"),
+    ({**LABELS, "aggregation": "group_mean"}, "loss.kind=kto is one number for each episode, whatever its length"),
+    (
+        {**PAIRS, "weights": ["token"]},
+        "weights has a part of level token, but loss.kind=dpo is one number for each pair",
+    ),
+    (
+        {**LABELS, "rejections": [{"level": "token", "upper": 2}]},
+        "rejections has a part of level token, but loss.kind=",
+    ),
+    ({**PAIRS, "selection": {"kind": "second_moment"}}, "which chooses among losses of tokens, but loss.kind=dpo has"),
+    ({**LABELS, "kl": IN_REWARD}, "advantage.kind=labels compares rewards as they are"),
+    ({**LABELS, "proximal": "approximated", "minibatches": 2}, "whose reference point is a KL at p, and proximal=appr"),
+    (
+        {**LABELS, "advantage": {"kind": "labels", "threshold": 0.5}, "dynamic_sampling": True},
+        "groups of equal rewards",
+    ),
+    (
+        {**PAIRS, "loss": {"kind": "dpo", "link": "ipo", "label_smoothing": 0.1}},
+        "which is for link=sigmoid; link is ipo",
+    ),
+    ({"loss": {"kind": "cispo", "level": "turn"}}, "level is turn, which is for kind=gspo and gmpo; kind is cispo"),
     ({"loss": {"kind": "dppo_tv", "delta": 0.1}}, "loss.delta is 0.1, which holds tokens back by c - p"),
 ]
 
@@ -126,6 +153,11 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("decoupled_ppo", {"weights": [{"level": "sequence"}]}),
     ("decoupled_ppo", {"weights": ["none"], "rejections": [{"level": "geometric", "lower": 0.99}]}),
     ("decoupled_ppo", {"aggregation": "sequence_sum", "sequence_tokens": 9}),
+    ("online_dpo", {"proximal": "recomputed", "weights": [{"level": "sequence", "upper": 2}], "loss": {"beta": 0.3}}),
+    ("online_dpo", {"kl": {"update_every": 10}, "dynamic_sampling": True}),
+    ("kto", {"kl": {"coefficient": 0.01, "estimator": "k2"}, "minibatches": 4}),
+    ("ppo", {"advantage": {"level": "turn"}}),
+    ("gspo", {"loss": {"level": "turn"}}),
 ]
 
 
@@ -140,6 +172,11 @@ def test_settings_with_an_effect_are_allowed_and_without_one_if_the_preset_or_a_
     ("algorithm", "rollout", "reason"),
     [
         ({}, {"group_size": 1}, "rollout.group_size is 1, but algorithm.preset=decoupled_ppo compares the episodes"),
+        (
+            {"preset": "online_dpo"},
+            {"group_size": 1},
+            "rollout.group_size is 1, but algorithm.preset=online_dpo compares",
+        ),
         ({"preset": "pass_at_k"}, {"group_size": 4}, "advantage.k is 4; it must be below rollout.group_size=4"),
         ({"minibatches": 3}, {}, "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
     ],
@@ -178,6 +215,11 @@ CONSTANTS: list[tuple[str, str, Any]] = [
     ("kl_cov", "selection.share", 2e-3),
     ("dppo_tv", "loss.delta", 0.15),
     ("gigpo", "advantage.turn_discount", 0.95),
+    ("online_dpo", "loss.beta", 0.1),
+    ("kto", "loss.beta", 0.1),
+    ("turn_ppo", "advantage.discount", 0.99),
+    ("turn_ppo", "advantage.lam", 0.9),
+    ("turn_ppo", "loss.clip_high", 0.2),
 ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from records import grouped, trajectory
 
 from arl.api.algorithm import preset
@@ -13,7 +14,7 @@ from arl.api.engine import Output
 from arl.api.errors import CheckpointError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
-from arl.api.types import Group
+from arl.api.types import Group, TurnSpan
 from arl.training.learner import Learner
 
 
@@ -59,6 +60,51 @@ def test_preparing_a_batch_trains_nothing_and_tells_the_advantages_of_new_trajec
     assert (lower, higher) == pytest.approx((-1.0, 1.0), abs=0.5)
     assert lower == -(higher or 0)
     assert (cut is None, uncut is None) == (True, False)
+
+
+@pytest.mark.parametrize(("name", "trained"), [("online_dpo", 2), ("kto", 4)])
+def test_what_is_not_compared_is_not_even_forwarded_and_what_is_lies_in_one_unit_of_equal_weight(
+    name: str, trained: int
+) -> None:
+    forwarded = list[int]()
+
+    class Counting(ScriptedTrainEngine):
+        def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[Any]:
+            forwarded.append(sum(bool(s.loss_mask.any()) for s in sequences))
+            return super().forward(sequences, output)
+
+    rewards = (0.5, 1.0, 0.25, 0.0)
+    mixed = grouped(*(trajectory((-1, 0), r, loss_mask=(0, 0, 1)) for r in rewards))
+    learner = Learner(engine := Counting(), preset(name))
+    metrics = learner.train(
+        learner.prepare([mixed, replace(pair(1), trajectories=pair(1).trajectories[:1] * 2)])
+    ).metrics
+    ((minibatch,),) = engine.batches
+    units = [s.unit for s in minibatch if s.loss_mask.any()]
+    assert set(forwarded) == {trained}
+    assert len(units) == trained
+    assert len(set(units)) == {"online_dpo": 1, "kto": 4}[name]
+    assert [float(s.loss_weights.sum()) for s in minibatch if s.loss_mask.any()] == pytest.approx(
+        [1 / trained] * trained
+    )
+    assert metrics["uncompared_groups"] == 0.5
+
+
+def test_a_critic_of_turns_learns_where_turns_begin_and_weighs_turns_as_the_policy_weighs_tokens() -> None:
+    policy, critic = ScriptedTrainEngine(), ScriptedTrainEngine()
+    turns = (TurnSpan(start=1, stop=4), TurnSpan(start=5, stop=6))
+    many = trajectory((0, 0, 0, -1, 0), 1.0, loss_mask=(0, 1, 1, 1, 0, 1), turns=turns)
+    learner = Learner(policy, preset("turn_ppo", minibatches=1), critic=critic)
+    learner.train(learner.prepare([grouped(many, trajectory((0,), 0.0))]))
+    ((of_policy,),), ((of_critic,),) = policy.batches, critic.batches
+    assert [s.loss_mask.tolist() for s in of_policy] == [[0, 1, 1, 1, 0, 1], [0, 1]]
+    assert [s.loss_mask.tolist() for s in of_critic] == [[0, 1, 0, 0, 0, 1], [0, 1]]
+    assert torch.cat([s.loss_weights for s in of_critic]).tolist() == pytest.approx(
+        [0, 1 / 3, 0, 0, 0, 1 / 3, 0, 1 / 3]
+    )
+    first, second = (s.advantages.tolist() for s in of_policy)
+    assert first[1] == first[2] == first[3] != first[5]
+    assert len(second) == 2
 
 
 class Forwarding(ScriptedTrainEngine):
