@@ -18,9 +18,13 @@ import torch
 from guides import python_blocks
 from one_turn import OneTurn
 from pyarrow import parquet
+from records import grouped, trajectory
 from scripted_launch import small, use_fakes
 
 from arl.__main__ import main as arl_main
+from arl.algorithm.advantages import arranged
+from arl.algorithm.batch import Batch
+from arl.algorithm.comparisons import comparison_metrics
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config, EventsConfig, LogConfig
@@ -202,7 +206,9 @@ def names_of_the_loss() -> set[str]:
     tokens = PackedTokens(behavior_logprobs=one, versions=index, sequence_ids=index)
     outputs = TokenOutputs(logprobs=one, entropy=one, values=one)
     names = set[str]()
+    group = grouped(trajectory(reward=0.0), trajectory(reward=1.0))
     for config in map(preset, PRESETS):
+        names |= comparison_metrics(arranged(Batch.of([group]), config), config).keys()
         names |= reported(PolicyLoss.of(config, max_staleness=2)(outputs, tokens))
         if config.critic is not None:
             value = ValueLoss(value_clip=config.critic.value_clip)

@@ -110,6 +110,9 @@ def kept_batch(
     known += ["reference_logprobs"] if algorithm.needs_reference else []
     known += ["values", "returns"] if algorithm.critic else []
     columns = {name: getattr(batch, name).float().numpy() for name in known}
+    if algorithm.has_critic_of_turns:  # it says nothing of other tokens
+        starts = batch.turn_starts.numpy()
+        columns |= {name: np.where(starts, columns[name], np.float32(np.nan)) for name in ("values", "returns")}
     for rows, kept in parts:
         places = _places(batch, rows)
         for name, values in kept.items():

@@ -4,8 +4,8 @@ A unit is what has one loss: a pair of episodes, or one episode, with all their 
 h is the sum of c - reference over trained tokens. Each token carries its unit's whole loss. Under sequence_mean, where
 a token weighs 1 / (S n_i), the sum is the mean over units: S counts both episodes of a pair, and so does the sum.
 
-Whatever sampled the pairs, the loss has its minimum where the policy ranks them as the rewards do, so tokens of older
-versions need no weight: semi-online DPO (2506.21495) trains on pairs that are a hundred updates old.
+Neither loss is an expectation under the policy: it asks for the same order of the same episodes, whatever sampled them.
+So tokens of older versions need no weight (semi-online DPO, 2506.21495).
 """
 
 from __future__ import annotations
