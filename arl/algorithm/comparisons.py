@@ -116,8 +116,8 @@ def reference_points(batch: Batch) -> torch.Tensor:
         z0 = max(0, mean over the compared episodes of sum(p - reference) over their trained tokens)
 
     The paper's data is not the policy's, so it estimates z0 from answers to other prompts. Here the policy has sampled
-    the episodes itself, and their mean log-ratio is the KL, without bias; for older tokens it is KL(sampler || reference)
-    - KL(sampler || p). It is one number for the whole batch, from before any update, however the batch is split.
+    the episodes itself, and their mean log-ratio is the KL, without bias. For older tokens its mean is KL(sampler ||
+    reference) - KL(sampler || p). It is one number for the whole batch, from before any update, however that is split.
     """
     sums = batch.sums(batch.proximal_logprobs.double() - batch.reference_logprobs.double())
     of_tasks = defaultdict[str, list[float]](list)
