@@ -41,7 +41,8 @@ def compared(batch: Batch, config: AlgorithmConfig) -> Batch:
     It needs no forward pass, so what is not compared need not be forwarded. Doing it again changes nothing.
     """
     advantages, units = [0.0] * len(batch), [-1] * len(batch)
-    everyone = [(one, standings_of(batch, one)) for one in peers_of(batch, config.overlong)]
+    counts = batch.counts
+    everyone = [(one, standings_of(one, batch, counts)) for one in peers_of(batch, config.overlong)]
     if isinstance(config.advantage, PairsAdvantage):
         pairs = [pair for _, standings in everyone for pair in pairs_of(standings, config.advantage)]
         chosen = [(unit, s, a) for unit, pair in enumerate(pairs) for s, a in zip(pair, (1.0, -1.0), strict=True)]
@@ -57,9 +58,10 @@ def compared(batch: Batch, config: AlgorithmConfig) -> Batch:
     return replace(batch, advantages=torch.where(mask, of_tokens, 0.0).float(), loss_mask=mask, units=tuple(units))
 
 
-def standings_of(batch: Batch, peers: Peers) -> list[Standing]:
+def standings_of(peers: Peers, batch: Batch, counts: Sequence[int]) -> list[Standing]:
+    """counts: Batch.counts."""
     first = batch.group.index(batch.group[peers.members[0]])
-    counts, rewards = batch.counts, peers.of_episodes(peers.totals)
+    rewards = peers.of_episodes(peers.totals)
     members = [tuple(peers.members[i] for i in episode) for episode in peers.episodes]
     return [
         Standing(
@@ -83,7 +85,7 @@ def pairs_of(standings: Sequence[Standing], settings: PairsAdvantage) -> Iterato
 
 
 def weighed_labels(everyone: Sequence[tuple[Peers, list[Standing]]], settings: LabelsAdvantage) -> list[Labelled]:
-    """The labelled episodes with A, weighed among those of the same task (KTO, 2402.01306, section 4.2).
+    """The labelled episodes with A, weighed among those of the same task (KTO, 2402.01306).
 
     balanced: A = +-lambda n / (2 n_label), so that lambda_D n_D / (lambda_U n_U) is the quotient of the two weights,
     where the paper wants 1 to 3/2 (in its first version to 4/3). If both are 1, the weights of all n episodes add up to
@@ -111,7 +113,7 @@ def labels_of(standings: Sequence[Standing], settings: LabelsAdvantage) -> Itera
 
 
 def reference_points(batch: Batch) -> torch.Tensor:
-    """float32[T]: KTO's z0 (2402.01306, section 4.1) of each token's task, an estimate of KL(p || reference).
+    """float32[T]: KTO's z0 (2402.01306) of each token's task, an estimate of KL(p || reference).
 
         z0 = max(0, mean over the compared episodes of sum(p - reference) over their trained tokens)
 
@@ -119,7 +121,8 @@ def reference_points(batch: Batch) -> torch.Tensor:
     the episodes itself, and their mean log-ratio is the KL, without bias. For older tokens its mean is KL(sampler ||
     reference) - KL(sampler || p). It is one number for the whole batch, from before any update, however that is split.
     """
-    sums = batch.sums(batch.proximal_logprobs.double() - batch.reference_logprobs.double())
+    log_ratio = batch.proximal_logprobs.double() - batch.reference_logprobs.double()
+    sums = batch.sums(torch.where(batch.loss_mask, log_ratio, 0.0))
     of_tasks = defaultdict[str, list[float]](list)
     episodes = defaultdict[str, set[int]](set)
     for place, total, count, episode in zip(batch.group, sums, batch.counts, batch.episode, strict=True):
@@ -136,12 +139,9 @@ def comparison_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float
         return {}
     used = {place for place, count in zip(batch.group, batch.counts, strict=True) if count}
     metrics = {"uncompared_groups": 1 - len(used) / max(len(batch.groups), 1)}
-    trained = {unit: a > 0 for unit, a, n in zip(batch.units, _of_each(batch), batch.counts, strict=True) if n}
+    signs = batch.sums(batch.advantages.double())
+    trained = {unit: a > 0 for unit, a, n in zip(batch.units, signs, batch.counts, strict=True) if n}
     if isinstance(config.advantage, PairsAdvantage):
         return {**metrics, "pairs": float(len(trained))}
     desirable = {"desirable": sum(trained.values()) / len(trained)} if trained else {}
     return {**metrics, "labelled_episodes": float(len(trained)), **desirable}
-
-
-def _of_each(batch: Batch) -> list[float]:
-    return batch.sums(batch.advantages.double())
