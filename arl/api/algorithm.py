@@ -15,6 +15,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationEr
 from arl.api.moved_settings import instead_of_correction
 from arl.api.objective import (
     AdvantageConfig,
+    ClippedLossConfig,
     CriticConfig,
     DistillationAdvantage,
     GAEAdvantage,
@@ -134,9 +135,14 @@ class AlgorithmConfig(Section):
         return isinstance(self.advantage, GAEAdvantage) and self.advantage.level == "turn"
 
     @property
+    def has_ratios_of_turns(self) -> bool:
+        """Whether the loss has one ratio for each turn."""
+        return isinstance(self.loss, ClippedLossConfig) and self.loss.level == "turn"
+
+    @property
     def looks_at_turns(self) -> bool:
         """Whether it matters where turns begin."""
-        return self.has_critic_of_turns or getattr(self.loss, "level", "trajectory") == "turn"
+        return self.has_critic_of_turns or self.has_ratios_of_turns
 
     @property
     def has_kl_in_reward(self) -> bool:

@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from records import grouped, trajectory
 
 from arl.api.algorithm import preset
+from arl.api.config import EventsConfig
 from arl.api.engine import Output
 from arl.api.errors import CheckpointError
 from arl.api.scripted import ScriptedTrainEngine
@@ -75,18 +77,16 @@ def test_what_is_not_compared_is_not_even_forwarded_and_what_is_lies_in_one_unit
 
     rewards = (0.5, 1.0, 0.25, 0.0)
     mixed = grouped(*(trajectory((-1, 0), r, loss_mask=(0, 0, 1)) for r in rewards))
+    equal = replace(pair(1), trajectories=pair(1).trajectories[:1] * 2)
     learner = Learner(engine := Counting(), preset(name))
-    metrics = learner.train(
-        learner.prepare([mixed, replace(pair(1), trajectories=pair(1).trajectories[:1] * 2)])
-    ).metrics
+    metrics = learner.train(learner.prepare([mixed, equal])).metrics
     ((minibatch,),) = engine.batches
+    weights = [float(s.loss_weights.sum()) for s in minibatch if s.loss_mask.any()]
     units = [s.unit for s in minibatch if s.loss_mask.any()]
     assert set(forwarded) == {trained}
     assert len(units) == trained
     assert len(set(units)) == {"online_dpo": 1, "kto": 4}[name]
-    assert [float(s.loss_weights.sum()) for s in minibatch if s.loss_mask.any()] == pytest.approx(
-        [1 / trained] * trained
-    )
+    assert weights == pytest.approx([1 / trained] * trained)
     assert metrics["uncompared_groups"] == 0.5
 
 
@@ -94,17 +94,17 @@ def test_a_critic_of_turns_learns_where_turns_begin_and_weighs_turns_as_the_poli
     policy, critic = ScriptedTrainEngine(), ScriptedTrainEngine()
     turns = (TurnSpan(start=1, stop=4), TurnSpan(start=5, stop=6))
     many = trajectory((0, 0, 0, -1, 0), 1.0, loss_mask=(0, 1, 1, 1, 0, 1), turns=turns)
-    learner = Learner(policy, preset("turn_ppo", minibatches=1), critic=critic)
-    learner.train(learner.prepare([grouped(many, trajectory((0,), 0.0))]))
+    learner = Learner(policy, preset("turn_ppo", minibatches=1), critic=critic, events=EventsConfig())
+    kept = learner.train(learner.prepare([grouped(many, trajectory((0,), 0.0))])).kept
     ((of_policy,),), ((of_critic,),) = policy.batches, critic.batches
     assert [s.loss_mask.tolist() for s in of_policy] == [[0, 1, 1, 1, 0, 1], [0, 1]]
     assert [s.loss_mask.tolist() for s in of_critic] == [[0, 1, 0, 0, 0, 1], [0, 1]]
-    assert torch.cat([s.loss_weights for s in of_critic]).tolist() == pytest.approx(
-        [0, 1 / 3, 0, 0, 0, 1 / 3, 0, 1 / 3]
-    )
-    first, second = (s.advantages.tolist() for s in of_policy)
-    assert first[1] == first[2] == first[3] != first[5]
-    assert len(second) == 2
+    weights = torch.cat([s.loss_weights for s in of_critic]).tolist()
+    assert weights == pytest.approx([0, 1 / 3, 0, 0, 0, 1 / 3, 0, 1 / 3])
+    of_first = of_policy[0].advantages.tolist()
+    assert of_first[1] == of_first[2] == of_first[3] != of_first[5]
+    assert kept is not None
+    assert np.isnan(kept.columns["values"]).tolist() == [False, True, True, False, False]
 
 
 class Forwarding(ScriptedTrainEngine):

@@ -135,13 +135,10 @@ class PolicyLoss:
     ) -> tuple[PolicyTokens, Surrogate, Trajectories]:
         """The surrogate, and what the levels sequence and geometric of w look at: what has one loss, if it has."""
         loss, whole = self.config.loss, Trajectories.of(tokens.sequence_ids)
-        is_of_turns = getattr(loss, "level", "trajectory") == "turn"
-        terms = PolicyTokens(
-            current=current,
-            proximal=proximal,
-            advantages=tokens.advantages,
-            trajectories=Trajectories.of_turns(tokens.sequence_ids, tokens.turn_starts) if is_of_turns else whole,
-        )
+        parts = whole
+        if self.config.has_ratios_of_turns:
+            parts = Trajectories.of_turns(tokens.sequence_ids, tokens.turn_starts)
+        terms = PolicyTokens(current=current, proximal=proximal, advantages=tokens.advantages, trajectories=parts)
         if isinstance(loss, DPOLossConfig | KTOLossConfig):
             return terms, preference(current, tokens, loss), Trajectories.of_units(tokens.unit_ids)
         return terms, surrogate(terms, loss), whole
