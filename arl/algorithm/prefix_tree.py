@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from arl.algorithm.flat_sequences import FlatSequences
+from arl.api.images import Image
 from arl.api.train_sequence import TrainSequence
 
 MIN_SHARED_TOKENS = 8
@@ -255,8 +256,8 @@ def last_trained(sequences: Sequence[TrainSequence]) -> torch.Tensor:
 def needed_tokens(sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.int64]]:
     """int64[at least 1] each: the tokens before the last trained one. By causality no others matter.
 
-    Numbers are equal where one computation serves both tokens, if it does for those before them: without routes they
-    are the token ids, and with routes they number the pairs of id and routes.
+    Numbers are equal where one computation serves both tokens, if it does for those before them: they are the token
+    ids, but an image's placeholders have numbers of their own, and with routes they number the pairs of id and routes.
     """
     flat = FlatSequences.of(sequences)
     tokens, stops = _numbered(flat), flat.starts[:-1] + last_trained(flat).clamp(min=1)
@@ -265,11 +266,23 @@ def needed_tokens(sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.int
 
 def _numbered(flat: FlatSequences) -> npt.NDArray[np.int64]:
     """int64[T]"""
+    tokens = _with_images(flat) if flat.images else flat.token_ids.numpy()
     if flat.routes is None:
-        return flat.token_ids.numpy()
+        return tokens
     numbers: dict[tuple[int, bytes], int] = {}
-    pairs = zip(flat.token_ids.tolist(), flat.routes.keys(), strict=True)
+    pairs = zip(tokens.tolist(), flat.routes.keys(), strict=True)
     return np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs], np.int64)
+
+
+def _with_images(flat: FlatSequences) -> npt.NDArray[np.int64]:
+    """int64[T]: the token ids, but each placeholder's number names its image and its place within it."""
+    tokens, numbers = flat.token_ids.numpy().copy(), dict[Image, int]()
+    for start, images in zip(flat.starts.tolist(), flat.images, strict=False):
+        for placed in images:
+            number = numbers.setdefault(placed.image, len(numbers) + 1)
+            # Token ids are below 2^31.
+            tokens[start + placed.start : start + placed.stop] = (number << 32) + np.arange(placed.stop - placed.start)
+    return tokens
 
 
 def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:

@@ -19,7 +19,9 @@ from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
+from arl.engine.fsdp.vision import NoImages, RowImages, check_images, images_of_row
 from arl.engine.routers import ReplayedRoutes
+from arl.vision.processor import ImageProcessor
 
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
@@ -41,7 +43,7 @@ class Microbatch:
     input_ids: torch.Tensor
     """int64[1, T]"""
     position_ids: torch.Tensor
-    """int64[1, T], from 0 in each sequence."""
+    """int64[1, T], from 0 in each sequence; with images int64[3, 1, T]: time, row and column."""
     layout: PackedLayout
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
@@ -58,6 +60,8 @@ class Microbatch:
     """[M] What each trained token was sampled among; None: all among the whole vocabulary."""
     routes: ReplayedRoutes | None = None
     """[T] The experts that compute the row; None: those that the model's routers choose."""
+    images: RowImages | NoImages | None = None
+    """What the model sees; None: the row has no images, and the tower does not run."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,29 +81,45 @@ class Microbatch:
 
 
 def microbatches(
-    sequences: Sequence[TrainSequence], budget: int, device: torch.device, *, share_prefixes: bool
+    sequences: Sequence[TrainSequence],
+    budget: int,
+    device: torch.device,
+    *,
+    share_prefixes: bool,
+    processor: ImageProcessor | None = None,
 ) -> list[tuple[list[int], Microbatch]]:
-    """(indices into `sequences`, their microbatch) under the budget of `pack`. Untrained sequences are in none."""
+    """(indices into `sequences`, their microbatch) under the budget of `pack`. Untrained sequences are in none.
+
+    processor: of a model that sees. Raises ImageError for images that do not fit their tokens.
+    """
     flat = FlatSequences.of(sequences)
     trained = (last_trained(flat) >= 0).nonzero()[:, 0].tolist()
     kept = flat.take(trained)
+    if processor is not None:
+        check_images(kept, processor)
     order = prefix_order(kept, share_prefixes=share_prefixes)
     bins = pack(order, budget, kept.units)
     return [
-        ([trained[i] for i in members], _packed(kept.take(members), order.renumbered(members), device))
+        ([trained[i] for i in members], _packed(kept.take(members), order.renumbered(members), device, processor))
         for members in bins
     ]
 
 
 def build_microbatch(
-    sequences: Sequence[TrainSequence], device: torch.device, *, share_prefixes: bool = True
+    sequences: Sequence[TrainSequence],
+    device: torch.device,
+    *,
+    share_prefixes: bool = True,
+    processor: ImageProcessor | None = None,
 ) -> Microbatch:
     """Pack at least one sequence. Raises ValueError if a first token is marked as trained."""
     flat = FlatSequences.of(sequences)
-    return _packed(flat, prefix_order(flat, share_prefixes=share_prefixes), device)
+    return _packed(flat, prefix_order(flat, share_prefixes=share_prefixes), device, processor)
 
 
-def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Microbatch:
+def _packed(
+    flat: FlatSequences, order: PrefixOrder, device: torch.device, processor: ImageProcessor | None
+) -> Microbatch:
     places = flat.loss_mask.nonzero()[:, 0]
     sequence_ids = torch.searchsorted(flat.starts[1:], places, right=True)
     positions = places - flat.starts[sequence_ids]
@@ -113,9 +133,12 @@ def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Mi
     layout = PackedLayout(plan, device)
     row = runs(flat.starts[order.indices] + order.shared, order.lengths - order.shared)
     routes = flat.routes and flat.routes.take(row.numpy())
+    images, position_ids = None, layout.positions[None].long()
+    if processor is not None and flat.images:
+        images, position_ids = images_of_row(flat, order.lengths[order.indices.argsort()], row, processor, device)
     return Microbatch(
         input_ids=flat.token_ids[row][None].to(device),
-        position_ids=layout.positions[None].long(),
+        position_ids=position_ids,
         layout=layout,
         lengths=flat.lengths,
         trained=flat.loss_mask,
@@ -129,6 +152,7 @@ def _packed(flat: FlatSequences, order: PrefixOrder, device: torch.device) -> Mi
         ),
         kept_ids=flat.kept_ids and flat.kept_ids.take(places.numpy()),
         routes=None if routes is None else ReplayedRoutes(routes, device),
+        images=images,
     )
 
 

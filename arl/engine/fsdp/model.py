@@ -20,6 +20,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,8 +32,10 @@ from arl.api.engine import Head, TensorSpec
 from arl.api.errors import ModelError, TransportError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
+from arl.engine.fsdp.vision import VISION_ATTENTION, vision_tower
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
 from arl.engine.weights.sender import spec_of
+from arl.vision.processor import FAMILIES, ImageProcessor
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
@@ -45,6 +48,8 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stored_config: PreTrainedConfig
+    processor: ImageProcessor | None = None
+    """Of a model that sees."""
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in which files and servers hold the floating-point tensor of this name.
@@ -60,14 +65,20 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     """Load a directory or, by name, a model of the hub. Raises ModelError.
 
     head value: a sequence-classification model of one label; a causal language model gets a new head of zeros. head
-    policy: a causal language model. The model is in evaluation mode, as dropout would make logprobs random.
+    policy: a causal language model, which may see. The model is in evaluation mode, as dropout would make logprobs
+    random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
         raise ModelError(f"{name} has no config.json; a model directory needs it, *.safetensors and a tokenizer")
     config = load_part(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}
-    if head == "value":
+    processor = None
+    if config.model_type in FAMILIES:
+        processor = _image_processor(name, head)
+        model, report = load_part(AutoModelForImageTextToText, name, "it", **options)
+        _let_tower_attend(model)
+    elif head == "value":
         with _unreported():
             model, report = load_part(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
     else:
@@ -79,7 +90,23 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     if is_new_head:
         nn.init.zeros_(score_weight(model))  # after the check, which needs a head that is not zero
         _describe_classifier(config, model, tokenizer, end_token_ids(name))
-    return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
+    return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config, processor=processor)
+
+
+def _image_processor(name: str | Path, head: Head) -> ImageProcessor:
+    if head == "value":
+        raise ModelError(
+            f"{name} sees images, and arl has no value head for such models: as a critic or a reward model, name one "
+            "of texts, or use an advantage estimator without a critic"
+        )
+    return ImageProcessor(name)
+
+
+def _let_tower_attend(model: PreTrainedModel) -> None:
+    """Give the tower an attention of its own: its patches see each other in both directions, image by image."""
+    tower = vision_tower(model)
+    assert tower is not None
+    tower.config._attn_implementation = VISION_ATTENTION
 
 
 _REPORTERS = ("modeling_utils", "distributed.tensor_parallel", "integrations.tensor_parallel")
@@ -144,7 +171,7 @@ def _check_supported(model: PreTrainedModel, name: str | Path, head: Head) -> No
     _check_head(model, name, head)
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise ModelError(f"{name}: {type(model).__name__} has no list of decoder layers, so it cannot be sharded")
-    unknown = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+    unknown = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ModelError(
             f"{name} has layers of type {', '.join(sorted(unknown))}; arl trains only "
@@ -180,7 +207,7 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
     theirs = model(
         input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout, windows_seen=windows
     ).logits[0]
-    hidden = decode(model, input_ids, position_ids, layout)
+    hidden = decode(model, {"input_ids": input_ids}, position_ids, layout)
     ours = token_values(hidden, score_weight(model))[-1:] if head == "value" else hidden @ head_weight(model).T
     if not theirs.isfinite().all() and (broken := _not_finite(model)) is not None:
         raise ModelError(
@@ -193,7 +220,7 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
             f"{name}: {type(model).__name__} transforms its logits after the head (soft-capping or scaling); arl "
             f"computes {what} from the head alone and cannot train it yet"
         )
-    if sum(window is not None for window in windows) < (num_sliding := _num_sliding_layers(model.config)):
+    if sum(window is not None for window in windows) < (num_sliding := _num_sliding_layers(config)):
         raise ModelError(
             f"{name}: its config gives {num_sliding} layers a sliding window, but {type(model).__name__} does not pass "
             "it to its attention function; arl would train the model without it"
@@ -302,4 +329,16 @@ def _companion_files(loaded: LoadedModel) -> dict[str, bytes]:
         if loaded.model.can_generate() and loaded.model.generation_config is not None:
             # save_pretrained refuses the generation configs of some published models.
             loaded.model.generation_config.to_json_file(Path(scratch) / "generation_config.json")
-        return {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}
+        written = {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}
+    return _image_side(loaded) | written
+
+
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def _image_side(loaded: LoadedModel) -> dict[str, bytes]:
+    """The files that say how servers make pixels of images, as they are in the model's directory."""
+    if loaded.processor is None:
+        return {}
+    directory = Path(local_directory(loaded.processor.model))
+    return {name: (directory / name).read_bytes() for name in _IMAGE_FILES if (directory / name).is_file()}

@@ -41,6 +41,7 @@ from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
 from arl.engine.fsdp.policy import TokenModel, transformer_layers
+from arl.engine.fsdp.vision import tower_blocks
 
 
 class Lease:
@@ -125,7 +126,7 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
 
     One rank on a CPU keeps plain parameters if it computes in their dtype: sharding would only copy them.
     """
-    layers = list(transformer_layers(module.model))
+    layers, blocks = list(transformer_layers(module.model)), tower_blocks(module.model)
     if config.tensor_parallel > 1:
         split_layers(module.model, mesh["tp"])
     if config.compile or mesh.device_type == "cuda":
@@ -133,7 +134,7 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     if config.compile:
         _compile(layers)
     if config.activation_checkpointing:
-        _wrap_forward(layers, _checkpointed)
+        _wrap_forward([*layers, *blocks], _checkpointed)
     if mesh.size() == 1 and mesh.device_type == "cpu" and config.dtype == "float32":
         for parameter in module.parameters():
             # Into memory that torch aligns: kernels round otherwise at the addresses that a file's tensors have.
@@ -142,13 +143,14 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
 
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    # The microbatch's temperatures stay float32.
+    # The microbatch's temperatures stay float32, and so do the positions of patches.
     uncast = dataclasses.replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     # On one rank a gathered layer is a copy of its shard; kept until the backward pass it need not be copied twice.
     # With offloading the device has no room for it.
     keep = mesh["dp"].size() == 1 and not config.cpu_offload
-    for part, casting in (*((layer, precision) for layer in layers), (module, uncast)):
+    parts = *((layer, precision) for layer in layers), *((block, uncast) for block in blocks), (module, uncast)
+    for part, casting in parts:
         fully_shard(part, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -20,6 +20,7 @@ from arl.api.engine import TokenOutputs
 from arl.api.kept_ids import KeptIds
 from arl.engine.fsdp.attention import PackedLayout
 from arl.engine.fsdp.minibatch import Microbatch
+from arl.engine.fsdp.vision import decoder_inputs
 from arl.engine.routers import ReplayedRoutes
 
 # Sharding gathers the root's weights for the backward pass when it reaches the outputs. torch before 2.13 finds them
@@ -39,7 +40,10 @@ class TokenModel(nn.Module):
 
     def predicting(self, batch: Microbatch) -> torch.Tensor:
         """The hidden states [M, H] from which the trained tokens are predicted."""
-        return decode(self.model, batch.input_ids, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
+        inputs = {"input_ids": batch.input_ids}
+        if batch.images is not None:
+            inputs = decoder_inputs(self.model, batch.input_ids, batch.images)
+        return decode(self.model, inputs, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
 
 
 class Policy(TokenModel):
@@ -80,16 +84,15 @@ def token_values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def decode(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    inputs: Mapping[str, Any],
     position_ids: torch.Tensor,
     layout: PackedLayout,
     routes: ReplayedRoutes | None = None,
 ) -> torch.Tensor:
-    """The last hidden states [T, H] of a packed row [1, T]. routes: only for layers that `Routers.replay_in` knows."""
+    """The last hidden states [T, H] of a packed row. inputs: input_ids [1, T], or for a row with images what
+    `decoder_inputs` made of them. routes: only for layers that `Routers.replay_in` knows."""
     given = {} if routes is None else {"replayed_routes": routes}
-    output = model.get_decoder()(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout, **given
-    )
+    output = model.get_decoder()(**inputs, position_ids=position_ids, use_cache=False, packed_layout=layout, **given)
     return output.last_hidden_state[0]
 
 

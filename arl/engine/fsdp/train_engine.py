@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.errors import ConfigError, EngineClosedError, ModelError, TrainingError
+from arl.api.errors import ConfigError, EngineClosedError, ImageError, ModelError, TrainingError
 from arl.api.train_sequence import TrainSequence
 from arl.api.weight_prints import TensorPrint
 from arl.engine.fsdp.fingerprint import fingerprints
@@ -55,6 +55,7 @@ from arl.engine.fsdp.policy import (
 from arl.engine.fsdp.residence import Residence
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
+from arl.engine.fsdp.vision import NoImages
 from arl.engine.model_files import model_limits
 from arl.engine.routers import find_routers
 
@@ -83,6 +84,7 @@ class FSDPTrainEngine:
         torch.set_num_threads(config.num_threads)
         torch.manual_seed(seed)
         self._config = config
+        self._model = model
         self._head: Head = head
         self._version = 0
         self._num_updates = 0
@@ -98,6 +100,7 @@ class FSDPTrainEngine:
             with loading_turn():
                 loaded = load_model(model, head)
                 self._limits = model_limits(loaded.stored_config)
+                self._processor = loaded.processor
                 writer = ModelWriter(loaded)
                 self._cannot_replay = _prepare_replay(loaded.model, model, head)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
@@ -303,14 +306,29 @@ class FSDPTrainEngine:
         config = self._config
         if self._cannot_replay and FlatSequences.of(sequences).routes is not None:
             raise ModelError(f"sequences have routes, but {self._cannot_replay}")
+        if self._processor is None and FlatSequences.of(sequences).images:
+            raise ImageError(f"sequences have images, and {self._model} has no vision tower that arl knows")
         batches = microbatches(
-            sequences, config.max_tokens_per_microbatch, self._device, share_prefixes=config.share_prefixes
+            sequences,
+            config.max_tokens_per_microbatch,
+            self._device,
+            share_prefixes=config.share_prefixes,
+            processor=self._processor,
         )
         count = torch.tensor(len(batches), device=self._device)
         reduce_over(count, self._group, dist.ReduceOp.MAX)
         while len(batches) < int(count):
             batches.append(([], empty_microbatch(self._device)))
-        return batches
+        return batches if self._processor is None else self._seeing_alike(batches)
+
+    def _seeing_alike(self, batches: Sequence[tuple[list[int], Microbatch]]) -> list[tuple[list[int], Microbatch]]:
+        """Let a microbatch run the vision tower if any rank's does."""
+        sees = torch.tensor([batch.images is not None for _, batch in batches], dtype=torch.uint8, device=self._device)
+        reduce_over(sees, self._group, dist.ReduceOp.MAX)
+        return [
+            (members, replace(batch, images=NoImages()) if tower_runs and batch.images is None else batch)
+            for (members, batch), tower_runs in zip(batches, sees.tolist(), strict=True)
+        ]
 
     def _compute(self, batch: Microbatch) -> TokenOutputs:
         outputs = self._policy(batch)

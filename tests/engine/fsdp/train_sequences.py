@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from arl.api.engine_config import OptimizerConfig
 from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.train_engine import learning_rate
+from arl.vision.processor import ImageProcessor
 
 VOCABULARY = 256
 LOSS = PolicyLoss.of(
@@ -97,7 +100,8 @@ def _random_sequence(generator: torch.Generator, stem: Sequence[int] = ()) -> Tr
 
 def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, entropies) of the trained tokens of one sequence, by the model's own forward and a full softmax."""
-    logits = model(input_ids=sequence.token_ids[None]).logits[0, :-1] / sequence.temperature
+    seen = _image_inputs(model, sequence)
+    logits = model(input_ids=sequence.token_ids[None], **seen).logits[0, :-1] / sequence.temperature
     if sequence.kept_ids is not None:
         mask = torch.from_numpy(sequence.kept_ids.mask(logits.shape[-1]))[1:]
         logits = logits.masked_fill(~mask, -torch.inf)
@@ -106,6 +110,24 @@ def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torc
     entropy = torch.special.entr(logp.exp()).sum(-1)
     trained = sequence.loss_mask[1:]
     return chosen[trained], entropy[trained]
+
+
+def _image_inputs(model: PreTrainedModel, sequence: TrainSequence) -> dict[str, torch.Tensor]:
+    """The sequence's images as transformers takes them."""
+    if not sequence.images:
+        return {}
+    processor = _image_processor(model.name_or_path)
+    pixels = [processor.pixels(placed.image) for placed in sequence.images]
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([p.values for p in pixels])),
+        "image_grid_thw": torch.tensor([p.grid for p in pixels]),
+        "mm_token_type_ids": (sequence.token_ids[None] == processor.image_token_id).int(),
+    }
+
+
+@cache
+def _image_processor(directory: str) -> ImageProcessor:
+    return ImageProcessor(directory)
 
 
 def score_of(model: PreTrainedModel) -> nn.Linear:
