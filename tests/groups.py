@@ -7,7 +7,7 @@ DIRECTORIES = ("conformance/", "engine/local/serving/", "engine/weights/")
 """Their files share a server, which takes seconds to start."""
 RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_start.py")
 """They start Ray, and `ray_address=auto` finds whatever cluster is being started or ended on the machine."""
-PAIR = ("test_invariance.py", "test_ranks.py")
+PAIR = ("test_invariance.py", "test_ranks.py", "test_vision_steps.py")
 """They share two ranks, which take seconds to import torch and to warm up."""
 LONGEST = (
     *("ray", "test_launch.py", "engine/weights/", "pair", "recovery/test_kills.py", "test_docs.py", "test_in_cell.py"),

@@ -92,7 +92,8 @@ class FlatSequences(Sequence[TrainSequence]):
     @property
     def num_bytes(self) -> int:
         records = sum(record.num_bytes for record in (self.kept_ids, self.routes) if record)
-        return records + sum({id(column): column.nbytes for column in self.columns.values()}.values())
+        files = {placed.image: len(placed.image.data) for images in self.images for placed in images}
+        return records + sum(files.values()) + sum({id(c): c.nbytes for c in self.columns.values()}.values())
 
     @cached_property
     def starts(self) -> torch.Tensor:

@@ -344,7 +344,8 @@ class LoRAConfig(Section):
     """The update is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """The modules that get adapters, by the end of their names, such as [q_proj, v_proj]. all-linear: every linear
-    layer except the head and experts that are fused into one tensor."""
+    layer except the head and experts that are fused into one tensor. A vision tower gets none: servers load adapters of
+    the language model alone."""
 
     @model_validator(mode="after")
     def _names_modules(self) -> Self:
@@ -359,7 +360,8 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_microbatch: PositiveInt = 8192
     """Sequences are packed into microbatches of at most this many tokens, or of the longest sequence's if it has more.
-    Tokens that sequences share count once with share_prefixes."""
+    Tokens that sequences share count once with share_prefixes. An image counts as its placeholders, which bound the
+    patches in the vision tower, too: Qwen's models have four for each."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of matmuls. Master weights, gradient reduction and the optimizer stay float32."""
     device: str = "cpu"
@@ -398,6 +400,9 @@ class TrainConfig(Section):
     """torch.compile each layer: faster after minutes of compiling. Not with tensor_parallel."""
     lora: LoRAConfig | None = None
     """Freeze the model and train adapters. Unset: train the whole model. Not with tensor_parallel."""
+    freeze_vision_tower: bool = False
+    """Of a model that sees, train the language model alone. The vision tower stays as it is, with the mergers that
+    project what it sees to the language model's size. With lora it always does."""
 
     @property
     def is_over_ray(self) -> bool:

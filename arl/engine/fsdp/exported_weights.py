@@ -35,7 +35,11 @@ def export_weights(checkpoint: Path, model: str, directory: Path, *, adapter: bo
         loaded = load_model(model)
         writer = ModelWriter(loaded)
         adapters = _adapters(loaded, model, progress.lora)
-        load_weights(checkpoint, Policy(loaded.model, logprob_chunk_size=1), adapters)
+        policy = Policy(loaded.model, logprob_chunk_size=1)
+        for name, parameter in policy.named_parameters():
+            if name in progress.frozen:
+                parameter.requires_grad_(False)
+        load_weights(checkpoint, policy, adapters)
         taker = SnapshotTaker(writer, device, adapters)
         try:
             snapshot = taker.take_adapter(progress.version) if adapter else taker.take(progress.version)

@@ -8,6 +8,7 @@ W + alpha / rank * B A under W's own name, or the adapters alone as files in pef
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,12 +29,15 @@ from arl.api.installing import install_command
 from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
+from arl.engine.fsdp.vision import vision_tower
 from arl.engine.weights.sender import rows_of
 
 _ADAPTER = "default"
 """peft's name for the one adapter there is. It is in parameters' names, not in files."""
 _VALUE_HEAD = "score"
 """The name of a sequence-classification model's head."""
+_TOWER = r"model\.visual\..*"
+"""A pattern of the names of a vision tower's modules."""
 
 
 class Adapters:
@@ -88,7 +92,9 @@ class Adapters:
         others = {
             name.rpartition(".")[2]
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and not name.endswith((".base_layer", f".{_ADAPTER}"))
+            if isinstance(module, nn.Linear)
+            and not name.endswith((".base_layer", f".{_ADAPTER}"))
+            and not re.fullmatch(_TOWER, name)
         }
         return sorted(self._layers if last & others else last)
 
@@ -170,6 +176,7 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=named or _linear_layers(model),
+        exclude_modules=_excluded(model),
         task_type=_task_type(model),
     )
     try:
@@ -188,7 +195,8 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
             )
     for target in named:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
-            raise ModelError(f"train.lora.target_modules names {target}, but no layer of this model has that name")
+            where = "model" if vision_tower(model) is None else "model outside its vision tower"
+            raise ModelError(f"train.lora.target_modules names {target}, but no layer of this {where} has that name")
     for parameter in _value_head(model).values():
         parameter.requires_grad_()
     return list(layers)
@@ -203,9 +211,16 @@ def _narrow(loaded: LoadedModel) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """All but heads. peft's own "all-linear" includes fused experts, which it merges anew in each forward pass."""
+    """All but heads and a vision tower's. peft's own "all-linear" includes fused experts, which it merges anew in each
+    forward pass."""
     heads = _heads(model).values()
-    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in heads]
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in heads]
+    return [name for name in linear if not re.fullmatch(_TOWER, name)]
+
+
+def _excluded(model: PreTrainedModel) -> str | None:
+    """A pattern of the names of modules that get no adapters, whatever their names end in."""
+    return None if vision_tower(model) is None else _TOWER
 
 
 def _heads(model: PreTrainedModel) -> dict[str, Any]:
@@ -264,6 +279,7 @@ def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=suffixes,
+        exclude_modules=_excluded(model),
         task_type=_task_type(model),
         modules_to_save=[_VALUE_HEAD] if _value_head(model) else None,
         base_model_name_or_path=base,

@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.engine.fsdp.fingerprint import fingerprints
 from arl.engine.fsdp.lora import Adapters, LoRAOrigin
 from arl.engine.fsdp.model import replace_directory
 from arl.engine.fsdp.policy import Reference, trained_parameters
@@ -55,6 +56,9 @@ class Progress:
     lora: LoRAOrigin | None = None
     """The model that the adapters belong to; None without adapters. The checkpoint does not hold that model."""
     has_reference: bool = False
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    """Name -> fingerprint of each frozen parameter, which the checkpoint does not hold either; with adapters `lora` has
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,7 @@ class CheckpointWriter:
             parameters=_shapes(module),
             lora=self._adapters.origin if self._adapters else None,
             has_reference=reference.is_held,
+            frozen=_frozen(module, self._adapters),
         )
         self._last = self._thread.submit(self._write, Path(os.path.abspath(directory)), tensors, progress)
         return RankSaving(written=self._last)
@@ -214,6 +219,15 @@ def _shapes(module: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in trained_parameters(module).items()}
 
 
+def _frozen(module: nn.Module, adapters: Adapters | None) -> dict[str, int]:
+    """A collective, if there are any."""
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    if adapters is not None or not frozen:
+        return {}
+    prints = fingerprints(frozen, torch.device(_device_type(module)))
+    return {name: found.bits for name, found in prints.items()}
+
+
 def _device_type(module: nn.Module) -> str:
     """The type of the device that computes. Offloaded parameters are on the CPU, but their mesh names the GPU."""
     parameter = next(module.parameters())
@@ -249,6 +263,7 @@ def _complete(aside: Path, directory: Path, progress: Progress) -> None:
 def _checked_progress(directory: Path, module: nn.Module, adapters: Adapters | None) -> Progress:
     progress = read_progress(directory)
     _check_origin(directory, progress.lora, adapters.origin if adapters else None)
+    _check_frozen(directory, progress.frozen, _frozen(module, adapters))
     _check_parameters(directory, progress, _shapes(module))
     return progress
 
@@ -288,6 +303,19 @@ def _check_origin(directory: Path, stored: LoRAOrigin | None, expected: LoRAOrig
         if stored.frozen.get(name) != expected.frozen.get(name):
             what = f"{directory} holds adapters of another model: its {name} differs from this one's"
             raise CheckpointError(f"{what}; load the model that they were trained on")
+
+
+def _check_frozen(directory: Path, stored: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    if stored.keys() != expected.keys():
+        there, here, what = ("with", "unset", "set it") if stored else ("without", "set", "unset it")
+        raise CheckpointError(
+            f"{directory} was written {there} train.freeze_vision_tower, which is {here} here; {what} to load it"
+        )
+    if other := sorted(name for name, bits in stored.items() if bits != expected[name]):
+        raise CheckpointError(
+            f"{directory} was trained beside another vision tower: its {other[0]} differs from this model's; load the "
+            "model that the run began from"
+        )
 
 
 def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str, list[int]]) -> None:

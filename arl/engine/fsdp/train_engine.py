@@ -55,7 +55,7 @@ from arl.engine.fsdp.policy import (
 from arl.engine.fsdp.residence import Residence
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
-from arl.engine.fsdp.vision import NoImages
+from arl.engine.fsdp.vision import NoImages, freeze_tower
 from arl.engine.model_files import model_limits
 from arl.engine.routers import find_routers
 
@@ -103,6 +103,8 @@ class FSDPTrainEngine:
                 self._processor = loaded.processor
                 writer = ModelWriter(loaded)
                 self._cannot_replay = _prepare_replay(loaded.model, model, head)
+                if config.freeze_vision_tower:
+                    freeze_tower(loaded.model, model)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
                 self._policy = (
                     Critic(loaded.model) if head == "value" else Policy(loaded.model, config.logprob_chunk_size)

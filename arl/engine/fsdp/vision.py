@@ -10,6 +10,7 @@ Each distinct image of a microbatch goes through the tower once, however many of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
+from arl.api.errors import ConfigError
 from arl.api.images import Image
 from arl.api.types import NOT_SAMPLED
 from arl.vision.processor import ImageProcessor
@@ -35,6 +37,13 @@ _lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def vision_tower(model: nn.Module) -> PreTrainedModel | None:
     """The part of the model that sees, with what projects its output to the language model's size; None without one."""
     return getattr(getattr(model, "model", None), "visual", None)
+
+
+def freeze_tower(model: nn.Module, name: str | Path) -> None:
+    """Raises ConfigError if the model has no tower."""
+    if (tower := vision_tower(model)) is None:
+        raise ConfigError(f"train.freeze_vision_tower is set, but {name} has no vision tower; leave it out")
+    tower.requires_grad_(False)
 
 
 def tower_blocks(model: nn.Module) -> list[nn.Module]:

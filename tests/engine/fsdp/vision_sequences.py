@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from arl.algorithm.batch import weigh_tokens
 from arl.api.images import Image, PlacedImage
 from arl.api.train_sequence import TrainSequence
-from arl.engine.tiny import TinyShape, write_model
+from arl.engine.tiny import TinyShape
 from arl.engine.tiny_vision import (
     TinyVision,
     VisionFamily,
