@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from arl.doctor.server_probe import Floats
 
@@ -32,7 +32,7 @@ class ReferenceModel:
 
     def __init__(self, directory: Path) -> None:
         """directory: the first version."""
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = _loaded(directory).eval()
         self.is_tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
         if self.is_tied:
             head = self._model.get_output_embeddings()
@@ -43,8 +43,7 @@ class ReferenceModel:
 
     def add(self, directory: Path) -> None:
         """Add the next version."""
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        self.before, self.newest = self.newest, _values(loaded)
+        self.before, self.newest = self.newest, _values(_loaded(directory))
 
     @torch.no_grad()
     def take(self, mix: Mix | None = None, before: Weights | None = None) -> None:
@@ -83,14 +82,22 @@ class ReferenceModel:
         return float(np.abs(np.concatenate(exact) - np.concatenate(rounded)).mean())
 
 
+def _loaded(directory: Path) -> Any:
+    sees = hasattr(AutoConfig.from_pretrained(directory), "vision_config")
+    family = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return family.from_pretrained(directory, dtype=torch.float32)
+
+
 def _values(model: nn.Module) -> Weights:
     """All weights; tied ones under each of their names."""
     return {name: value.detach().clone() for name, value in model.named_parameters(remove_duplicate=False)}
 
 
 def part_of(name: str) -> str:
-    """The part of a model to which a weight belongs: embedding, layer N, final norm, head."""
+    """The part of a model to which a weight belongs: embedding, layer N, final norm, head, vision tower."""
     pieces = name.split(".")
+    if "visual" in pieces:
+        return "vision tower"
     if "layers" in pieces:
         return f"layer {pieces[pieces.index('layers') + 1]}"
     if "lm_head" in pieces:

@@ -152,6 +152,7 @@ def _memory(seen: RunLife, notes: list[str]) -> MemoryCosts:
             Path(seen.setting("model", default="")),
             served_as=seen.setting("engine", "dtype"),
             trains_adapter=seen.setting("train", "lora") is not None,
+            freezes_tower=bool(seen.setting("train", "freeze_vision_tower")),
         )
     except (OSError, ValueError) as error:
         notes.append(f"memory is not told, as the model's files are not here: {error}")

@@ -7,6 +7,7 @@ Image --transformers' image processor--> pixels [patches, D] --the model's tower
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -67,11 +68,7 @@ class ImageProcessor:
 
     def num_placeholders(self, image: Image) -> int:
         """Without reading its pixels. Raises ImageError for an image of a shape that the model cannot see."""
-        try:
-            patches = self._processor.get_number_of_image_patches(image.height, image.width)
-        except ValueError as error:
-            raise ImageError(f"{self.model} cannot see {image!r}: {error}") from error
-        return patches // self._merge_size**2
+        return math.prod(self.grid(image)) // self._merge_size**2
 
     def pixels(self, image: Image) -> Pixels:
         """Raises ImageError, as num_placeholders does."""
@@ -91,7 +88,16 @@ class ImageProcessor:
         return pixels
 
     def grid(self, image: Image) -> Grid:
-        return self.pixels(image).grid
+        """Without reading its pixels. Raises ImageError, as num_placeholders does."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        side, limits = self._processor.patch_size, self._processor.size
+        bounds = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
+        try:
+            height, width = smart_resize(image.height, image.width, side * self._merge_size, **bounds)
+        except ValueError as error:
+            raise ImageError(f"{self.model} cannot see {image!r}: {error}") from error
+        return 1, height // side, width // side
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> npt.NDArray[np.int64]:
         """int64[3, T]: the time, row and column of each token, for multimodal rotary positions (2409.12191, section 2).

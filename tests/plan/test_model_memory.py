@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from made_log import MadeRun, known_costs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.engine.tiny_vision import write_tiny_vision_model
 from arl.plan.fitting import fitted
 from arl.plan.model_memory import model_memory
 
@@ -31,6 +32,17 @@ def test_servers_hold_weights_keys_and_values_in_their_dtype(model: Path, served
 def test_an_adapter_needs_neither_gradients_nor_moments_of_the_model(model: Path):
     whole, adapter = (model_memory(model, served_as="float32", trains_adapter=lora) for lora in (False, True))
     assert adapter.trainer_state == whole.trainer_state / 4
+
+
+def test_a_model_that_sees_is_counted_with_its_tower_which_may_be_frozen(tmp_path: Path):
+    model = write_tiny_vision_model(tmp_path / "model", shape=SHAPE)
+    loaded = AutoModelForImageTextToText.from_pretrained(model)
+    parameters, tower = loaded.num_parameters(), loaded.model.visual.num_parameters()
+    memory = model_memory(model, served_as="bfloat16", trains_adapter=False)
+    assert (memory.server_weights, memory.kv_per_token) == (2 * parameters, 2 * 2 * 3 * 2 * 8)
+    assert memory.trainer_state == 16 * parameters
+    frozen = model_memory(model, served_as="bfloat16", trains_adapter=False, freezes_tower=True)
+    assert frozen.trainer_state == 16 * (parameters - tower) + 4 * tower
 
 
 def test_without_a_dtype_servers_take_that_of_the_models_config(model: Path, tmp_path: Path):

@@ -29,9 +29,10 @@ def image_of(size: tuple[int, int]) -> Image:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_images_size_tells_its_placeholders(model: Path, size: tuple[int, int]) -> None:
+def test_an_images_size_tells_its_grid_and_its_placeholders(model: Path, size: tuple[int, int]) -> None:
     processor = ImageProcessor(model)
     pixels = processor.pixels(image_of(size))
+    assert processor.grid(image_of(size)) == pixels.grid
     assert processor.num_placeholders(image_of(size)) == pixels.num_placeholders == len(pixels.values) // 4
 
 

@@ -184,8 +184,8 @@ def segment_attention(
         begins = starts[np.array(lengths) == length]
         orders.append((begins[:, None] + np.arange(length)).ravel())
         places = torch.from_numpy(orders[-1]).to(query.device)
-        parts = (x[0, :, places].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value))
-        output = F.scaled_dot_product_attention(*parts, scale=scaling)
+        q, k, v = (x[0, :, places].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value))
+        output = F.scaled_dot_product_attention(q, k, v, scale=scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     order = torch.from_numpy(np.concatenate(orders).argsort()).to(query.device)
     return torch.cat(outputs)[order][None], None
