@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +261,14 @@ class ModelWriter:
         own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
         self.own_specs = _specs(own, loaded)
         """The model's tensors by its own names, in its order, with the files' dtypes; tied ones once."""
-        served = _specs(self.served({name: tensor.to("meta") for name, tensor in own.items()}), loaded)
-        self.is_converted = set(served) != set(self.own_specs)
-        """Whether files and servers have other tensors than the model, as with fused experts."""
-        self.specs = served if self.is_converted else self.own_specs
-        """The tensors as files and servers have them."""
+        shapes = {name: tensor.to("meta") for name, tensor in own.items()}
+        served = self.served(shapes)
+        names = {id(tensor): name for name, tensor in served.items()}
+        self.is_converted = {id(tensor) for tensor in shapes.values()} != names.keys()
+        """Whether files and servers have other tensors than the model, as with fused experts, beyond other names."""
+        renamed = (replace(spec, name=names.get(id(shapes[spec.name]), "")) for spec in self.own_specs)
+        self.specs = _specs(served, loaded) if self.is_converted else tuple(renamed)
+        """The tensors as files and servers have them, in the model's order if they are the same."""
 
     def served(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's tensors as files have them: transformers fuses some at loading, such as experts."""

@@ -196,14 +196,15 @@ def _check_compiler(device_type: str, what: str) -> None:
 # Tensor parallelism
 
 
-_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model types (config.json) whose layers have weights under the names in `_plan` and no others."""
+_FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types (config.json) whose layers have weights under the names in `_plan` and no others. A vision tower is not
+split: each rank of a group computes it, as the rest outside the layers."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the layers' parameters in place by DTensor plans. Raises ModelError without a plan, or for uneven sizes."""
     _check_divisible(model, mesh.size())
-    has_head_norms = model.config.model_type == "qwen3"
+    has_head_norms = model.config.model_type.startswith("qwen3")
     for layer in transformer_layers(model):
         parallelize_module(layer, mesh, _plan(has_head_norms=has_head_norms), src_data_rank=None)
 
@@ -240,10 +241,10 @@ def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
 
 
 def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
-    config = model.config
-    if config.model_type not in _FAMILIES:
-        why = f"no plan for splitting the layers of a {config.model_type}, only of {', '.join(_FAMILIES)}"
+    if (kind := model.config.model_type) not in _FAMILIES:
+        why = f"no plan for splitting the layers of a {kind}, only of {', '.join(_FAMILIES)}"
         raise ModelError(f"train.tensor_parallel is {num_ranks}, but there is {why}; leave it at 1")
+    config = model.config.get_text_config()
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,

@@ -146,7 +146,8 @@ def as_trajectory(sequence: TrainSequence) -> Trajectory:
 def test_images_go_along_from_trajectories_to_a_rank(model_dir: Path) -> None:
     processor = ImageProcessor(model_dir)
     trajectories = [as_trajectory(sequence_of(processor, 9, image, 5)) for image in (ONE, WIDE, SAME_SIZE)]
-    batch = Batch.of([grouped(trajectory, number=i) for i, trajectory in enumerate(trajectories)])
+    groups = [grouped(trajectory, number=i) for i, trajectory in enumerate(trajectories)]
+    batch = Batch.of(pickle.loads(pickle.dumps(groups)))
     taken = batch.take([2, 0]).sequences()
     assert taken.num_bytes - replace(taken, images=()).num_bytes == len(SAME_SIZE.data) + len(ONE.data)
     arrived = pickle.loads(pickle.dumps(taken.take([1])))

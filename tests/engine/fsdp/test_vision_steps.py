@@ -23,7 +23,6 @@ from arl.api.engine_config import LoRAConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ImageError, ModelError
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.exported_weights import export_weights
-from arl.engine.fsdp.parallel import split_layers
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.vision.processor import ImageProcessor
 
@@ -103,7 +102,7 @@ def shares(directory: Path, rank: int | None) -> Minibatches:
 RANK_OPTIONS: dict[str, dict[str, Any]] = {
     "whole model": {"max_tokens_per_microbatch": 150},
     "recomputed": {"max_tokens_per_microbatch": 60, "activation_checkpointing": True},
-    "frozen tower": {"max_tokens_per_microbatch": 100, "freeze_vision_tower": True},
+    "frozen tower": {"freeze_vision_tower": True, "activation_checkpointing": True},
     "adapters": {"max_tokens_per_microbatch": 100, "lora": LORA},
 }
 
@@ -147,6 +146,26 @@ def test_ranks_of_which_one_sees_train_like_one_process(
         engine = again(**RANK_OPTIONS[name])
         engine.load(tmp_path / "ranks" / "checkpoint")
         assert_same_tensors(weights_of(engine), alone["weights"])
+
+
+def split_on_a_rank(rank: int, directory: Path, target: Path) -> Report:
+    options = {"max_tokens_per_microbatch": 150, "num_ranks": 2, "tensor_parallel": 2}
+    engine = FSDPTrainEngine(directory, TrainConfig(optimizer=OPTIMIZER, **options))
+    try:
+        return rounds(engine, directory, None, target)
+    finally:
+        engine.close()
+
+
+def test_ranks_that_split_the_layers_each_see_for_themselves(
+    seeing: Path, make: MakeEngine, pair: Ranks, tmp_path: Path
+) -> None:
+    alone = rounds(make(max_tokens_per_microbatch=150), seeing, None, tmp_path / "alone")
+    for report in pair.run(split_on_a_rank, seeing, tmp_path / "ranks"):
+        assert_same_metrics(report["metrics"], alone["metrics"], 1e-4)
+        assert_same_rows(report["outputs"], alone["outputs"], 1e-4)
+    written = [load_file(tmp_path / who / "model" / "model.safetensors") for who in ("ranks", "alone")]
+    assert_same_tensors(*written)
 
 
 # A frozen tower
@@ -275,6 +294,9 @@ def test_an_export_has_the_files_and_names_that_it_began_from_and_transformers_r
 def test_a_snapshot_has_the_names_of_the_files(seeing: Path, make: MakeEngine) -> None:
     snapshot, stored = make().snapshot(), load_file(seeing / "model.safetensors")
     assert {spec.name: tuple(spec.shape) for spec in snapshot.specs} == {n: tuple(t.shape) for n, t in stored.items()}
+    for i, spec in enumerate(snapshot.specs):
+        sent = snapshot._bytes(i, i + 1).view(torch.float32).view(spec.shape)
+        assert torch.equal(sent, stored[spec.name]), spec.name
 
 
 # What cannot be
@@ -309,16 +331,9 @@ def test_a_placeholder_that_the_model_wrote_is_a_token_as_any_other(seeing: Path
     assert beside_an_image[seen.loss_mask].all()
 
 
-class FakeMesh:
-    def size(self) -> int:
-        return 2
-
-
 def test_what_cannot_see_is_refused_at_the_start(seeing: Path, make: MakeEngine, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="arl has no value head for such models"):
         make(head="value")
-    with pytest.raises(ModelError, match=r"tensor_parallel is 2, but there is no plan .* of a qwen"):
-        split_layers(load_seeing_twin(seeing), FakeMesh())
     shutil.copytree(seeing, tmp_path / "blind")
     (tmp_path / "blind" / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match="its image processor"):
