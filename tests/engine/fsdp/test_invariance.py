@@ -13,7 +13,7 @@ from random_groups import MAX_STALENESS, VERSION, random_groups, with_trajectori
 from safetensors.torch import load_file
 from train_ranks import Ranks, Report
 from train_sequences import assert_same_metrics, share_of
-from train_variants import VARIANTS, Variant, assert_same_tensors, weights_of
+from train_variants import COMPILING, VARIANTS, Variant, assert_same_tensors, weights_of
 
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig, preset
@@ -47,13 +47,6 @@ def with_an_untrained_one(minibatches: Minibatches) -> Minibatches:
     return [[untrained, *minibatches[0]], *minibatches[1:]]
 
 
-# torch's own: the import of its compiler warns, and so does a look at .grad that it silences in a way of its own.
-COMPILING = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
 SPLITS = {
     "as few tokens at a time as the longest sequence has": (list, {"max_tokens_per_microbatch": 1}),
     "backwards, chunk by chunk": (backwards, {"max_tokens_per_microbatch": 60, "logprob_chunk_size": 7}),

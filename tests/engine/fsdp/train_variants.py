@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from train_sequences import COMPOSED, LOSS, constrained_sequences, family_sequences, random_sequences
@@ -23,6 +24,13 @@ LORA = LoRAConfig(rank=3, alpha=6)
 """Two ranks cannot share the three rows of A evenly."""
 PAIRS = PreferenceLoss(beta=0.2, sft=0.5)
 VALUE = ValueLoss(value_clip=0.2)
+# torch's own: the import of its compiler warns, and so does a look at .grad that it silences in a way of its own.
+COMPILING = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
 
 def sequences_with_returns(count: int = 9, seed: int = 1) -> list[TrainSequence]:

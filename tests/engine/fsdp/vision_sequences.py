@@ -31,10 +31,15 @@ _VISION = TinyVision(hidden_size=32, intermediate_size=48, depth=3, max_pixels=6
 
 
 def write_seeing_model(directory: Path, family: VisionFamily, dtype: torch.dtype = torch.float32) -> Path:
-    """A model with random norms and biases, too: they begin as ones and zeros, which would hide mistakes."""
+    """A model with random norms and biases, too: they begin as ones and zeros, which would hide mistakes. The head of a
+    Qwen2.5-VL is its own, and that of a Qwen3-VL is tied to the embedding."""
     write_tiny_vision_model(directory, shape=_SHAPE, vision=_VISION, family=family)
     model = tiny_vision_model(tiny_vision_tokenizer(), _SHAPE, _VISION, family=family)
     torch.manual_seed(0)
+    if family == "qwen2_5_vl":
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model = type(model)(model.config)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, mean=parameter[0].item(), std=0.3)
