@@ -19,7 +19,7 @@ from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
-from arl.engine.fsdp.vision import NoImages, RowImages, check_images, images_of_row
+from arl.engine.fsdp.vision import NoImages, RowImages, images_of_row
 from arl.engine.routers import ReplayedRoutes
 from arl.vision.processor import ImageProcessor
 
@@ -90,13 +90,11 @@ def microbatches(
 ) -> list[tuple[list[int], Microbatch]]:
     """(indices into `sequences`, their microbatch) under the budget of `pack`. Untrained sequences are in none.
 
-    processor: of a model that sees. Raises ImageError for images that do not fit their tokens.
+    processor: of a model that sees. Images were checked.
     """
     flat = FlatSequences.of(sequences)
     trained = (last_trained(flat) >= 0).nonzero()[:, 0].tolist()
     kept = flat.take(trained)
-    if processor is not None:
-        check_images(kept, processor)
     order = prefix_order(kept, share_prefixes=share_prefixes)
     bins = pack(order, budget, kept.units)
     return [

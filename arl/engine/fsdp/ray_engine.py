@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ from arl.api.types import new_id
 from arl.api.weight_prints import TensorPrint
 from arl.engine.fsdp.minibatch import divide, joined_columns
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, bundle_of, has_room
+from arl.engine.fsdp.vision import check_images, image_processor
 from arl.remote_calls import KeptSnapshot
+from arl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks
@@ -57,6 +60,7 @@ class RayTrainEngine:
         or building takes longer than that for each rank.
         """
         self._config = config
+        self._model = model
         self._num_shares = config.num_ranks // config.tensor_parallel
         self._version = 0
         self.kept: list[dict[str, torch.Tensor]] = []
@@ -171,7 +175,14 @@ class RayTrainEngine:
         return key
 
     def _divide(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
-        return divide(sequences, self._num_shares, share_prefixes=self._config.share_prefixes)
+        flat = FlatSequences.of(sequences)
+        if flat.images:  # if a rank refused its share, the others would wait
+            check_images(flat, self._model, self._processor)
+        return divide(flat, self._num_shares, share_prefixes=self._config.share_prefixes)
+
+    @cached_property
+    def _processor(self) -> ImageProcessor | None:
+        return image_processor(self._model)
 
     def _check_room(self, packed: Sequence[FlatSequences]) -> None:
         """Raises TrainingError if Ray cannot hold all of it."""

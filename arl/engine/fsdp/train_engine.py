@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.errors import ConfigError, EngineClosedError, ImageError, ModelError, TrainingError
+from arl.api.errors import ConfigError, EngineClosedError, ModelError, TrainingError
 from arl.api.train_sequence import TrainSequence
 from arl.api.weight_prints import TensorPrint
 from arl.engine.fsdp.fingerprint import fingerprints
@@ -55,7 +55,7 @@ from arl.engine.fsdp.policy import (
 from arl.engine.fsdp.residence import Residence
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
-from arl.engine.fsdp.vision import NoImages, freeze_tower
+from arl.engine.fsdp.vision import NoImages, check_images, freeze_tower
 from arl.engine.model_files import model_limits
 from arl.engine.routers import find_routers
 
@@ -308,8 +308,7 @@ class FSDPTrainEngine:
         config = self._config
         if self._cannot_replay and FlatSequences.of(sequences).routes is not None:
             raise ModelError(f"sequences have routes, but {self._cannot_replay}")
-        if self._processor is None and FlatSequences.of(sequences).images:
-            raise ImageError(f"sequences have images, and {self._model} has no vision tower that arl knows")
+        check_images(FlatSequences.of(sequences), self._model, self._processor)
         batches = microbatches(
             sequences,
             config.max_tokens_per_microbatch,

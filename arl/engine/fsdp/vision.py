@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, ImageError
 from arl.api.images import Image
 from arl.api.types import NOT_SAMPLED
-from arl.vision.processor import ImageProcessor
+from arl.engine.model_files import load_part
+from arl.vision.processor import FAMILIES, ImageProcessor
 
 VISION_ATTENTION = "arl_flash_segments"
 """The `attn_implementation` under which transformers knows `segment_attention`. To those with "flash" in their name it
@@ -50,6 +51,12 @@ def tower_blocks(model: nn.Module) -> list[nn.Module]:
     """The tower's repeated blocks; none without a tower."""
     tower = vision_tower(model)
     return [] if tower is None else list(tower.blocks)  # pyright: ignore[reportArgumentType] (a ModuleList)
+
+
+def image_processor(model: str | Path) -> ImageProcessor | None:
+    """None if the model sees nothing. Raises ModelError."""
+    sees = load_part(AutoConfig, model, "its config").model_type in FAMILIES
+    return ImageProcessor(model) if sees else None
 
 
 class RowImages:
@@ -108,15 +115,22 @@ def images_of_row(
     return images, positions[:, None, row].to(device)
 
 
-def check_images(flat: FlatSequences, processor: ImageProcessor) -> None:
-    """Raise ImageError unless each sequence has a placeholder for each of its images' vectors, and no others.
+def check_images(flat: FlatSequences, model: str | Path, processor: ImageProcessor | None) -> None:
+    """Raise ImageError unless each trained sequence has a placeholder for each of its images' vectors, and no others.
 
-    A placeholder that the model itself wrote is a token as any other, as it was when it was sampled.
+    A placeholder that the model itself wrote is a token as any other, as it was when it was sampled. processor: of a
+    model that sees.
     """
+    if processor is None:
+        if flat.images:
+            raise ImageError(f"sequences have images, and {model} has no vision tower that arl knows")
+        return
     tokens = flat.token_ids.numpy()
     is_sampled = (flat.loss_mask | (flat.columns["versions"] != NOT_SAMPLED)).numpy()
     for start, length, images in zip(flat.starts.tolist(), flat.lengths, flat.images or [()] * len(flat), strict=False):
         own = slice(start, start + length)
+        if not flat.loss_mask[own].any():
+            continue
         is_word = is_sampled[own].copy()
         for placed in images:
             is_word[placed.start : placed.stop] = False

@@ -100,6 +100,14 @@ def test_prefixes_are_shared_upto_the_first_image_that_differs(model_dir: Path) 
     assert prefix_order(routed).shared.tolist() == prefix_order([one, other]).shared.tolist() == [0, start]
 
 
+def test_no_branch_begins_within_an_image(model_dir: Path) -> None:
+    sequences = seeing_sequences(ImageProcessor(model_dir))
+    order = prefix_order(sequences)
+    assert order.shared.any()
+    for index, shared in zip(order.indices.tolist(), order.shared.tolist(), strict=True):
+        assert not [p for p in sequences[index].images if p.start < shared < p.stop]
+
+
 def test_an_image_changes_what_follows_it_alone(model_dir: Path) -> None:
     loaded = load_model(model_dir)
     assert loaded.processor is not None
