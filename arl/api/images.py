@@ -93,7 +93,8 @@ class Image:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process, too, equal images are one object."""
-        return Image.kept, (self.data, self.width, self.height)
+        # No class method: Ray would pickle it by value, with the lock.
+        return _kept, (self.data, self.width, self.height)
 
     def __repr__(self) -> str:
         return f"Image({self.width}x{self.height}, {self.digest[:12]})"
@@ -138,6 +139,10 @@ def placement_flaw(images: Sequence[PlacedImage], num_tokens: int) -> str | None
 
 _images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+def _kept(data: bytes, width: int, height: int) -> Image:
+    return Image.kept(data, width, height)
 
 
 def _known(digest: str) -> Image | None:

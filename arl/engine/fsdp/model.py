@@ -32,10 +32,10 @@ from arl.api.engine import Head, TensorSpec
 from arl.api.errors import ModelError, TransportError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
-from arl.engine.fsdp.vision import VISION_ATTENTION, vision_tower
+from arl.engine.fsdp.vision import image_processor, let_tower_attend
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
 from arl.engine.weights.sender import spec_of
-from arl.vision.processor import FAMILIES, ImageProcessor
+from arl.vision.processor import ImageProcessor
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
@@ -73,11 +73,10 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     config = load_part(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}
-    processor = None
-    if config.model_type in FAMILIES:
-        processor = _image_processor(name, head)
+    if (processor := image_processor(name)) is not None:
+        _check_sees_for(head, name)
         model, report = load_part(AutoModelForImageTextToText, name, "it", **options)
-        _let_tower_attend(model)
+        let_tower_attend(model)
     elif head == "value":
         with _unreported():
             model, report = load_part(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
@@ -93,20 +92,12 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config, processor=processor)
 
 
-def _image_processor(name: str | Path, head: Head) -> ImageProcessor:
+def _check_sees_for(head: Head, name: str | Path) -> None:
     if head == "value":
         raise ModelError(
             f"{name} sees images, and arl has no value head for such models: as a critic or a reward model, name one "
             "of texts, or use an advantage estimator without a critic"
         )
-    return ImageProcessor(name)
-
-
-def _let_tower_attend(model: PreTrainedModel) -> None:
-    """Give the tower an attention of its own: its patches see each other in both directions, image by image."""
-    tower = vision_tower(model)
-    assert tower is not None
-    tower.config._attn_implementation = VISION_ATTENTION
 
 
 _REPORTERS = ("modeling_utils", "distributed.tensor_parallel", "integrations.tensor_parallel")

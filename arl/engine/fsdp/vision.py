@@ -40,6 +40,12 @@ def vision_tower(model: nn.Module) -> PreTrainedModel | None:
     return getattr(getattr(model, "model", None), "visual", None)
 
 
+def let_tower_attend(model: nn.Module) -> None:
+    """Give the tower an attention of its own: its patches see each other in both directions, image by image."""
+    if (tower := vision_tower(model)) is not None:
+        tower.config._attn_implementation = VISION_ATTENTION
+
+
 def freeze_tower(model: nn.Module, name: str | Path) -> None:
     """Raises ConfigError if the model has no tower."""
     if (tower := vision_tower(model)) is None:

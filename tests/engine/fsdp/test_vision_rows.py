@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ray import cloudpickle
 from records import grouped
 from train_sequences import LOSS, twin_logprobs, twin_loss
 from vision_sequences import (
@@ -158,7 +159,7 @@ def test_images_go_along_from_trajectories_to_a_rank(model_dir: Path) -> None:
     batch = Batch.of(pickle.loads(pickle.dumps(groups)))
     taken = batch.take([2, 0]).sequences()
     assert taken.num_bytes - replace(taken, images=()).num_bytes == len(SAME_SIZE.data) + len(ONE.data)
-    arrived = pickle.loads(pickle.dumps(taken.take([1])))
+    arrived = cloudpickle.loads(cloudpickle.dumps(taken.take([1])))
     assert [s.images for s in taken] == [trajectories[2].images, trajectories[0].images]
     assert arrived[0].images == trajectories[0].images
     assert arrived[0].images[0].image is ONE
