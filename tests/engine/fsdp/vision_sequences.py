@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from engine.fsdp.train_sequences import VOCABULARY, random_sequences
 from PIL import Image as Pictures
 from torch import nn
-from train_sequences import VOCABULARY, random_sequences
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from arl.algorithm.batch import weigh_tokens
