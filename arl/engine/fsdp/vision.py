@@ -15,24 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.errors import ConfigError, ImageError
 from arl.api.images import Image
 from arl.api.types import NOT_SAMPLED
+from arl.engine.fsdp.vision_attention import VISION_ATTENTION
 from arl.engine.model_files import load_part
 from arl.vision.processor import FAMILIES, ImageProcessor
-
-VISION_ATTENTION = "arl_flash_segments"
-"""The `attn_implementation` under which transformers knows `segment_attention`. To those with "flash" in their name it
-gives all images at once and tells where each begins; others it would call once for each image or window."""
-
-_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The segments' lengths, by the tensor of their bounds: a tower's layers share it, and reading it waits for the GPU."""
 
 
 def vision_tower(model: nn.Module) -> PreTrainedModel | None:
@@ -175,46 +167,3 @@ def _blank(tower: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     side = config.spatial_merge_size
     size = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return torch.zeros(side**2, size), torch.tensor([[1, side, side]])
-
-
-# Attention within the tower
-
-
-def segment_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    cu_seq_lens_q: torch.Tensor,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
-    """query, key, value [1, H, P, D] -> ([1, P, H, D], no weights). Each patch sees its own segment.
-
-    cu_seq_lens_q: int32[S + 1], where the segments (images, or windows of them) begin, and P. Segments of one length
-    are computed together.
-    """
-    lengths = _lengths_of(cu_seq_lens_q)
-    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-    orders: list[np.ndarray] = []
-    outputs: list[torch.Tensor] = []
-    for length in dict.fromkeys(lengths):
-        begins = starts[np.array(lengths) == length]
-        orders.append((begins[:, None] + np.arange(length)).ravel())
-        places = torch.from_numpy(orders[-1]).to(query.device)
-        q, k, v = (x[0, :, places].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value))
-        output = F.scaled_dot_product_attention(q, k, v, scale=scaling)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-    order = torch.from_numpy(np.concatenate(orders).argsort()).to(query.device)
-    return torch.cat(outputs)[order][None], None
-
-
-def _lengths_of(bounds: torch.Tensor) -> list[int]:
-    if (lengths := _lengths.get(bounds)) is None:
-        lengths = _lengths[bounds] = bounds.diff().tolist()
-    return lengths
-
-
-AttentionInterface.register(VISION_ATTENTION, segment_attention)

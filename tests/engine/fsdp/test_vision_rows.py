@@ -30,7 +30,8 @@ from arl.api.types import Trajectory
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.policy import Policy
-from arl.engine.fsdp.vision import segment_attention, vision_tower
+from arl.engine.fsdp.vision import vision_tower
+from arl.engine.fsdp.vision_attention import segment_attention
 from arl.vision.processor import ImageProcessor
 
 CPU = torch.device("cpu")
