@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from arl.algorithm.flat_sequences import TENSORS, FlatSequences, images_of, of_each
+from arl.algorithm.flat_sequences import TENSORS, FlatSequences, arrays_of, images_of, of_each
 from arl.api.algorithm import Aggregation
 from arl.api.kept_ids import KeptIds
 from arl.api.objective import OverlongConfig
@@ -183,6 +183,7 @@ class Batch:
             kept_ids=self.kept_ids,
             routes=self.routes,
             images=images_of(self.trajectories),
+            arrays=arrays_of(self.trajectories),
         )
 
     @property

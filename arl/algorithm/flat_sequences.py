@@ -12,6 +12,7 @@ import torch
 
 from arl.api.images import PlacedImage
 from arl.api.kept_ids import KeptIds
+from arl.api.own_arrays import Arrays
 from arl.api.routes import Routes
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 from arl.api.types import Trajectory
@@ -41,6 +42,8 @@ class FlatSequences(Sequence[TrainSequence]):
     """[T] Which experts compute each token; None: those that the model's routers choose."""
     images: tuple[tuple[PlacedImage, ...], ...] = ()
     """[S] The images of each sequence, placed among its own tokens; empty: none has any."""
+    arrays: tuple[Arrays, ...] = ()
+    """[S] The arrays of each sequence, of a model of another kind; empty: none has any."""
 
     @classmethod
     def of(cls, sequences: Sequence[TrainSequence]) -> FlatSequences:
@@ -56,6 +59,7 @@ class FlatSequences(Sequence[TrainSequence]):
             kept_ids=KeptIds.joined([len(s) if s.kept_ids is None else s.kept_ids for s in sequences]),
             routes=Routes.joined([len(s) if s.routes is None else s.routes for s in sequences]),
             images=images_of(sequences),
+            arrays=arrays_of(sequences),
         )
 
     def __len__(self) -> int:
@@ -74,11 +78,12 @@ class FlatSequences(Sequence[TrainSequence]):
             kept_ids=self.kept_ids and self.kept_ids.take(slice(start, stop)),
             routes=self.routes and self.routes.take(slice(start, stop)),
             images=self.images[places] if self.images else (),
+            arrays=self.arrays[places] if self.arrays else {},
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = of_each(self.columns, torch.Tensor.numpy)
-        records = self.kept_ids, self.routes, self.images
+        records = self.kept_ids, self.routes, self.images, self.arrays
         return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, *records)
 
     @property
@@ -114,6 +119,7 @@ class FlatSequences(Sequence[TrainSequence]):
             kept_ids=self.kept_ids and self.kept_ids.take(places.numpy()),
             routes=self.routes and self.routes.take(places.numpy()),
             images=tuple(self.images[i] for i in indices) if self.images else (),
+            arrays=tuple(self.arrays[i] for i in indices) if self.arrays else (),
         )
 
 
@@ -121,6 +127,12 @@ def images_of(records: Sequence[TrainSequence] | Sequence[Trajectory]) -> tuple[
     """[N] The images of each; empty if none has any."""
     images = tuple(record.images for record in records)
     return images if any(images) else ()
+
+
+def arrays_of(records: Sequence[TrainSequence] | Sequence[Trajectory]) -> tuple[Arrays, ...]:
+    """[N] The arrays of each; empty if none has any."""
+    arrays = tuple(record.arrays for record in records)
+    return arrays if any(arrays) else ()
 
 
 def of_each(columns: Mapping[str, _Given], change: Callable[[_Given], _Made]) -> dict[str, _Made]:
@@ -145,6 +157,7 @@ def _from_arrays(
     kept_ids: KeptIds | None,
     routes: Routes | None,
     images: tuple[tuple[PlacedImage, ...], ...],
+    own: tuple[Arrays, ...],
 ) -> FlatSequences:
     """The tensors are copies, because arrays in Ray's shared memory are read-only."""
     columns = of_each(arrays, lambda array: torch.from_numpy(array.copy()))
@@ -156,4 +169,5 @@ def _from_arrays(
         kept_ids=kept_ids,
         routes=routes,
         images=images,
+        arrays=own,
     )

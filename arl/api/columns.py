@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array as Numbers
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,12 +54,12 @@ def integers(name: str, values: Sequence[int] | Array, lowest: int, highest: int
     return _owned(array, values, _BOOL if highest == 1 else _INT32)
 
 
-def logprobs(name: str, values: Sequence[float] | Array, limit: float) -> Array:
-    """float32, finite and at most 0."""
-    array = _read(values, _FLOAT64)
-    if array is None or not (-limit <= array.item(array.argmin()) and array.item(array.argmax()) <= _MAX_LOGPROB):
+def logprobs(name: str, values: Sequence[float] | Array, limit: float, *, may_be_positive: bool = False) -> Array:
+    """float32, finite, and at most 0 unless they are logarithms of densities."""
+    array, most = _read(values, _FLOAT64), limit if may_be_positive else _MAX_LOGPROB
+    if array is None or not (-limit <= array.item(array.argmin()) and array.item(array.argmax()) <= most):
         array = _numbers(name, values, limit)
-        if array.max() > _MAX_LOGPROB:
+        if array.max() > most:
             raise TrajectoryError(f"{name} holds a value above 0; log-probabilities are at most 0")
     return _owned(array, values, _FLOAT32)
 
@@ -82,6 +82,9 @@ def check_number(where: str, value: Any, limit: float) -> None:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two fields of records are equal. Columns are, if all their entries are."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        ours, theirs = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
+        return ours.keys() == theirs.keys() and all(are_equal(ours[name], theirs[name]) for name in ours)
     has_column = np.ndarray in (type(one), type(other))
     return np.array_equal(one, other) if has_column else one == other
 

@@ -271,6 +271,9 @@ class ModelLimits:
     """Token ids are below this."""
     context_length: int | None = None
     """The most tokens that a sequence may have. None: unlimited."""
+    arrays: frozenset[str] = frozenset()
+    """The names in Trajectory.arrays that the model needs. A trajectory without one of them fails, as does one with
+    others."""
 
 
 MODEL_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads")

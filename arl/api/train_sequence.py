@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from arl.api.images import PlacedImage
     from arl.api.kept_ids import KeptIds
+    from arl.api.own_arrays import Arrays
     from arl.api.routes import Routes
 
 
@@ -75,6 +76,8 @@ class TrainSequence:
     """The experts that compute each token, instead of those that the model's routers choose. None: the routers' own."""
     images: tuple[PlacedImage, ...] = ()
     """What the model sees at the placeholders among token_ids, in order."""
+    arrays: Arrays = field(default_factory=dict[str, Any])
+    """Trajectory's, of numpy: untouched."""
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)

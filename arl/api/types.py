@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from arl.api.errors import TrajectoryError
 from arl.api.grammar import Grammar
 from arl.api.images import PlacedImage, placement_flaw
+from arl.api.own_arrays import Arrays, arrays_flaw, kept_arrays
 
 if TYPE_CHECKING:
     from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
@@ -108,10 +109,14 @@ class ModelRequest:
     """The response's routes begin with this token of input_ids; those before it are known. Below len(input_ids)."""
     images: tuple[PlacedImage, ...] = ()
     """What lies at the placeholders among input_ids, in order. An engine that cannot show images raises."""
+    arrays: Arrays = field(default_factory=dict[str, Any], compare=False)
+    """For an engine of your own: arrays with a row for each of input_ids, as Trajectory.arrays has."""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) == 0:
             raise ValueError("input_ids is empty; a request needs at least one token to continue from")
+        if self.arrays and (flaw := arrays_flaw(self.arrays, len(self.input_ids), "input_ids")):
+            raise ValueError(flaw)
         if not 0 <= self.routes_from < len(self.input_ids):
             raise ValueError(
                 f"routes_from is {self.routes_from}; it must be below {len(self.input_ids)}, the input_ids"
@@ -140,6 +145,8 @@ class ModelResponse:
     """For a mixture of experts: the experts that computed each token of input_ids and output_ids. They are unknown for
     the last token, and for tokens before the request's routes_from. Trajectories that are built by hand need them,
     too."""
+    arrays: Arrays = field(default_factory=dict[str, Any], compare=False)
+    """From an engine of your own: arrays with a row for each sampled token, as Trajectory.arrays has."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
     """The address of the server that gave the last token, if there is one."""
@@ -159,6 +166,8 @@ class ModelResponse:
                 f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions; "
                 "each token needs one of each"
             )
+        if self.arrays and (flaw := arrays_flaw(self.arrays, n, "output_ids")):
+            raise ValueError(flaw)
         if self.kept_ids is not None:
             if flaw := _kept_ids_flaw(self.kept_ids, self.output_ids):
                 raise ValueError(flaw)
@@ -278,6 +287,10 @@ class Trajectory:
     """For a mixture of experts: the experts that computed each token. The trainer uses the same."""
     images: tuple[PlacedImage, ...] = ()
     """What the model saw at the placeholders among token_ids, in order. Equal images are held once."""
+    arrays: Arrays = field(default_factory=dict[str, Any])
+    """For a model of another kind (docs/extending.md): what it needs of each token beside the id, such as the latents
+    of a denoising step. Name -> numpy array of numbers, whose first axis is the tokens; it becomes read-only. With
+    arrays, logprobs may be above 0, as those of densities are."""
     num_trained_tokens: int = field(init=False, repr=False)
     oldest_version: int | None = field(init=False, repr=False)
     """The smallest version among trained tokens; None when no token is trained."""
@@ -286,6 +299,10 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         self._check_lengths()
+        if self.arrays:
+            if flaw := arrays_flaw(self.arrays, len(self.token_ids), "token_ids"):
+                raise TrajectoryError(flaw)
+            object.__setattr__(self, "arrays", kept_arrays(self.arrays))
         self._build_columns()
         self._check_numbers()
         self._check_turns()
@@ -320,7 +337,10 @@ class Trajectory:
         put(self, "token_ids", columns.integers("token_ids", self.token_ids, 0, _MOST, _TOKEN_ID))
         if self.token_rewards is not None:
             put(self, "token_rewards", columns.rewards("token_rewards", self.token_rewards, MAX_REWARD))
-        put(self, "behavior_logprobs", columns.logprobs("behavior_logprobs", self.behavior_logprobs, MAX_NUMBER))
+        logprobs = columns.logprobs(
+            "behavior_logprobs", self.behavior_logprobs, MAX_NUMBER, may_be_positive=bool(self.arrays)
+        )
+        put(self, "behavior_logprobs", logprobs)
         mask = columns.integers("loss_mask", self.loss_mask, 0, 1, "0 or 1")
         put(self, "loss_mask", mask)
         versions = columns.integers("versions", self.versions, NOT_SAMPLED, _MOST, _VERSION)
@@ -399,6 +419,8 @@ def _trajectory_of(*values: Any) -> Trajectory:
         object.__setattr__(made, name, value)
         if name in COLUMNS and value is not None:
             value.flags.writeable = False
+    for array in made.arrays.values():
+        array.flags.writeable = False
     return made
 
 

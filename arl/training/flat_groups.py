@@ -1,7 +1,8 @@
 """Finished groups as flat arrays: the form in which they cross to another process, and lie in a checkpoint.
 
 header      JSON: what is not per token, a list for each field of the groups and of their trajectories
-arrays      one for each field of the tokens: all trajectories end to end; and the files of all images, each once
+arrays      one for each field of the tokens: all trajectories end to end; the files of all images, each once;
+            and Trajectory.arrays (flat_arrays.py)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from arl.api.images import Image, PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import Group, Trajectory, TurnSpan
+from arl.training.flat_arrays import flatten_arrays, is_flat_array, restore_arrays
 
 Array = npt.NDArray[Any]
 _RecordT = TypeVar("_RecordT")
@@ -65,9 +67,12 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     files = [np.frombuffer(image.data, np.uint8) for image in images]
     if files:
         about["images"] = [(image.width, image.height, len(image.data)) for image in images]
+    known_own, own = flatten_arrays(fields.pop("arrays"))
+    if known_own:
+        about["arrays"] = known_own
     header = json.dumps(about, default=dict).encode()
     columns = {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
-    return header, columns | ({_IMAGES: np.concatenate(files)} if files else {})
+    return header, columns | own | ({_IMAGES: np.concatenate(files)} if files else {})
 
 
 def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
@@ -86,6 +91,7 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
     images = _images(known.get("images", []), arrays)
     placed = fields.get("images", [[]] * len(fields["length"]))
     fields["images"] = [tuple(PlacedImage(image=images[i], start=a, stop=b) for i, a, b in own) for own in placed]
+    fields["arrays"] = restore_arrays(known.get("arrays", {}), fields["length"], arrays)
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
@@ -154,7 +160,7 @@ def read_groups(file: BinaryIO) -> list[Group]:
     with np.load(file, allow_pickle=False) as arrays:
         if missing := {"header", *_EMPTY} - _ADDED - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        names = [name for name in (*_EMPTY, _IMAGES) if name in arrays.files]
+        names = [name for name in arrays.files if name in (*_EMPTY, _IMAGES) or is_flat_array(name)]
         return restore(arrays["header"].tobytes(), {name: arrays[name] for name in names})
 
 

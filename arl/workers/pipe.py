@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arl.api.events import Event
+from arl.api.own_arrays import Arrays
 from arl.api.types import ModelResponse, SamplingParams, Trajectory
 from arl.remote_calls import Message, portable
 
@@ -62,6 +63,7 @@ class Request(NamedTuple):
     rid: str
     session_id: str | None
     routes_from: int
+    arrays: Arrays
 
 
 class Drop(NamedTuple):

@@ -49,6 +49,15 @@ def images(draw: st.DrawFn, mask: list[int]) -> tuple[PlacedImage, ...]:
     return tuple(PlacedImage(image=draw(st.sampled_from(IMAGES)), start=place, stop=place + 1) for place in free)
 
 
+def arrays(draw: st.DrawFn, n: int) -> dict[str, np.ndarray]:
+    """Arrays of users' own, of any kind of number; few names, so that trajectories share some."""
+    shapes = st.sampled_from([(n,), (n, 2), (n, 2, 3), (n, 0)])
+    kinds = st.sampled_from(["?", "<f4", "<f8", "<i2", "<u8", "<f2"])
+    named = st.dictionaries(st.sampled_from(["latents", "t", "\u00e9"]), st.tuples(shapes, kinds), max_size=2)
+    fill = np.random.default_rng(draw(st.integers(0, 9)))
+    return {name: fill.integers(0, 2, shape).astype(kind) for name, (shape, kind) in draw(named).items()}
+
+
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     n = draw(st.integers(1, 12))
@@ -75,6 +84,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         kept_ids=KeptIds.of([ids and sorted(ids) for ids in kept]) if draw(st.booleans()) else None,
         routes=draw(st.none() | routes(n)),
         images=images(draw, mask),
+        arrays=arrays(draw, n),
     )
 
 
@@ -110,6 +120,30 @@ def test_groups_come_back_as_they_were(what: list[Group]):
     header, arrays = flatten(what)
     assert restore(header, arrays) == what
     assert {type(header), *map(type, arrays.values())} == {bytes, np.ndarray}
+
+
+def test_arrays_of_users_own_keep_their_dtypes_and_are_read_only_views(long_group: Group):
+    (trajectory,) = long_group.trajectories
+    latents = np.arange(40_000, dtype=np.float16).reshape(20_000, 2)
+    both = replace(trajectory, arrays={"latents": latents}), trajectory
+    group = replace(long_group, trajectories=both, episode_indices=(0, 1))
+    header, flat = flatten([group])
+    with_arrays, without = restore(header, flat)[0].trajectories
+    (column,) = with_arrays.arrays.values()
+    assert (column.dtype, column.flags.writeable) == (np.float16, False)
+    assert np.shares_memory(column, flat["own_0"])
+    assert without.arrays == {}
+    with pytest.raises(ValueError, match=r"arrays\['latents'\] has 19999 rows"):
+        restore(header, {**flat, "own_0": flat["own_0"][1:]})
+
+
+def test_a_file_of_before_arrays_and_images_is_read(long_group: Group):
+    header, flat = flatten([long_group])
+    known = json.loads(header)
+    assert "arrays" not in known  # nor in its trajectories, which cost what they did
+    assert "arrays" not in known["trajectories"]
+    del known["trajectories"]["images"]
+    assert restore(json.dumps(known).encode(), flat) == [long_group]
 
 
 def test_a_file_whose_groups_have_no_examples_is_read(long_group: Group):
