@@ -24,6 +24,7 @@ from arl.api.errors import ConfigError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage
+from arl.api.own_engines import CountsUnreceived, OwnEngines
 from arl.api.run_tasks import Task, TaskCurriculum
 from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
@@ -72,6 +73,7 @@ class _GivenRun:
     held_out: Dataset | None
     workflow: RolloutWorkflow
     trackers: Sequence[Tracker]
+    engines: OwnEngines | None = None
 
 
 @asynccontextmanager
@@ -86,6 +88,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
     tasks: Sequence[Task] | None = None,
     task_curriculum: TaskCurriculum | None = None,
     trackers: Sequence[Tracker] = (),
+    engines: OwnEngines | None = None,
     held: OpenRun | None = None,
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
@@ -97,7 +100,8 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
     examples of each stage, in order; without one, epochs of the whole dataset. tasks: several of these at once, in the
     place of workflow, dataset, eval_dataset, keep and curriculum; rollout.mixture shares the run's groups among them by
     their weights, which task_curriculum may change. trackers: your own, beside those of
-    log.trackers. held: run_dir, if the caller holds it. The workflow is entered first and left last, in each worker if
+    log.trackers. engines: your own, of a model of another kind (docs/extending.md); config.model is whatever they take
+    for one. held: run_dir, if the caller holds it. The workflow is entered first and left last, in each worker if
     there are any. Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers that
     arl started and writes END.json. Raises the ArlError of a part that could not start (RunFileError while another run
     trains in run_dir), and out of the block the first error of the run.
@@ -112,7 +116,13 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
         task_curriculum=task_curriculum,
     )
     run_tasks = given_tasks(own)
-    given = _GivenRun(tasks=run_tasks, held_out=run_tasks.held_out, workflow=run_tasks.workflow, trackers=trackers)
+    given = _GivenRun(
+        tasks=run_tasks,
+        held_out=run_tasks.held_out,
+        workflow=run_tasks.workflow,
+        trackers=trackers,
+        engines=engines,
+    )
     _check(config, given)
     played = _played(config, given.workflow)
     async with AsyncExitStack() as stack:
@@ -149,6 +159,8 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
 def _check(config: Config, given: _GivenRun) -> None:
     check_settings(config, given.tasks)
     check_trackers(config.log.trackers, given.trackers)
+    if given.engines:
+        given.engines.check(config)
     if config.evaluation.every and given.held_out is None:
         raise ConfigError(
             f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
@@ -186,15 +198,17 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     trackers = Trackers(config.log.trackers, given.trackers)
     stack.push_async_exit(partial(_close_trackers, trackers))
     findings = await check_start(config)
-    tokens = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated)
+    tokens, own = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated), given.engines
+    if own and isinstance(own.inference, CountsUnreceived):
+        tokens.unreceived = own.inference.unreceived
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engines = await open_engines(stack, config, given.tasks, thread, events, tokens.unreceived)
+        learner, engines = await open_engines(stack, config, given.tasks, thread, events, tokens.unreceived, own)
     engine, opened = engines.training, engines.opened
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
-    transport = await thread(weight_transport, config, learner.engine, opened)
+    transport = engines.transport or await thread(weight_transport, config, learner.engine, opened)
     stack.callback(transport.close)
     evaluation_servers = await thread(evaluation_servers_of, stack, config, engines, learner.engine)
-    is_decoded = trackers.has_any and config.log.track_trajectories
+    is_decoded = trackers.has_any and config.log.track_trajectories and not own
     decode = await offload(decoder, config.model) if is_decoded else None
     tracker = trackers if trackers.has_any else None
     settings = settings_without_keys(config)

@@ -27,6 +27,7 @@ from arl.api.engine_config import (
 )
 from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import Events
+from arl.api.own_engines import OwnEngines
 from arl.api.unreceived import Unreceived
 from arl.engine.model_files import model_digest
 from arl.engine.weights.delta import DeltaTransport
@@ -34,6 +35,7 @@ from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.given_tasks import RunTask, RunTasks
 from arl.offload import TrainThread
+from arl.sent_object import SentObject
 from arl.serving import OpenedServers, connect, connect_for_evaluations, open_all_servers
 from arl.trainer_process import host_learner
 from arl.training.pinned_weights import EvaluationServers
@@ -52,6 +54,8 @@ class Engines:
     evaluations: InferenceEngine | None = None
     """Of servers for evaluations alone."""
     opened_for_evaluations: OpenedServers | None = None
+    transport: WeightTransport | None = None
+    """The user's own."""
 
 
 async def open_engines(
@@ -61,10 +65,18 @@ async def open_engines(
     thread: TrainThread,
     events: Events,
     unreceived: Unreceived,
+    own: OwnEngines | None = None,
 ) -> tuple[RecoveringLearner, Engines]:
-    """Both at once: the train engine loads while servers start, unless they take turns on one device."""
-    loading = thread.submit(_load_learner, config, tasks, events)
+    """Both at once: the train engine loads while servers start, unless they take turns on one device.
+
+    own: instead of those that the settings name.
+    """
+    loading = thread.submit(_load_learner, config, tasks, events, own)
     stack.push_async_callback(_close, thread, loading)
+    if own is not None:
+        stack.push_async_callback(own.inference.aclose)
+        learner = await thread.finish(loading)
+        return learner, Engines(own.inference, OpenedServers(addresses=[]), transport=own.transport)
     if config.engine.colocated:  # the device has no room for both
         await thread((await thread.finish(loading)).offload)
     try:
@@ -110,8 +122,12 @@ def weight_transport(
     return DiskTransport(config.weights, run_dir, engine, opened.addresses)
 
 
-def _load_learner(config: Config, tasks: RunTasks, events: Events) -> RecoveringLearner:
-    host, log = partial(host_learner, _without_own_settings(config)), config.run_dir / "logs" / "trainer.log"
+_TRAVELS = "It is loaded there: give a class, or a function at the top of a module, and no lambda"
+
+
+def _load_learner(config: Config, tasks: RunTasks, events: Events, own: OwnEngines | None) -> RecoveringLearner:
+    sent = own and SentObject.of(own.train, "engines.train", "the trainer's process", _TRAVELS)
+    host, log = partial(host_learner, _without_own_settings(config), own=sent), config.run_dir / "logs" / "trainer.log"
     hosts = chain([partial(host, looks_at_nodes=True)], repeat(host))  # a recovery takes the nodes that there are
 
     def start() -> RemoteLearner:

@@ -24,6 +24,7 @@ from arl.cluster.node_checks import NodeReport
 from arl.cluster.placement import check
 from arl.cluster.planned import planned_trainer, shared_gpus
 from arl.engine.model_files import load_tokenizer
+from arl.sent_object import SentObject
 from arl.training.remote_learner import LearnerHost
 
 if TYPE_CHECKING:
@@ -51,18 +52,18 @@ def load_train_engine(
         sys.excepthook = hook  # torch's would begin every later traceback of this process with [rank0]
 
 
-def host_learner(config: Config, *, looks_at_nodes: bool = False) -> LearnerHost:
+def host_learner(config: Config, *, looks_at_nodes: bool = False, own: SentObject | None = None) -> LearnerHost:
     """The learner of a run, as a RemoteLearner calls it. Raises ConfigError, ModelError, TrainingError.
 
     looks_at_nodes: look for mistakes on the nodes of a cluster before anything is loaded there. Where there is no room
-    for all ranks, and train.min_ranks allows it, the learner has fewer.
+    for all ranks, and train.min_ranks allows it, the learner has fewer. own: the user's own TrainEngineLoader.
     """
     from arl.eventlog.token_frames import frames_of
 
     report = _checked_nodes(config) if looks_at_nodes else NodeReport()
     with ExitStack() as stack:
         config, has_room = _with_room(stack, config)
-        learner = load_learner(config)
+        learner = load_learner(config, own and own.received())
     try:
         placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
         return LearnerHost(

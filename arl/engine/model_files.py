@@ -138,10 +138,11 @@ def _first_line(error: Exception) -> str:
 def copy_tokenizer(model: str | Path, directory: Path) -> None:
     """Copy the model's tokenizer.json, if it has one, so that logs can be read where the model is not."""
     source: Any = Path(model) / "tokenizer.json"
-    if not Path(model).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+    # TypeError: the hub's model has none, or is not here. ValueError: no model of the hub can have this name.
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        if not Path(model).is_dir():
+            from huggingface_hub import try_to_load_from_cache
 
-        source = try_to_load_from_cache(str(model), "tokenizer.json")
-    with contextlib.suppress(OSError, TypeError):  # TypeError: the hub's model has none, or is not here
+            source = try_to_load_from_cache(str(model), "tokenizer.json")
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, directory / "tokenizer.json")

@@ -52,7 +52,11 @@ def test_arrays_that_cannot_lie_beside_the_tokens_are_refused_by_name(arrays: An
         ModelRequest(input_ids=[1, 2, 3], arrays=arrays)
     with pytest.raises(ValueError, match=flaw.replace("token_ids", "output_ids")):
         ModelResponse(
-            output_ids=(1, 2, 3), output_logprobs=(0.0,) * 3, output_versions=(0,) * 3, stop_reason="stop", arrays=arrays
+            output_ids=(1, 2, 3),
+            output_logprobs=(0.0,) * 3,
+            output_versions=(0,) * 3,
+            stop_reason="stop",
+            arrays=arrays,
         )
 
 
