@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from arl import finetuning, rewards, sandbox
+    from arl import extending, finetuning, rewards, sandbox
     from arl.api.algorithm import preset
     from arl.api.config import Config
     from arl.api.engine import Sampler
@@ -73,6 +73,7 @@ _HOMES = {
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
     "arl.eventlog.run_record": "read_run",
     "arl.experiment": "Experiment ExperimentConfig Setup",
+    "arl.extending": "",
     "arl.finetuning": "",
     "arl.rehearsal": "dry_run",
     "arl.replaying.replay": "replay",

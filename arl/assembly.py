@@ -205,8 +205,9 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
         learner, engines = await open_engines(stack, config, given.tasks, thread, events, tokens.unreceived, own)
     engine, opened = engines.training, engines.opened
     placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
-    transport = engines.transport or await thread(weight_transport, config, learner.engine, opened)
-    stack.callback(transport.close)
+    if (transport := engines.transport) is None:
+        transport = await thread(weight_transport, config, learner.engine, opened)
+        stack.callback(transport.close)
     evaluation_servers = await thread(evaluation_servers_of, stack, config, engines, learner.engine)
     is_decoded = trackers.has_any and config.log.track_trajectories and not own
     decode = await offload(decoder, config.model) if is_decoded else None

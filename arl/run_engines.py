@@ -55,7 +55,7 @@ class Engines:
     """Of servers for evaluations alone."""
     opened_for_evaluations: OpenedServers | None = None
     transport: WeightTransport | None = None
-    """The user's own."""
+    """The user's own, which open_engines closes, too."""
 
 
 async def open_engines(
@@ -75,6 +75,7 @@ async def open_engines(
     stack.push_async_callback(_close, thread, loading)
     if own is not None:
         stack.push_async_callback(own.inference.aclose)
+        stack.callback(own.transport.close)
         learner = await thread.finish(loading)
         return learner, Engines(own.inference, OpenedServers(addresses=[]), transport=own.transport)
     if config.engine.colocated:  # the device has no room for both

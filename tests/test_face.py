@@ -1,4 +1,4 @@
-"""What users import: `arl`, `arl.finetuning`, `arl.rewards` and `arl.sandbox`, and nothing at a second address."""
+"""What users import: `arl` and the packages that PACKAGES names, and nothing at a second address."""
 
 import ast
 import re
@@ -10,12 +10,13 @@ from types import ModuleType
 import pytest
 
 import arl
+import arl.extending
 import arl.finetuning
 import arl.rewards
 import arl.sandbox
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (arl, arl.finetuning, arl.rewards, arl.sandbox)
+PACKAGES = (arl, arl.extending, arl.finetuning, arl.rewards, arl.sandbox)
 PAGE = (ROOT / "docs" / "api.md").read_text()
 TAUGHT = [
     ROOT / "README.md",
@@ -25,9 +26,7 @@ TAUGHT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "package", [arl, arl.finetuning, arl.rewards, arl.sandbox], ids=lambda package: package.__name__
-)
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_every_name_can_be_loaded_and_has_its_line_on_the_page(package: ModuleType) -> None:
     part = PAGE.partition(f"\n# {package.__name__}\n")[2].partition("\n# ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == sorted(package.__all__)
@@ -35,9 +34,7 @@ def test_every_name_can_be_loaded_and_has_its_line_on_the_page(package: ModuleTy
     assert [name for name in dir(package) if not name.startswith("__")] == package.__all__
 
 
-@pytest.mark.parametrize(
-    "package", [arl, arl.finetuning, arl.rewards, arl.sandbox], ids=lambda package: package.__name__
-)
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_editors_see_the_names_where_they_are_loaded_from(package: ModuleType) -> None:
     assert package.__file__ is not None
     (block,) = [node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If)]

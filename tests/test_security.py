@@ -150,7 +150,7 @@ def test_data_is_never_read_as_code() -> None:
     assert set(pickles) == {("flat_groups", "False"), ("vllm_client", "False")}
     assert callers("np.load") == {"flat_groups", "vllm_client"}
     assert callers("torch.load", "yaml.load", "unsafe_load", "marshal.loads", "shelve.open", "joblib.load") == set()
-    pickled = {"pool", "remote_calls", "object_process", "pipe", "sent_workflow", "worker"}
+    pickled = {"pool", "remote_calls", "object_process", "pipe", "sent_object", "worker"}
     assert callers("pickle.loads", "pickle.load") == pickled, "by arl's own processes, which began one another"
     evaluated = callers("eval", "exec") - {"model", "runner", "lora", "reference_model"}  # models' own eval()
     assert evaluated == {"scorers", "examiner"}, "checked; in the sandbox"

@@ -1,8 +1,9 @@
 """What a train engine of one process gives to losses and takes from them: trained tokens, flat, and what is reported.
 
-sequences --packed_tokens--> PackedTokens, and the engine's TokenOutputs --TokenLoss--> TokenLosses --LossReport--> metrics
-                                                      | unpacked
-                                                      +--> values of each sequence
+sequences --packed_tokens--> PackedTokens --+
+    | the engine's model                    +--TokenLoss--> TokenLosses --LossReport--> metrics
+    +----------------------> TokenOutputs --+                   | unpacked
+                                                                +--> values of each sequence
 
 Microbatches only save memory: a minibatch's loss weights hold its denominators, so losses add up over any split.
 """
@@ -67,7 +68,9 @@ class LossReport:
             found[name] = float(value.mean())
         for name, value in _joined([losses.weighted for losses, _ in parts]).items():
             found[name] = float(value @ weights)
-        above, below = (_joined([{n: q[i] for n, q in losses.quotients.items()} for losses, _ in parts]) for i in (0, 1))
+        above, below = (
+            _joined([{n: q[i] for n, q in losses.quotients.items()} for losses, _ in parts]) for i in (0, 1)
+        )
         found |= {name: float(above[name].sum() / own.sum()) for name, own in below.items() if own.sum()}
         for name, value in _joined([losses.sample_sizes for losses, _ in parts]).items():
             if squares := float(value.square().sum()):

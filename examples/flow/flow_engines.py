@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from flow_model import MAX_STEPS, NUM_PROMPTS, Velocity, step_entropy, step_logprobs, transition
 
@@ -94,15 +93,15 @@ class FlowSampler:
         try:
             await asyncio.sleep(0)  # every other request becomes due, too
             await self._running.wait()
-        finally:
             if self._is_closed:
                 raise extending.EngineClosedError("the flow sampler was closed")
+        except BaseException:
             if one in self._due:
-                if asyncio.current_task().cancelling():  # pyright: ignore[reportOptionalMemberAccess]
-                    self._due.remove(one)
-                else:
-                    due, self._due = self._due, []
-                    self._step(due)
+                self._due.remove(one)
+            raise
+        if one in self._due:  # the first that goes on takes all of them a step further
+            due, self._due = self._due, []
+            self._step(due)
 
     @torch.no_grad()
     def _step(self, due: Sequence[_Denoising]) -> None:
@@ -110,7 +109,8 @@ class FlowSampler:
         x = torch.stack([one.x for one in due])
         a = torch.tensor([one.noise_level for one in due])
         prompts, steps, num_steps = (
-            torch.tensor(row) for row in zip(*((one.prompt, len(one.latents), one.num_steps) for one in due), strict=True)
+            torch.tensor(row)
+            for row in zip(*((one.prompt, len(one.latents), one.num_steps) for one in due), strict=True)
         )
         mean, std = transition(self._velocity, x, prompts, steps, num_steps, a)
         reached = mean + std[:, None] * torch.stack([torch.randn(2, generator=one.draw) for one in due])
@@ -282,9 +282,7 @@ def _print_of(tensor: torch.Tensor) -> extending.TensorPrint:
     digest = hashlib.blake2b(tensor.numpy().tobytes(), digest_size=8).digest()
     signs = torch.arange(tensor.numel()).bitwise_and(1).mul(2).sub(1).double()
     flat = tensor.double().flatten()
-    return extending.TensorPrint(
-        bits=int.from_bytes(digest), norm=float(flat.norm()), projection=float(flat @ signs)
-    )
+    return extending.TensorPrint(bits=int.from_bytes(digest), norm=float(flat.norm()), projection=float(flat @ signs))
 
 
 @dataclass(frozen=True)
@@ -346,9 +344,7 @@ class FileTransport:
         snapshot = engine.snapshot()
         return FileUpdate(snapshot, Path(self._home.name) / f"version-{snapshot.version}")
 
-    async def deliver(
-        self, update: extending.WeightUpdate, engine: extending.InferenceEngine
-    ) -> extending.UpdateStats:
+    async def deliver(self, update: extending.WeightUpdate, engine: extending.InferenceEngine) -> extending.UpdateStats:
         try:
             return await engine.update_weights(update)
         finally:

@@ -2,8 +2,8 @@
 
     x_t = (1 - t) x_0 + t x_1       x_0 from the data, x_1 noise, and v(x_t, t, prompt) the velocity dx_t/dt
 
-A model is sampled from t = 1 to t = 0. Flow-GRPO (2505.05470) replaces the ODE dx = v dt by an SDE with the same marginals
-(eq. 8), in T steps of dt = 1 / T (eq. 9, with its dt < 0 written as -dt):
+A model is sampled from t = 1 to t = 0. Flow-GRPO (2505.05470) replaces the ODE dx = v dt by an SDE with the same
+marginals (eq. 8), in T steps of dt = 1 / T (eq. 9, with its dt < 0 written as -dt):
 
     x_{t-dt} = x_t - [v + s^2 / (2 t) (x_t + (1 - t) v)] dt + s sqrt(dt) e        e ~ N(0, 1),  s = a sqrt(t / (1 - t))
 
@@ -14,6 +14,7 @@ Gaussian density; a = 0 is the ODE. DanceGRPO (2505.07818) does the same with a 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ class Velocity(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = 2 + NUM_PROMPTS + 3, 64, 64, 2
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """x: float32[N, 2]. t: float32[N]. prompts: int64[N]."""
@@ -66,7 +67,12 @@ class Velocity(nn.Module):
 
 
 def transition(
-    velocity: nn.Module, x: torch.Tensor, prompts: torch.Tensor, steps: torch.Tensor, num_steps: torch.Tensor, a: torch.Tensor
+    velocity: nn.Module,
+    x: torch.Tensor,
+    prompts: torch.Tensor,
+    steps: torch.Tensor,
+    num_steps: torch.Tensor,
+    a: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean float32[N, 2] and the standard deviation float32[N] of x_{t-dt} given x, of eq. 9 above.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flow_engines import LATENTS, flow_engines
@@ -63,7 +63,7 @@ def examples(number: int, seed: int, noise_level: float) -> list[dict[str, Any]]
 class FlowConfig(arl.ExperimentConfig):
     """Settings of a run: arl's, but for its engines and weights. The model is a directory with velocity.pt."""
 
-    tiny_settings = {
+    tiny_settings: ClassVar[Any] = {
         "run_dir": "runs/flow",
         "steps": 60,
         "rollout": {"batch_size": 8, "group_size": 16, "max_staleness": 2},

@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-for directory in ("agents", "health"):
+for directory in ("agents", "flow", "health"):
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / directory))

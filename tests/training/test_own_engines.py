@@ -1,0 +1,118 @@
+"""launch with engines of a user's own: what it refuses, what it leaves alone, and what an episode must return to them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from one_turn import OneTurn
+from records import trajectory
+from scripted_launch import small
+from trainer_run import EXAMPLES, DirectTransport
+
+import arl
+from arl.api.engine import ModelLimits
+from arl.api.errors import ConfigError, TrajectoryError
+from arl.api.own_engines import OwnEngines
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import Trajectory
+from arl.api.unreceived import Loss, Unreceived
+from arl.api.workflow import RolloutWorkflow
+from arl.rollout.episode import EpisodeRunner
+from arl.training.run_files import read_jsonl
+
+
+def load_scripted(model: str, settings: arl.TrainConfig, *, seed: int, head: str) -> ScriptedTrainEngine:
+    assert (model, head, settings.optimizer.lr) == ("my model", "policy", 0.5), "in the trainer's process"
+    return ScriptedTrainEngine()
+
+
+class CountingEngine(ScriptedEngine):
+    def __init__(self) -> None:
+        super().__init__(lambda request: (7, 8, 9))
+        self.is_closed = False
+        self.unreceived = Unreceived()
+        self.unreceived.add(Loss.CANCELLED, 5)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self.is_closed = True
+
+
+class ClosedTransport(DirectTransport):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def own(train: Any = load_scripted) -> OwnEngines:
+    return OwnEngines(inference=CountingEngine(), train=train, transport=ClosedTransport())
+
+
+async def test_a_run_is_made_of_them_and_closes_them(tmp_path: Path) -> None:
+    engines = own()
+    config = small(tmp_path, model="my model", train={"optimizer": {"lr": 0.5}})
+    async with arl.launch(config, workflow=OneTurn(), dataset=EXAMPLES, engines=engines) as trainer:
+        assert [step.version async for step in trainer] == [1, 2]
+        summary = trainer.summary()
+    assert (engines.inference.is_closed, engines.transport.is_closed) == (True, True)  # pyright: ignore
+    assert summary["tokens/unreceived/cancelled"] == 5
+    assert summary["tokens/generated"] == summary["tokens/received"] + 5
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": {"kind": "sglang", "addresses": ["http://127.0.0.1:1"]}}, "engine is set, but the engines are"),
+        ({"weights": {"transport": "distributed"}}, "weights is set, but the engines are launch's `engines`"),
+        ({"train": {"num_ranks": 2}}, "train.num_ranks is 2"),
+        ({"record": True}, "record is set"),
+    ],
+)
+async def test_a_setting_of_the_engines_that_they_replace_is_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        async with arl.launch(small(tmp_path, **settings), workflow=OneTurn(), dataset=EXAMPLES, engines=own()):
+            pass
+    assert not (tmp_path / "logs").exists()
+
+
+async def test_a_loader_that_cannot_travel_is_refused_by_name(tmp_path: Path) -> None:
+    engines = own(lambda model, settings, *, seed, head: ScriptedTrainEngine())
+    with pytest.raises(ConfigError, match=r"engines.train cannot be sent to the trainer's process .* no lambda"):
+        async with arl.launch(small(tmp_path), workflow=OneTurn(), dataset=EXAMPLES, engines=engines):
+            pass
+    assert (engines.inference.is_closed, engines.transport.is_closed) == (True, True)  # pyright: ignore
+
+
+class Returning(RolloutWorkflow):
+    def __init__(self, made: Trajectory) -> None:
+        self.made = made
+
+    async def arun_episode(self, engine: Any, data: Any) -> Trajectory:
+        return self.made
+
+
+@pytest.mark.parametrize(("names", "said"), [((), "has the arrays: none"), (("t", "x"), "has the arrays: t, x")])
+async def test_an_episode_must_return_the_arrays_that_the_model_needs(names: tuple[str, ...], said: str) -> None:
+    said = said.replace("has", "with")
+    limits = ModelLimits(vocab_size=100, arrays=frozenset({"x"}))
+    made = trajectory((0, 0), arrays=dict.fromkeys(names, np.zeros(3)))
+    runner = EpisodeRunner(workflow=Returning(made), timeout_s=5, limits=limits)
+    failure = await runner.attempt(ScriptedEngine(lambda request: ()), {})
+    with pytest.raises(TrajectoryError, match=f"a trajectory {said}; the trained model needs: x"):
+        raise failure if isinstance(failure, Exception) else AssertionError
+    runner = EpisodeRunner(workflow=Returning(trajectory(arrays={"x": np.zeros(3)})), timeout_s=5, limits=limits)
+    assert isinstance(await runner.attempt(ScriptedEngine(lambda request: ()), {}), tuple)
+
+
+async def test_a_language_model_takes_no_arrays() -> None:
+    made = trajectory((0, 0), arrays={"x": np.zeros(3)})
+    runner = EpisodeRunner(workflow=Returning(made), timeout_s=5, limits=ModelLimits(vocab_size=100))
+    failure = await runner.attempt(ScriptedEngine(lambda request: ()), {})
+    assert "with the arrays: x; the trained model needs: none" in str(failure)
+    await asyncio.sleep(0)
