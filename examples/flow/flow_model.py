@@ -36,7 +36,7 @@ def directions() -> torch.Tensor:
 
 
 class Velocity(nn.Module):
-    """v(x, t, prompt), a network of some 5,500 parameters."""
+    """v(x, t, prompt), a network of some 5,200 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
