@@ -79,5 +79,12 @@ def test_what_is_reported_is_what_arls_own_engine_reports(monkeypatch: pytest.Mo
         counted.append(tally)
         report.end_minibatch(lr=0.5, grad_norm=float(len(minibatch)))
     theirs = mean_of_minibatches(counted)
-    assert {"loss", "lr", "ratio", "ratio_max", "effective_sample_size", "staleness_3-4/tokens"} <= report.metrics.keys()
+    assert {
+        "loss",
+        "lr",
+        "ratio",
+        "ratio_max",
+        "effective_sample_size",
+        "staleness_3-4/tokens",
+    } <= report.metrics.keys()
     assert report.metrics == pytest.approx({name: theirs[name] for name in report.metrics}, rel=1e-5)

@@ -21,7 +21,7 @@ from guides import python_blocks
 import arl
 from arl import extending
 from arl.api.algorithm import preset
-from arl.extending import Group, Learner, TrainSequence
+from arl.extending import Group, Learner
 from arl.training.flat_groups import FlatBatch
 
 
@@ -62,7 +62,9 @@ def test_the_guide_shows_the_examples_own_lines() -> None:
 # The step -------------------------------------------------------------------------------------------------------------
 
 
-def slow_step(v: tuple[float, ...], x: tuple[float, ...], k: int, num_steps: int, a: float) -> tuple[list[float], float]:
+def slow_step(
+    v: tuple[float, ...], x: tuple[float, ...], k: int, num_steps: int, a: float
+) -> tuple[list[float], float]:
     """Mean and standard deviation of Flow-GRPO's eq. 9, with its own negative dt."""
     t, dt = 1 - k / num_steps, -1 / num_steps
     sigma = a * math.sqrt(t / (1 - (t if t < 1 else 1 + dt)))
@@ -145,7 +147,7 @@ def plain_objective(velocity: Velocity, groups: Sequence[Group], clip: float) ->
     for group in groups:
         rewards = np.array([t.reward for t in group.trajectories])
         for t in group.trajectories:
-            advantage = float((t.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))  # eq. 4
+            advantage = float((t.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
             steps = len(t.token_ids) - 1
             x, prompt = torch.tensor(t.arrays["latents"]), torch.tensor([int(t.token_ids[0])])
             for k in range(steps):

@@ -1,6 +1,5 @@
-"""launch with engines of a user's own: what it refuses, what it leaves alone, and what an episode must return to them."""
+"""launch with engines of a user's own: what it refuses and closes, and what an episode must return to them."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,19 @@ def own(train: Any = load_scripted) -> OwnEngines:
     return OwnEngines(inference=CountingEngine(), train=train, transport=ClosedTransport())
 
 
+def are_closed(engines: OwnEngines) -> bool:
+    assert isinstance(engines.inference, CountingEngine)
+    assert isinstance(engines.transport, ClosedTransport)
+    return engines.inference.is_closed and engines.transport.is_closed
+
+
 async def test_a_run_is_made_of_them_and_closes_them(tmp_path: Path) -> None:
     engines = own()
     config = small(tmp_path, model="my model", train={"optimizer": {"lr": 0.5}})
     async with arl.launch(config, workflow=OneTurn(), dataset=EXAMPLES, engines=engines) as trainer:
         assert [step.version async for step in trainer] == [1, 2]
         summary = trainer.summary()
-    assert (engines.inference.is_closed, engines.transport.is_closed) == (True, True)  # pyright: ignore
+    assert are_closed(engines)
     assert summary["tokens/unreceived/cancelled"] == 5
     assert summary["tokens/generated"] == summary["tokens/received"] + 5
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 2
@@ -86,7 +91,7 @@ async def test_a_loader_that_cannot_travel_is_refused_by_name(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"engines.train cannot be sent to the trainer's process .* no lambda"):
         async with arl.launch(small(tmp_path), workflow=OneTurn(), dataset=EXAMPLES, engines=engines):
             pass
-    assert (engines.inference.is_closed, engines.transport.is_closed) == (True, True)  # pyright: ignore
+    assert are_closed(engines)
 
 
 class Returning(RolloutWorkflow):
@@ -115,4 +120,3 @@ async def test_a_language_model_takes_no_arrays() -> None:
     runner = EpisodeRunner(workflow=Returning(made), timeout_s=5, limits=ModelLimits(vocab_size=100))
     failure = await runner.attempt(ScriptedEngine(lambda request: ()), {})
     assert "with the arrays: x; the trained model needs: none" in str(failure)
-    await asyncio.sleep(0)

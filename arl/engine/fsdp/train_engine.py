@@ -305,6 +305,8 @@ class FSDPTrainEngine:
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), equally many on every rank, without untrained sequences."""
+        if FlatSequences.of(sequences).arrays:
+            raise ModelError("sequences have arrays, which a language model does not take; leave them out")
         config = self._config
         if self._cannot_replay and FlatSequences.of(sequences).routes is not None:
             raise ModelError(f"sequences have routes, but {self._cannot_replay}")

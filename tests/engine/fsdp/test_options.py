@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -15,7 +16,7 @@ from train_variants import OPTIMIZER, weights_of
 
 from arl.algorithm.prefix_tree import Block
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import block_attention
 from arl.engine.fsdp.policy import local_shard, token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -123,3 +124,13 @@ def test_compiling_without_a_compiler_is_refused_at_once(make_engine: MakeEngine
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"train\.compile needs a compiler, and none .* g\+\+"):
         make_engine(compile=True)
+
+
+# What it does not take
+
+
+def test_arrays_which_are_for_models_of_another_kind_are_an_error(make_engine: MakeEngine):
+    (sequence,) = random_sequences(1)
+    dense = dataclasses.replace(sequence, arrays={"latents": np.zeros((len(sequence), 2))})
+    with pytest.raises(ModelError, match="sequences have arrays, which a language model does not take"):
+        make_engine().forward([sequence, dense])
