@@ -219,7 +219,8 @@ class FlowTrainEngine:
             norm = torch.nn.utils.clip_grad_norm_(
                 self._velocity.parameters(), self._settings.max_grad_norm, error_if_nonfinite=True
             )
-            self._optimizer.step()
+            if len(tokens.advantages):  # without trained steps, momentum alone would move the weights
+                self._optimizer.step()
             report.add(losses, tokens)
             report.end_minibatch(grad_norm=float(norm), lr=self._settings.lr)
             nan = float("nan")

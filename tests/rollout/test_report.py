@@ -220,3 +220,16 @@ def test_each_episode_of_an_evaluation_names_its_example(tmp_path: Path) -> None
     assert {e.episode: e.example["n"] for e in read_run(tmp_path).episodes} == {
         "e1.0": 5, "e1.1": 5, "e1.2": 6, "e1.3": 6
     }  # fmt: skip
+
+
+def test_what_an_episode_last_saw_keeps_the_arrays_that_request_and_response_both_have() -> None:
+    report = EpisodeReport()
+    request = ModelRequest(input_ids=[1], arrays={"x": np.zeros((1, 2)), "y": np.zeros(1)})
+    ids, one = (2, 3), np.ones((2, 2))
+    response = ModelResponse(
+        output_ids=ids, output_logprobs=(1.5, -1.0), output_versions=(0, 0), stop_reason="stop", arrays={"x": one}
+    )
+    report.answered(request, response, 0.1)
+    report.end((), None, 1, ValueError("no reward"))
+    assert report.seen is not None
+    assert {name: rows.tolist() for name, rows in report.seen.arrays.items()} == {"x": [[0, 0], [1, 1], [1, 1]]}
