@@ -22,7 +22,7 @@ from arl.eventlog.writer import EventLog
 from arl.rewards.score import Score, reported
 from arl.rollout.controller import EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.report import shown
+from arl.rollout.report import EpisodeReport, shown
 from arl.view.episode_table import row_of
 from arl.workflow.call_formats import ToolCall
 from arl.workflow.tools import arun_tools
