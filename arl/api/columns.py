@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array as Numbers
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,11 +82,14 @@ def check_number(where: str, value: Any, limit: float) -> None:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two fields of records are equal. Columns are, if all their entries are."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        ours, theirs = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
-        return ours.keys() == theirs.keys() and all(are_equal(ours[name], theirs[name]) for name in ours)
+    if _are_mappings(one, other):
+        return one.keys() == other.keys() and all(are_equal(one[name], other[name]) for name in one)
     has_column = np.ndarray in (type(one), type(other))
     return np.array_equal(one, other) if has_column else one == other
+
+
+def _are_mappings(one: Any, other: Any) -> bool:
+    return isinstance(one, Mapping) and isinstance(other, Mapping)
 
 
 def _read(values: Sequence[float] | Array, dtype: np.dtype[Any]) -> Array | None:

@@ -326,7 +326,7 @@ def _check_versions(trajectory: Trajectory, oldest_allowed: int, newest_allowed:
 
 
 def _check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
-    if trajectory.arrays.keys() != limits.arrays:
+    if frozenset(trajectory.arrays) != limits.arrays:
         has, needed = (", ".join(sorted(names)) or "none" for names in (trajectory.arrays, limits.arrays))
         raise TrajectoryError(
             f"arun_episode returned a trajectory with the arrays: {has}; the trained model needs: {needed} "

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ LOSS = PolicyLoss.of(preset("decoupled_ppo", minibatches=2, loss={"kind": "gspo"
 def sequence(seed: int, unit: int = -1) -> TrainSequence:
     chance = torch.Generator().manual_seed(seed)
     length = 3 + seed % 4
-    columns = {name: torch.randn(length, generator=chance).abs().neg() for name in TOKEN_FIELDS}
+    columns: dict[str, Any] = {n: torch.randn(length, generator=chance).abs().neg() for n in TOKEN_FIELDS}
     columns |= {"selected": columns["selected"] > -0.5, "versions": torch.full((length,), seed % 5)}
     mask = torch.rand(length, generator=chance) < (0.7 if seed % 5 else 0.0)
     mask[0] = False

@@ -11,7 +11,7 @@ from one_turn import OneTurn
 from scripted_launch import small, use_fakes
 
 import arl.assembly
-from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
+from arl.api.engine import DiskWeights, InferenceEngine, UpdateStats, WeightSource, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.tracking import Tracker
 from arl.api.types import StepStats
@@ -36,7 +36,7 @@ class DirectTransport:
         self.delivered: list[int] = []
         self.discarded: list[int] = []
 
-    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
+    def snapshot(self, engine: WeightSource) -> WeightUpdate:
         return DiskWeights(version=engine.version, directory=Path("/none"))
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
