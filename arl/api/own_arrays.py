@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, "Array"]
 """Name -> numbers, whose first axis is the tokens."""
 
+_NONE: Arrays = {}
+
+
+def no_arrays() -> Arrays:
+    """The default of a record's arrays: one mapping for all of them, as there may be many records."""
+    return _NONE
+
+
 _NUMBERS = "biuf"
 """The kinds of numpy's dtypes that every process and file reads back as they were."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from arl.api.own_arrays import no_arrays
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +78,7 @@ class TrainSequence:
     """The experts that compute each token, instead of those that the model's routers choose. None: the routers' own."""
     images: tuple[PlacedImage, ...] = ()
     """What the model sees at the placeholders among token_ids, in order."""
-    arrays: Arrays = field(default_factory=dict[str, Any])
+    arrays: Arrays = field(default_factory=no_arrays)
     """Trajectory's, of numpy: untouched."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from arl.api.errors import TrajectoryError
 from arl.api.grammar import Grammar
 from arl.api.images import PlacedImage, placement_flaw
-from arl.api.own_arrays import Arrays, arrays_flaw, kept_arrays
+from arl.api.own_arrays import Arrays, arrays_flaw, kept_arrays, no_arrays
 
 if TYPE_CHECKING:
     from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
@@ -109,7 +109,7 @@ class ModelRequest:
     """The response's routes begin with this token of input_ids; those before it are known. Below len(input_ids)."""
     images: tuple[PlacedImage, ...] = ()
     """What lies at the placeholders among input_ids, in order. An engine that cannot show images raises."""
-    arrays: Arrays = field(default_factory=dict[str, Any], compare=False)
+    arrays: Arrays = field(default_factory=no_arrays, compare=False)
     """For an engine of your own: arrays with a row for each of input_ids, as Trajectory.arrays has."""
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class ModelResponse:
     """For a mixture of experts: the experts that computed each token of input_ids and output_ids. They are unknown for
     the last token, and for tokens before the request's routes_from. Trajectories that are built by hand need them,
     too."""
-    arrays: Arrays = field(default_factory=dict[str, Any], compare=False)
+    arrays: Arrays = field(default_factory=no_arrays, compare=False)
     """From an engine of your own: arrays with a row for each sampled token, as Trajectory.arrays has."""
     # How it was served, which makes no response another:
     server: str = field(default="", compare=False)
@@ -287,7 +287,7 @@ class Trajectory:
     """For a mixture of experts: the experts that computed each token. The trainer uses the same."""
     images: tuple[PlacedImage, ...] = ()
     """What the model saw at the placeholders among token_ids, in order. Equal images are held once."""
-    arrays: Arrays = field(default_factory=dict[str, Any])
+    arrays: Arrays = field(default_factory=no_arrays)
     """For a model of another kind (docs/extending.md): what it needs of each token beside the id, such as the latents
     of a denoising step. Name -> numpy array of numbers, whose first axis is the tokens; it becomes read-only. With
     arrays, logprobs may be above 0, as those of densities are."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arl.api.own_arrays import Arrays
+from arl.api.own_arrays import Arrays, no_arrays
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +40,7 @@ def restore_arrays(known: Mapping[str, Any], lengths: Sequence[int], flat: Mappi
     Raises ValueError, KeyError or TypeError if they do not fit together.
     """
     if not known:
-        return [{} for _ in lengths]
+        return [no_arrays()] * len(lengths)
     kinds, of_each = known["kinds"], known["of_each"]
     views: list[Iterator[Array]] = []
     for number, (name, dtype, shape) in enumerate(kinds):
