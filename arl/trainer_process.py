@@ -63,7 +63,7 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False, own: SentObjec
     report = _checked_nodes(config) if looks_at_nodes else NodeReport()
     with ExitStack() as stack:
         config, has_room = _with_room(stack, config)
-        learner = load_learner(config, own and own.received())
+        learner = load_learner(config) if own is None else load_learner(config, own.received())
     try:
         placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
         return LearnerHost(
