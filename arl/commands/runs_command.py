@@ -52,9 +52,9 @@ class ListedRun:
     """Batches trained."""
     steps: int | None
     """Batches to train."""
-    reward: float | None
+    reward: float | str | None
     """The reward of the last evaluation."""
-    loss: float | None
+    loss: float | str | None
     """The loss of the last evaluation of fine-tuning, which has no rewards."""
     evaluated_version: int | None
     """The version that was evaluated last."""
@@ -161,8 +161,13 @@ def _steps(run: ListedRun) -> str:
 
 def _held_out(run: ListedRun) -> str:
     if run.reward is not None:
-        return f"{run.reward:.3f} at {run.evaluated_version}"
-    return "-" if run.loss is None else f"loss {run.loss:.3f} at {run.evaluated_version}"
+        return f"{_rounded(run.reward)} at {run.evaluated_version}"
+    return "-" if run.loss is None else f"loss {_rounded(run.loss)} at {run.evaluated_version}"
+
+
+def _rounded(value: float | str) -> str:
+    """A number that is not finite is a text in the files."""
+    return value if isinstance(value, str) else f"{value:.3f}"
 
 
 def _started(run: ListedRun) -> str:
