@@ -1,4 +1,4 @@
-"""Composes what the trainer's process computes: the learner, and the train engines of its policy and its critic.
+"""Composes what the trainer's process computes: the learner, and the train engines of the policy and models beside it.
 
 Functions import what is heavy, because the controller's process names them without calling them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from arl.api.config import Config
 from arl.api.engine import Head, TrainEngine
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError
+from arl.api.objective import CriticConfig, RewardModelConfig
 from arl.api.placed import Placed, PlacedPart
 from arl.cluster.node_checks import NodeReport
 from arl.cluster.placement import check
@@ -87,7 +88,7 @@ def _with_room(stack: ExitStack, config: Config) -> tuple[Config, Callable[[], b
         return config, lambda: False
     from arl.engine.fsdp.ray_engine import RankRoom
 
-    room = RankRoom(train, num_engines=1 if config.algorithm.critic is None else 2)
+    room = RankRoom(train, num_engines=len(config.algorithm.trained_models))
     stack.callback(room.close)
     count = room.wait(counts)
     fewer = train.model_copy(update={"num_ranks": count})
@@ -108,10 +109,10 @@ def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
     """Where the engines are. Raises ConfigError if two ranks have one GPU."""
     if not config.train.is_over_ray:
         return [replace(part, pid=os.getpid()) for part in planned_trainer(config)]
-    engines: list[Any] = [learner.engine, *([learner.critic] if learner.critic else [])]
+    engines: Mapping[str, Any] = learner.engines.by_role
     places = [
         (replace(part, name=f"{role} rank {rank}"), gpu)
-        for role, engine in zip(("policy", "critic"), engines, strict=False)
+        for role, engine in engines.items()
         for rank, (part, gpu) in enumerate(engine.places())
     ]
     ranks = [part for part, _ in places]
@@ -120,25 +121,26 @@ def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
 
 
 def load_learner(config: Config, load: Callable[..., TrainEngine] | None = None) -> Learner:
-    """The policy's engine; and the critic's beside it, if any. A failure closes what was built.
+    """The policy's engine; and beside it a critic's or a reward model's, if any. A failure closes what was built.
 
     load: loads each engine instead of load_train_engine, from the same arguments.
     """
     from arl.training.learner import Learner
 
-    _check_critics_tokens(config)
+    _check_tokens_beside(config)
     with ExitStack() as stack:
-        engines: list[TrainEngine] = []
-        for model, train, head in _loads(config):
+        engines: dict[str, TrainEngine] = {}
+        for role, (model, train, head) in _loads(config).items():
             engine: Any = (load or load_train_engine)(model, train, seed=config.seed, head=head)
             stack.callback(engine.close)
             if train.is_over_ray:
                 engine.check_shares(config.run_dir)
-            engines.append(engine)
+            engines[role] = engine
         learner = Learner(
-            engines[0],
+            engines["policy"],
             config.algorithm,
-            critic=engines[1] if len(engines) > 1 else None,
+            critic=engines.get("critic"),
+            reward_model=engines.get("reward_model"),
             max_staleness=config.rollout.max_staleness,
             seed=config.seed,
             events=config.log.events,
@@ -147,28 +149,34 @@ def load_learner(config: Config, load: Callable[..., TrainEngine] | None = None)
     return learner
 
 
-def _check_critics_tokens(config: Config) -> None:
-    """Raise ConfigError for a critic whose tokens differ from the policy's; it may know more tokens."""
-    critic = config.algorithm.critic
-    if critic is None or critic.model is None:
-        return
-    vocabulary, known = (load_tokenizer(model).get_vocab() for model in (config.model, critic.model))
-    if not vocabulary.items() <= known.items():
-        token = next(token for token, i in vocabulary.items() if known.get(token) != i)
-        raise ConfigError(
-            f"algorithm.critic.model {critic.model} has other tokens than {config.model}: {token!r} is "
-            f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a critic of the same family"
-        )
+def _check_tokens_beside(config: Config) -> None:
+    """Raise ConfigError for a critic or reward model whose tokens differ from the policy's; it may know more tokens."""
+    for role in config.algorithm.trained_models[1:]:
+        model = getattr(config.algorithm, role).model
+        if model is None:
+            continue
+        vocabulary, known = (load_tokenizer(name).get_vocab() for name in (config.model, model))
+        if not vocabulary.items() <= known.items():
+            token = next(token for token, i in vocabulary.items() if known.get(token) != i)
+            raise ConfigError(
+                f"algorithm.{role}.model {model} has other tokens than {config.model}: {token!r} is "
+                f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a {role.replace('_', ' ')} of the "
+                "same family"
+            )
 
 
-def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
-    train, critic = config.train, config.algorithm.critic
-    if critic is None:
-        return [(config.model, train, "policy")]
+def _loads(config: Config) -> dict[str, tuple[str, TrainConfig, Head]]:
+    """Role -> the model, settings and head of its engine."""
+    train, algorithm = config.train, config.algorithm
     if train.is_over_ray:
         from arl.engine.fsdp.ray_engine import check_gpus
 
-        check_gpus(train, num_engines=2)
-    optimizer = train.optimizer.model_copy(update={"lr": critic.lr})
-    own = train.model_copy(update={"optimizer": optimizer})
-    return [(config.model, train, "policy"), (critic.model or config.model, own, "value")]
+        check_gpus(train, algorithm.trained_models)
+    loads: dict[str, tuple[str, TrainConfig, Head]] = {"policy": (config.model, train, "policy")}
+    heads: dict[str, Head] = {"critic": "value", "reward_model": "policy"}
+    for role in algorithm.trained_models[1:]:
+        section: CriticConfig | RewardModelConfig = getattr(algorithm, role)
+        optimizer = train.optimizer.model_copy(update={"lr": section.lr})
+        own = train.model_copy(update={"optimizer": optimizer})
+        loads[role] = (section.model or config.model, own, heads[role])
+    return loads

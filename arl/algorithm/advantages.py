@@ -53,9 +53,9 @@ def arranged(batch: Batch, config: AlgorithmConfig) -> Batch:
 def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Fill in the batch's advantages, and with a critic its returns: 0 where nothing is trained.
 
-    `batch` must hold proximal and reference logprobs for a KL in the reward, and values for GAE. A masked-out
-    trajectory counts in its group's reward statistics, but in no statistic over trained tokens. A statistic over the
-    batch is one over the groups of the same task. Raises TrajectoryError.
+    `batch` must hold proximal and reference logprobs for a KL in the reward, values for GAE, and a reward model's
+    implicit rewards. A masked-out trajectory counts in its group's reward statistics, but in no statistic over trained
+    tokens. A statistic over the batch is one over the groups of the same task. Raises TrajectoryError.
     """
     batch = arranged(batch, config)
     if config.compares_episodes:
@@ -139,7 +139,7 @@ def returns_advantages(
         return [c / divisor for c in centred(penalised, one, settings.baseline)]
 
     advantages = batch.over_tokens(_of_each(batch, peers, outcomes))
-    has_process = any(any(t.process_rewards) for t in batch.trajectories)
+    has_process = batch.implicit_rewards is not None or any(any(t.process_rewards) for t in batch.trajectories)
     has_penalties = penalties is not None and not settings.is_relative
     if not has_process and not has_penalties:
         return advantages

@@ -62,6 +62,8 @@ class Batch:
     """[T] What each token was sampled among; None: all among the whole vocabulary."""
     routes: Routes | None = None
     """[T] Which experts computed each token; None: unknown of all."""
+    implicit_rewards: torch.Tensor | None = None
+    """float64[T]: the reward model's process rewards, also of masked-out trajectories; None without such a model."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], overlong: OverlongConfig = OverlongConfig()) -> Batch:  # noqa: B008 - frozen
@@ -171,6 +173,7 @@ class Batch:
             units=tuple(self.units[i] for i in rows) if self.units else (),
             kept_ids=self.kept_ids and self.kept_ids.take(places),
             routes=self.routes and self.routes.take(places),
+            implicit_rewards=None if self.implicit_rewards is None else of_these(self.implicit_rewards),
         )
 
     def sequences(self) -> FlatSequences:

@@ -79,7 +79,8 @@ def process_rewards(
     """float64[T]: process rewards, normalised among peers as `settings` say; 0 without process rewards.
 
     Rewards of tokens are normalised among the peers' trained tokens, and rewards of turns among their turns. The
-    outcome is not part of either (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
+    outcome is not part of either, and a reward model's rewards are a kind of their own (PRIME, 2502.01456, eq. 5;
+    GRPO's process supervision, 2402.03300, 4.1.3):
 
         none, greedy:                   unchanged
         group_mean, length_weighted:    minus the mean over all of them
@@ -90,12 +91,16 @@ def process_rewards(
     become 0, and so do the rewards of an episode without peers.
     """
     rewards = torch.zeros(len(trained.last), dtype=torch.float64)
+    rows = trained.places.split(torch.bincount(trained.owners, minlength=len(batch)).tolist())
+    if batch.implicit_rewards is not None:
+        of_model = batch.implicit_rewards
+        values = _normalised([of_model[row].tolist() for row in rows], peers, settings)
+        rewards[trained.places] = joined(values, np.float64)
     if any(t.token_rewards is not None and t.token_rewards.any() for t in batch.trajectories):
         given = trained.token_rewards(batch)
-        rows = trained.places.split(torch.bincount(trained.owners, minlength=len(batch)).tolist())
         has = [row[:0] if t.token_rewards is None else row for row, t in zip(rows, batch.trajectories, strict=True)]
         values = _normalised([given[row].tolist() for row in has], peers, settings)
-        rewards[torch.cat(has)] = joined(values, np.float64)
+        rewards[torch.cat(has)] += joined(values, np.float64)
     if any(turn.reward for t in batch.trajectories for turn in t.turns):
         values = _normalised([[turn.reward for turn in t.turns] for t in batch.trajectories], peers, settings)
         rewards += trained.turn_rewards(batch, joined(values, np.float64))

@@ -28,6 +28,7 @@ from arl.api.objective import (
     PassAtKAdvantage,
     RejectionPart,
     ReturnsAdvantage,
+    RewardModelConfig,
     SelectionConfig,
     WeightPart,
 )
@@ -60,6 +61,8 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig
     critic: CriticConfig | None
     """Unset: none. GAE needs one."""
+    reward_model: RewardModelConfig | None
+    """An implicit process reward model, trained beside the policy. Unset: none."""
     proximal: Proximal
     """The source of p. recomputed: a forward pass when the batch is taken; with one update per batch the training pass
     itself, so p = c. approximated: between b and c by their versions, without a forward pass. bypassed: p = b, so
@@ -101,6 +104,12 @@ class AlgorithmConfig(Section):
         # The preset's fields do not count as given: another preset may fill them in differently.
         object.__setattr__(config, "__pydantic_fields_set__", set(settings))
         return config
+
+    @property
+    def trained_models(self) -> tuple[str, ...]:
+        """The models that a batch trains, by role: the policy, and the critic or reward model beside it."""
+        beside = {"critic": self.critic, "reward_model": self.reward_model}
+        return ("policy", *(role for role, model in beside.items() if model is not None))
 
     @property
     def num_updates(self) -> int:
@@ -192,6 +201,10 @@ class AlgorithmConfig(Section):
             yield "advantage.kind is gae, which needs a critic's values; set critic"
         if kind != "gae" and self.critic is not None:
             yield f"critic is set, but advantage.kind={kind} does not use it; use gae, or no critic"
+        if self.reward_model and kind != "returns":
+            yield f"reward_model is set, but advantage.kind={kind} does not use its process rewards; use returns"
+        if self.reward_model and self._has_separate_rewards:
+            yield "reward_model learns from `reward`, which advantage.separate_rewards ignores; leave one of them out"
         if {"lam", "length_alpha"} <= self._chosen("advantage").keys():
             yield "advantage.lam is set, but advantage.length_alpha gives each trajectory its own; leave one out"
         if self._has_separate_rewards and self.needs_greedy_episode:

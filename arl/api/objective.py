@@ -393,3 +393,25 @@ class CriticConfig(Section):
     """For so many batches the critic trains alone, and the policy does not change."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """Values are clipped to within this of the values before the update, and the larger loss counts. Unset: no clip."""
+
+
+# The reward model -----------------------------------------------------------------------------------------------------
+
+
+class RewardModelConfig(Section):
+    """An implicit process reward model (PRIME): a language model that learns from the batches' outcome rewards, between
+    0 and 1, how likely an episode succeeds. beta log(its probability / its first model's) of a token is the token's
+    process reward. It uses `train`, except for the settings here."""
+
+    model: str | None = None
+    """A model directory or name, of the policy's tokenizer. Its weights are the frozen reference, too. Unset: the
+    policy's model."""
+    lr: PositiveFloat = 1e-6
+    """The reward model's learning rate."""
+    beta: PositiveFloat = 0.05
+    """The factor of log-ratios. A smaller one lets the reward model move further from its reference."""
+    update: Literal["before", "after"] = "after"
+    """Whether process rewards come from the reward model before or after it has learned from the batch.
+    before: it learns first, at the price of one more forward pass (double forward). after: it is asked first."""
+    epochs: PositiveInt = 1
+    """How many times each batch is trained."""

@@ -24,6 +24,7 @@ BASE: Mapping[str, Any] = {
     "kl": {"coefficient": 0.0},
     "overlong": {},
     "critic": None,
+    "reward_model": None,
     "proximal": "recomputed",
     "aggregation": "token_mean",
     "sequence_tokens": 1024,
@@ -235,6 +236,14 @@ _OF_ADVANTAGES: Mapping[str, Preset] = {
         "For agents that meet the same states again: compares turns with turns from the same state.",
         advantage={"kind": "gigpo", "turn_discount": 0.95, "scale": "group_std"},
         kl={"coefficient": 0.01, "estimator": "k3"},
+    ),
+    "prime": _preset(
+        "2502.01456",
+        "A second model learns from outcomes how much each token helps; for long answers with rewards of 0 and 1.",
+        advantage={"baseline": "leave_one_out", "scale": "none"},
+        reward_model={"lr": 1e-6, "beta": 0.05, "update": "after"},
+        dynamic_sampling=True,  # with 4 answers of reward 0 or 1, the same as the paper's accuracies from 0.2 to 0.8
+        minibatches=4,
     ),
     "raft++": _preset(
         "2504.11343",

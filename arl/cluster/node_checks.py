@@ -25,7 +25,7 @@ from arl.api.placed import Finding, PlacedPart, SharedPath
 from arl.cluster.cluster_node import Ask, ClusterNode
 from arl.cluster.network import network_findings, pairs, star, unreached
 from arl.cluster.node_probe import NodeProbe
-from arl.cluster.planned import is_cuda, num_engines, rank_names
+from arl.cluster.planned import beside_policy, is_cuda, num_engines, rank_names
 from arl.cluster.sight import local_finding, seen_from
 from arl.web.addresses import addresses_of, is_here
 
@@ -141,8 +141,8 @@ class _Check:
             for node in self._nodes[:_TOLD]
         )
         there += f"; and {len(self._nodes) - _TOLD} more nodes" if len(self._nodes) > _TOLD else ""
-        critic = " with the critic's" if num_engines(config) > 1 else ""
-        what = f"{count} ranks{critic} need {needed} each, and the Ray cluster has no room for them: {there} free"
+        beside = "".join(f" with {of}'s" for of in beside_policy(config))
+        what = f"{count} ranks{beside} need {needed} each, and the Ray cluster has no room for them: {there} free"
         fewer = config.train.rank_counts(config.rollout.batch_size)[1:]
         fewer = next((n for n in fewer if predicted(config, self._nodes, num_ranks=n) is not None), None)
         is_mistake = predicted(config, self._nodes, is_free=False) is None and fewer is None

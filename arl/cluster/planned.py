@@ -37,7 +37,7 @@ def planned_trainer(config: Config) -> list[PlacedPart]:
     """The trainer on this machine, a row for each rank."""
     train, host = config.train, socket.gethostname()
     if train.num_ranks == 1:
-        roles = [""] if num_engines(config) == 1 else ["policy", "critic"]
+        roles = config.algorithm.trained_models if num_engines(config) > 1 else [""]
         device = gpus_text([_own_gpu(train.device)]) if is_cuda(config) else "cpu"
         return [PlacedPart(part="trainer", name=role, host=host, device=device) for role in roles]
     gpus = _gpus_of_ranks(config)
@@ -119,8 +119,8 @@ def _missing(config: Config, num_gpus: int, ranks: Sequence[int], servers: Seque
     if ranks and max(ranks) >= num_gpus:
         count = config.train.num_ranks
         what = f"train.num_ranks is {count}" if count > 1 else f"train.device is {config.train.device}"
-        critic = ", and as many ranks for the critic" if count > 1 and num_engines(config) > 1 else ""
-        yield f"{what}{critic}, and {there}; set it lower, to cpu, or train.ray_address to a cluster with more GPUs"
+        beside = "".join(f", and as many ranks for {of}" for of in beside_policy(config)) if count > 1 else ""
+        yield f"{what}{beside}, and {there}; set it lower, to cpu, or train.ray_address to a cluster with more GPUs"
     if servers and any(servers) and max(map(max, servers)) >= num_gpus:
         yield (
             f"{len(servers)} servers with engine.gpus_per_server={len(servers[0])} from engine.first_gpu="
@@ -149,13 +149,17 @@ def is_cuda(config: Config) -> bool:
 
 
 def num_engines(config: Config) -> int:
-    """The policy's, and the critic's if there is one."""
-    return 1 if config.algorithm.critic is None else 2
+    """The policy's, and that of a model beside it."""
+    return len(config.algorithm.trained_models)
+
+
+def beside_policy(config: Config) -> list[str]:
+    """What is trained beside the policy, in words."""
+    return [f"the {role.replace('_', ' ')}" for role in config.algorithm.trained_models[1:]]
 
 
 def rank_names(config: Config) -> list[str]:
-    roles = ("policy", "critic")[: num_engines(config)]
-    return [f"{role} rank {rank}" for role in roles for rank in range(config.train.num_ranks)]
+    return [f"{role} rank {rank}" for role in config.algorithm.trained_models for rank in range(config.train.num_ranks)]
 
 
 def _shares_memory(engine: ServerProcessesConfig) -> bool:

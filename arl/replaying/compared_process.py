@@ -119,7 +119,7 @@ class ComparedLearners:
     def compare(self, batch: FlatBatch, other_batch: FlatBatch, follow: bool) -> Comparison:
         """Train one step with each. follow: the other one continues from its own weights, not from the run's."""
         if not (follow and self._has_begun):
-            for own, other in zip(_engines(self._own), _engines(self._other), strict=False):
+            for own, other in zip(_engines(self._own), _engines(self._other), strict=True):
                 other.take_state(own)
         self._has_begun = True
         return _compared(_train(self._own, batch), _train(self._other, other_batch), batch)
@@ -159,7 +159,7 @@ def compared_learners(own: Config, other: Config) -> partial[ComparedLearners]:
 
 
 def _engines(learner: Learner) -> list[Any]:
-    return [learner.engine, *([learner.critic] if learner.critic else [])]
+    return [*learner.engines.by_role.values()]
 
 
 def _train(learner: Learner, batch: FlatBatch) -> _Trained:

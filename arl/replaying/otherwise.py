@@ -146,8 +146,10 @@ def _answer(trajectory: Trajectory, decode: Decode) -> str:
 
 
 def _compared_process(own: Config, other: Config) -> ObjectProcess:
-    if (own.algorithm.critic is None) != (other.algorithm.critic is None):
-        raise ConfigError("algorithm.critic cannot be added or left out: a critic learns over the whole run")
+    if differing := set(own.algorithm.trained_models) ^ set(other.algorithm.trained_models):
+        role = min(differing)
+        what = role.replace("_", " ")
+        raise ConfigError(f"algorithm.{role} cannot be added or left out: a {what} learns over the whole run")
     if own.train.lora != other.train.lora:
         raise ConfigError("train.lora cannot differ: the recorded weights belong to the run's own parameters")
     threads = str(own.train.num_threads)

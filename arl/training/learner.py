@@ -1,15 +1,17 @@
 """The training of one batch: a Learner turns groups into optimizer steps. It blocks.
 
 groups --> sequences --> logprobs, values --> advantages --> minibatches | --> critic, policy --> metrics
-                         forward passes                      selected, weighed
-`prepare`, which changes no weights                                      | `train`
+                         process rewards                     selected,   |     reward model
+                         forward passes                      weighed     |
+`prepare`, which changes no weights, but those of a reward model         | `train`
+that learns before it is asked
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,11 +25,12 @@ from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import EventsConfig
 from arl.api.engine import Saving, TrainEngine
-from arl.api.errors import CheckpointError
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Group
 from arl.api.weight_prints import TensorPrint
+from arl.training.engines import Engines
 from arl.training.kept_tokens import KeptBatch, TrainedBatch, kept_batch
+from arl.training.reward_model import Judged, RewardModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,11 +49,13 @@ class PreparedBatch:
     rows: list[list[int]]
     """The places in `batch` of each minibatch's trajectories."""
     metrics: dict[str, float]
-    """What the losses cannot say of it."""
+    """What the losses cannot say of it, and what a reward model has learned of it already."""
+    lesson: list[FlatSequences] = field(default_factory=list[FlatSequences])
+    """What a reward model has yet to learn from the batch, a minibatch each."""
 
 
 class Learner:
-    """Applies the algorithm to a batch, with the train engines of the policy and of the critic, if any.
+    """Applies the algorithm to a batch, with the train engines of the policy, and of a critic or reward model, if any.
 
     `close` closes the engines.
     """
@@ -61,6 +66,7 @@ class Learner:
         config: AlgorithmConfig,
         *,
         critic: TrainEngine | None = None,
+        reward_model: TrainEngine | None = None,
         max_staleness: int = 0,
         seed: int = 0,
         events: EventsConfig | None = None,
@@ -69,6 +75,12 @@ class Learner:
         self.engine = engine
         self._events = events
         self.critic = critic
+        self.engines = Engines(engine, {"critic": critic, "reward_model": reward_model})
+        if (config.reward_model is None) != (reward_model is None):
+            raise ValueError(f"algorithm.reward_model is {config.reward_model}, but its engine is {reward_model}")
+        self._reward_model = (
+            RewardModel(reward_model, config.reward_model) if reward_model and config.reward_model else None
+        )
         self._config = config
         self._max_staleness = max_staleness
         self._seed = seed
@@ -80,16 +92,17 @@ class Learner:
         return self.engine.version
 
     def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
-        """Compute logprobs, advantages and minibatches under the current weights. Changes no weights.
+        """Compute logprobs, advantages and minibatches under the current weights. Changes none of the policy's.
 
         replayed: groups of earlier batches, spread over the new groups' minibatches.
         """
         config = self._config
-        batch = arranged(Batch.of([*groups, *replayed], config.overlong), config)
-        batch = with_advantages(self._with_forward_passes(batch), config)
+        batch = self._with_forward_passes(arranged(Batch.of([*groups, *replayed], config.overlong), config))
+        judged = self._judged(batch, len(groups), len(replayed))
+        batch = with_advantages(judged.batch, config)
         minibatches, of_critic = list[FlatSequences](), list[FlatSequences]()
         members, rows = batch.members, list[list[int]]()
-        for indices in self._minibatches(len(groups), len(replayed)):
+        for indices in self._minibatches(len(groups), len(replayed), config.epochs):
             part = batch.take(indices)
             part = replace(part, selected=selected_tokens(part, config.selection, seed=self._seed + self.version))
             minibatches.append(self._weighed(part))
@@ -104,7 +117,8 @@ class Learner:
             batch=batch,
             num_new=len(groups),
             rows=rows,
-            metrics=comparison_metrics(batch, config),
+            metrics=comparison_metrics(batch, config) | judged.metrics,
+            lesson=judged.lesson,
         )
 
     def _weighed(self, part: Batch) -> FlatSequences:
@@ -122,6 +136,8 @@ class Learner:
         keeps = self._events is not None
         loss = PolicyLoss.of(config, version=version, max_staleness=self._max_staleness, keeps_tokens=keeps)
         metrics = batch.metrics | self._train_critic(batch.of_critic)
+        if self._reward_model:
+            metrics |= self._reward_model.learn(batch.lesson)
         if config.critic and version < config.critic.warmup_batches:
             self.engine.train_batch([], loss)  # the policy stands still, and has nothing to report
         else:
@@ -133,51 +149,32 @@ class Learner:
 
     def offload(self) -> None:
         """Leave the device; see TrainEngine."""
-        for engine in self._engines:
-            engine.offload()
+        self.engines.offload()
 
     def onload(self) -> None:
-        for engine in self._engines:
-            engine.onload()
-
-    @property
-    def _engines(self) -> list[TrainEngine]:
-        return [self.engine] if self.critic is None else [self.engine, self.critic]
+        self.engines.onload()
 
     def fingerprint(self) -> dict[str, TensorPrint]:
-        """The fingerprints of all trained tensors; those of the critic are named `critic.NAME`."""
-        prints = dict(self.engine.fingerprint())
-        if self.critic:
-            prints |= {f"critic.{name}": one for name, one in self.critic.fingerprint().items()}
-        return prints
+        """The fingerprints of all trained tensors; see Engines."""
+        return self.engines.fingerprint()
 
     def save(self, directory: Path) -> Saving:
-        if self.critic is None:
-            return self.engine.save(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        return _BothSavings(self.engine.save(directory / "policy"), self.critic.save(directory / "critic"))
+        return self.engines.save(directory)
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError, which names the mismatch."""
-        has_critic = (directory / "critic").is_dir()
-        if has_critic != (self.critic is not None):
-            wrote, has = ("with", "none") if has_critic else ("without", "one")
-            raise CheckpointError(
-                f"{directory} was written {wrote} a critic, and this run has {has}: set algorithm.critic as it was, or "
-                "use another run_dir"
-            )
-        if self.critic is None:
-            self.engine.load(directory)
-            return
-        self.engine.load(directory / "policy")
-        self.critic.load(directory / "critic")
+        self.engines.load(directory)
 
     def close(self) -> None:
-        try:
-            self.engine.close()
-        finally:
-            if self.critic:
-                self.critic.close()
+        self.engines.close()
+
+    def _judged(self, batch: Batch, num_new: int, num_replayed: int) -> Judged:
+        """The batch with a reward model's process rewards, if there is one."""
+        model = self._config.reward_model
+        if self._reward_model is None or model is None:
+            return Judged(batch=batch)
+        minibatches = self._minibatches(num_new, num_replayed, model.epochs)
+        return self._reward_model.judge(batch, minibatches, self.version)
 
     def _with_forward_passes(self, batch: Batch) -> Batch:
         """Add the logprobs and values that the algorithm needs, from before any update on the batch."""
@@ -199,13 +196,13 @@ class Learner:
         parts = [*zip(batch.rows, self.engine.kept, strict=False)]  # the engine has none where the policy stood still
         return kept_batch(batch.batch, batch.num_new, parts, self._events, self._config)
 
-    def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
+    def _minibatches(self, num_new: int, num_replayed: int, epochs: int) -> Iterator[list[int]]:
         """The groups of each minibatch: equally many new ones, nearly equally many replayed ones.
 
         The first epoch follows the batch's order; later ones shuffle it.
         """
         config, size = self._config, num_new // self._config.minibatches
-        for epoch in range(config.epochs):
+        for epoch in range(epochs):
             new, replayed = list(range(num_new)), list(range(num_new, num_new + num_replayed))
             if epoch:
                 shuffle = random.Random(f"{self._seed}-{self.version}-{epoch}")
@@ -220,18 +217,6 @@ class Learner:
             return {}
         metrics = self.critic.train_batch(minibatches, ValueLoss(value_clip=critic.value_clip))
         return {f"critic/{name}": value for name, value in metrics.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _BothSavings:
-    policy: Saving
-    critic: Saving
-
-    def wait(self) -> None:
-        try:
-            self.policy.wait()
-        finally:
-            self.critic.wait()
 
 
 def _mean_advantages(batch: Batch) -> list[float | None]:

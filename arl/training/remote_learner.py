@@ -57,6 +57,8 @@ class LearnerHost:
         self._kept = Kept()
         self._batch: tuple[PreparedBatch, Sequence[Group]] | None = None
         self._cpu_began = 0.0
+        self._before = ""
+        """The digest of the weights on which the batch was prepared, if steps are recorded."""
         self._is_recorded = is_recorded
         self._is_exact = is_exact
         self._digest = ""
@@ -81,6 +83,7 @@ class LearnerHost:
     def prepare(self, flat: FlatBatch) -> list[float | None]:
         """Returns PreparedBatch.advantages."""
         self._cpu_began = time.process_time()
+        self._before = self._digest_now() if self._is_recorded else ""
         groups, replayed = flat.groups()
         batch = self._learner.prepare(groups, replayed)
         self._batch = batch, groups
@@ -91,9 +94,8 @@ class LearnerHost:
         if self._batch is None:
             raise RuntimeError("no batch is prepared")
         (batch, groups), self._batch = self._batch, None
-        before = self._digest_now() if self._is_recorded else ""
         done = reported(self._learner.train(batch), groups, self._pack)
-        weights = self._weights_since(before) if self._is_recorded else None
+        weights = self._weights_since(self._before) if self._is_recorded else None
         return replace(done, weights=weights, cpu_s=time.process_time() - self._cpu_began), self._learner.version
 
     def keep(self, key: str, method: str) -> int:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks
 
 _ENGINES = 2
-"""A Ray that arl starts declares CPUs for two engines: a policy's and a critic's."""
+"""A Ray that arl starts declares CPUs for two engines: a policy's, and that of a critic or a reward model."""
 _ROOM_TIMEOUT_S = 5.0
 """How long Ray may take to say that there is room."""
 
@@ -228,14 +228,15 @@ class RanksSaving:
         self._ranks.beside_all("ask", self._key, "wait", ())
 
 
-def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
-    """Raises ConfigError if the ranks of num_engines engines need more GPUs than this machine has."""
-    count, there = num_engines * config.num_ranks, torch.cuda.device_count()
+def check_gpus(config: TrainConfig, roles: Sequence[str] = ("policy",)) -> None:
+    """Raises ConfigError if the ranks of the engines of these roles need more GPUs than this machine has."""
+    count, there = len(roles) * config.num_ranks, torch.cuda.device_count()
     if not _is_cuda(config) or config.ray_address is not None or there >= count:
         return
-    critic = " for the policy, and as many for the critic" if num_engines > 1 else ""
+    others = "".join(f", and as many for the {role.replace('_', ' ')}" for role in roles[1:])
+    beside = f" for the policy{others}" if others else ""
     raise ConfigError(
-        f"train.num_ranks is {config.num_ranks}{critic}, and this machine has {there} GPU(s); set it lower, or "
+        f"train.num_ranks is {config.num_ranks}{beside}, and this machine has {there} GPU(s); set it lower, or "
         "train.ray_address to a cluster that has more"
     )
 
@@ -244,7 +245,7 @@ class RankRoom:
     """How many ranks the cluster has room for. It holds Ray until it is closed."""
 
     def __init__(self, config: TrainConfig, *, num_engines: int) -> None:
-        """num_engines: a policy's, and perhaps a critic's, of as many ranks each. Raises RayLease's errors."""
+        """num_engines: a policy's, and perhaps another model's, of as many ranks each. Raises RayLease's errors."""
         self._config = config
         self._num_engines = num_engines
         self._lease = _lease(config)

@@ -117,29 +117,33 @@ def config_of(name: str) -> AlgorithmConfig:
     changes: dict[str, Any] = {"selection": selections[name]} if name in selections else {}
     if name == "online_dpo":
         changes["advantage"] = {"pairing": "ranks"}
-    critic = {"critic": {"lr": 3e-3}} if preset(name).critic else {}
-    return preset(name, minibatches=2, **changes, **critic)
+    beside = {role: {"lr": 3e-3} for role in preset(name).trained_models[1:]}
+    return preset(name, minibatches=2, **changes, **beside)
 
 
-def learned(name: str, batches: Batches, model: Path, train: TrainConfig = TRAIN) -> dict[Head, Learned]:
-    heads: list[Head] = ["policy", "value"] if preset(name).critic else ["policy"]
-    engines = {head: Recording(model, train, head) for head in heads}
-    staleness = MAX_STALENESS + len(batches)
-    learner = Learner(engines["policy"], config_of(name), critic=engines.get("value"), max_staleness=staleness)
+def head_of(role: str) -> Head:
+    return "value" if role == "critic" else "policy"
+
+
+def learned(name: str, batches: Batches, model: Path, train: TrainConfig = TRAIN) -> dict[str, Learned]:
+    """What each model that the preset trains was given, and what it made of it."""
+    engines = {role: Recording(model, train, head_of(role)) for role in preset(name).trained_models}
+    staleness, beside = MAX_STALENESS + len(batches), {role: e for role, e in engines.items() if role != "policy"}
+    learner = Learner(engines["policy"], config_of(name), **beside, max_staleness=staleness)
     try:
         for groups in batches:
             learner.train(learner.prepare(groups))
-        return {head: Learned(e.given, e.metrics, weights_of(e)) for head, e in engines.items()}
+        return {role: Learned(e.given, e.metrics, weights_of(e)) for role, e in engines.items()}
     finally:
         learner.close()
 
 
-def learn_on_a_rank(rank: int, model: Path, given: dict[Head, list[Given]]) -> Report:
+def learn_on_a_rank(rank: int, model: Path, given: dict[str, list[Given]]) -> Report:
     report: Report = {}
-    for head, steps in given.items():
-        engine = FSDPTrainEngine(model, TRAIN, head=head)
+    for role, steps in given.items():
+        engine = FSDPTrainEngine(model, TRAIN, head=head_of(role))
         metrics = [engine.train_batch([share_of(part, rank, 2) for part in parts], loss) for parts, loss in steps]
-        report[head] = Learned([], metrics, weights_of(engine))
+        report[role] = Learned([], metrics, weights_of(engine))
         engine.close()
     return report
 
@@ -168,11 +172,11 @@ def batches(model_dir: Path) -> Batches:
     return [near_to_the_model(random_groups(seed), model_dir) for seed in (1, 2)]
 
 
-def assert_same(ours: dict[Head, Learned], theirs: dict[Head, Learned]) -> None:
-    for head, one in ours.items():
-        for mine, other in zip(one.metrics, theirs[head].metrics, strict=True):
+def assert_same(ours: dict[str, Learned], theirs: dict[str, Learned]) -> None:
+    for role, one in ours.items():
+        for mine, other in zip(one.metrics, theirs[role].metrics, strict=True):
             assert_same_metrics(mine, other, 1e-4)
-        assert_same_tensors(one.weights, theirs[head].weights)
+        assert_same_tensors(one.weights, theirs[role].weights)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -180,7 +184,7 @@ def test_microbatches_shared_prefixes_order_and_ranks_do_not_matter_and_somethin
     name: str, batches: Batches, pair: Ranks, model_dir: Path
 ) -> None:
     alone = learned(name, batches, model_dir)
-    ranks = pair.start(learn_on_a_rank, model_dir, {head: one.given for head, one in alone.items()})
+    ranks = pair.start(learn_on_a_rank, model_dir, {role: one.given for role, one in alone.items()})
     train = TRAIN.model_copy(update={"max_tokens_per_microbatch": 100, "share_prefixes": False})
     shuffled = [with_trajectories_reordered(groups, seed=1) for groups in batches]
     split = learned(name, shuffled, model_dir, train)

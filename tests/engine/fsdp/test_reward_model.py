@@ -1,0 +1,176 @@
+"""PRIME's reward model beside the policy: it says what two language models say, learns, is saved and taken up again."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from random_groups import random_groups
+from records import grouped, trajectory
+from train_models import load_twin
+from transformers import PreTrainedModel
+
+from arl.algorithm.batch import Batch
+from arl.algorithm.implicit_rewards import outcomes_of
+from arl.api.config import Config
+from arl.api.engine_config import LoRAConfig, OptimizerConfig
+from arl.api.types import Group
+from arl.engine.fsdp.train_engine import build_optimizer
+from arl.trainer_process import load_learner
+from arl.training.learner import Learner
+
+Make = Callable[..., Learner]
+BETA, LR = 0.3, 3e-3
+
+
+@pytest.fixture
+def make_learner(model_dir: Path) -> Iterator[Make]:
+    """make_learner(reward_model={...}, train={...}) -> a learner of PRIME, as `launch` makes it."""
+    learners: list[Learner] = []
+
+    def make(reward_model: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
+        learners.append(load_learner(config(model_dir, reward_model or {}, train or {})))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        learner.close()
+
+
+def config(model_dir: Path, reward_model: dict[str, Any], train: dict[str, Any]) -> Config:
+    optimizer = {"lr": 1e-3, "eps": 1e-3}
+    settings = {
+        "model": str(model_dir),
+        "rollout": {"batch_size": 4, "group_size": 2},
+        "train": {"optimizer": optimizer, "max_tokens_per_microbatch": 60, **train},
+        "algorithm": {
+            "preset": "prime",
+            "minibatches": 2,
+            "reward_model": {"lr": LR, "beta": BETA, **reward_model},
+        },
+    }
+    return Config.model_validate(settings)
+
+
+def logprobs(model: PreTrainedModel, group_trajectories: Any) -> list[torch.Tensor]:
+    """Of each trajectory, at temperature 1: 0 where nothing was sampled."""
+    rows = []
+    for t in group_trajectories:
+        ids = torch.tensor(t.token_ids.tolist())
+        row = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        rows.append(torch.cat([torch.zeros(1), row]) * torch.tensor(t.loss_mask))
+    return rows
+
+
+def in_branches() -> list[Group]:
+    """Groups in which one episode has branched."""
+    first, *others = random_groups(0)
+    return [replace(first, episode_indices=(0, *first.episode_indices[1:-1], 0)), *others]
+
+
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_process_rewards_and_what_is_learned_are_those_of_two_plain_models(
+    make_learner: Make, model_dir: Path, update: str
+):
+    """Two batches of one minibatch each. In the plain loop, an episode's tokens are summed over its trajectories."""
+    learner = make_learner({"update": update})
+    learner._config = learner._config.model_copy(update={"minibatches": 1})
+    twin, reference = load_twin(model_dir), load_twin(model_dir)
+    twin.train()
+    optimizer = build_optimizer(twin, OptimizerConfig(lr=LR, eps=1e-3))
+
+    def learn(groups: list[Group]) -> float:
+        batch = Batch.of(groups)
+        rows = zip(logprobs(twin, batch.trajectories), logprobs(reference, batch.trajectories), strict=True)
+        sums: dict[int, torch.Tensor] = {}
+        for (current, before), episode, count in zip(rows, batch.episode, batch.counts, strict=True):
+            if count:
+                sums[episode] = sums.get(episode, torch.zeros(())) + BETA * (current - before.detach()).sum()
+        outcomes = dict(zip(batch.episode, outcomes_of(batch), strict=True))
+        losses = [F.binary_cross_entropy(s.sigmoid(), torch.tensor(outcomes[e])) for e, s in sums.items()]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach())
+
+    for seed in range(2):
+        groups = in_branches() if seed else random_groups(3)
+        expected = learn(groups) if update == "before" else None
+        prepared = learner.prepare(groups)
+        with torch.no_grad():
+            pairs = zip(*(logprobs(m, prepared.batch.trajectories) for m in (twin, reference)), strict=True)
+            rewards = torch.cat([BETA * (c - r) for c, r in pairs])
+        assert prepared.batch.implicit_rewards is not None
+        torch.testing.assert_close(prepared.batch.implicit_rewards.float(), rewards, rtol=1e-4, atol=1e-5)
+        metrics = learner.train(prepared).metrics
+        expected = learn(groups) if expected is None else expected
+        assert metrics["reward_model/loss"] == pytest.approx(expected, abs=1e-5)
+    assert rewards.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_a_saved_reward_model_goes_on_to_the_bit_with_its_reference(make_learner: Make, tmp_path: Path, update: str):
+    learner, again = make_learner({"update": update}), make_learner({"update": update})
+    for _ in range(2):
+        learner.train(learner.prepare(random_groups(0)))
+    learner.save(tmp_path / "saved").wait()
+    expected = learner.train(learner.prepare(random_groups(1))).metrics
+    again.load(tmp_path / "saved")
+    assert again.train(again.prepare(random_groups(1))).metrics == expected
+    assert expected["reward_model/process_reward"] != 0
+    assert again.fingerprint() == learner.fingerprint()
+    assert {name.partition(".")[0] for name in again.fingerprint()} >= {"reward_model"}
+
+
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_a_batch_that_was_prepared_teaches_once_also_if_the_step_is_begun_again_from_a_checkpoint(
+    make_learner: Make, tmp_path: Path, update: str
+):
+    learner, again, plain = (make_learner({"update": update}) for _ in range(3))
+    groups = random_groups(1)
+    learner.prepare(groups)
+    learner.save(tmp_path / "saved").wait()
+    again.load(tmp_path / "saved")
+    for one in (learner, again, plain):
+        one.train(one.prepare(groups))
+    assert learner.fingerprint() == again.fingerprint() == plain.fingerprint()
+
+
+def test_adapters_are_a_reward_model_too_and_begin_as_their_reference(make_learner: Make):
+    learner = make_learner(train={"lora": LoRAConfig(rank=2).model_dump()})
+    first, second = (learner.prepare(random_groups(0)), learner.train(learner.prepare(random_groups(0))))
+    assert first.batch.implicit_rewards is not None
+    assert float(first.batch.implicit_rewards.abs().max()) < 1e-5
+    assert second.metrics["reward_model/grad_norm"] > 0
+    later = learner.prepare(random_groups(0)).batch.implicit_rewards
+    assert later is not None
+    assert float(later.abs().max()) > 1e-4
+
+
+def answers(seed: int) -> list[Group]:
+    """Four groups of four answers of four tokens, each one of two. An answer wins if its third token is the odd one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def answer() -> Any:
+        ids = torch.randint(30, 32, (4,), generator=generator).tolist()
+        fields = {"token_ids": (7, *ids), "behavior_logprobs": (0.0, *[-4.0] * 4), "loss_mask": (0, 1, 1, 1, 1)}
+        return trajectory((0,) * 4, float(ids[2] % 2), **fields)
+
+    return [grouped(*(answer() for _ in range(4)), number=number) for number in range(4)]
+
+
+def test_from_outcomes_alone_a_reward_model_learns_who_wins_and_not_before_it_is_decided(make_learner: Make):
+    learner = make_learner({"lr": 3e-3, "beta": 1.0})
+    accuracies = [learner.train(learner.prepare(answers(seed))).metrics["reward_model/accuracy"] for seed in range(25)]
+    assert sum(accuracies[-5:]) / 5 > 0.9 > 0.8 > sum(accuracies[:3]) / 3
+    batch = learner.prepare(answers(99)).batch
+    assert batch.implicit_rewards is not None
+    rows = torch.stack(batch.split(batch.implicit_rewards))[:, 1:]
+    wins = torch.tensor([t.reward > 0.5 for t in batch.trajectories])
+    apart = rows[wins].mean(0) - rows[~wins].mean(0)
+    assert float(apart[:2].abs().max()) < 0.5 < 2 < float(apart[2:].sum())
