@@ -192,9 +192,10 @@ class Agent(math_agent.MathAgent):
 def algorithm_of(run: Run, args: argparse.Namespace) -> AlgorithmConfig:
     config = preset(run.preset)
     minibatches = args.minibatches if args.staleness else min(config.minibatches, args.minibatches)
-    # The tiny model learns at rates far above those that presets are made for; so does its critic.
-    critic = {"critic": {"lr": 10 * args.lr}} if config.critic else {}
-    return preset(run.preset, minibatches=minibatches, **critic, **run.changes.algorithm)
+    # The tiny model learns at rates far above those that presets are made for; so do its critic and reward model.
+    rates = {"critic": 10 * args.lr, "reward_model": 2 * args.lr}
+    beside = {role: {"lr": rates[role]} for role in config.trained_models[1:]}
+    return preset(run.preset, minibatches=minibatches, **beside, **run.changes.algorithm)
 
 
 def config_of(run: Run, args: argparse.Namespace) -> math_agent.MathAgentConfig:

@@ -33,7 +33,7 @@ from arl.eventlog.run_record import read_run
 from arl.given_tasks import Given, RunTask, given_tasks
 from arl.rewards import NumericMatch
 from arl.run_engines import _check_room
-from arl.trainer_process import _check_critics_tokens, load_train_engine
+from arl.trainer_process import _check_tokens_beside, load_train_engine
 from arl.training.run_end import how_it_ended
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
@@ -260,21 +260,24 @@ async def test_what_cannot_be_trained_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_critic_of_another_tokenizer_is_refused_and_one_that_knows_more_is_not(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("preset", "role"), [("ppo", "critic"), ("prime", "reward_model")])
+def test_a_critic_or_reward_model_of_another_tokenizer_is_refused_and_one_that_knows_more_is_not(
+    model: Path, tmp_path: Path, preset: str, role: str
+) -> None:
     other = write_tiny_model(tmp_path / "other", ["Say another number"])
     more = shutil.copytree(model, tmp_path / "more")
     tokenizer = AutoTokenizer.from_pretrained(more)
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     tokenizer.save_pretrained(more)
-    for critic in (None, str(more)):
-        _check_critics_tokens(_with_critic(model, critic))
-    with pytest.raises(ConfigError, match=rf"critic.model {other} has other tokens than {model}: .* same family"):
-        _check_critics_tokens(_with_critic(model, str(other)))
 
+    def with_one_beside(name: str | None) -> Config:
+        algorithm = {"preset": preset, role: {"model": name}}
+        return Config.model_validate({"model": str(model), "algorithm": algorithm})
 
-def _with_critic(model: Path, critic: str | None) -> Config:
-    algorithm = {"preset": "ppo", "critic": {"model": critic}}
-    return Config.model_validate({"model": str(model), "algorithm": algorithm})
+    for name in (None, str(more)):
+        _check_tokens_beside(with_one_beside(name))
+    with pytest.raises(ConfigError, match=rf"{role}.model {other} has other tokens than {model}: .* same family"):
+        _check_tokens_beside(with_one_beside(str(other)))
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,21 @@ _TOWERS = ("visual.", "model.visual.")
 """How the names of a vision tower's tensors begin."""
 
 
-def model_memory(
-    directory: Path, *, served_as: str | None, trains_adapter: bool, freezes_tower: bool = False
+def model_memory(  # noqa: PLR0913 - what a run's memory depends on, by name
+    directory: Path,
+    *,
+    served_as: str | None,
+    trains_adapter: bool,
+    freezes_tower: bool = False,
+    num_models: int = 1,
+    num_references: int = 0,
 ) -> MemoryCosts:
     """Of servers and trainer, without activations.
 
     served_as: the servers' dtype; None: as the model's config says. trains_adapter: an adapter is trained, which is
-    small, beside frozen float32 weights. freezes_tower: a vision tower is not trained. Raises OSError or ValueError if
-    the directory does not say.
+    small, beside frozen float32 weights. freezes_tower: a vision tower is not trained. num_models: the policy, and a
+    critic or reward model as large. num_references: frozen first models. Raises OSError or ValueError if the directory
+    does not say.
     """
     config = json.loads((directory / "config.json").read_text())
     # A model that sees describes its language model apart.
@@ -40,10 +47,11 @@ def model_memory(
         raise ValueError(f"{directory / 'config.json'} has no usable {error}") from error
     parameters, of_tower = _num_parameters(directory)
     frozen = parameters if trains_adapter else of_tower if freezes_tower else 0
+    trained = (STATE_BYTES * num_models + 4 * num_references) * (parameters - frozen)
     return MemoryCosts(
         server_weights=value_bytes * parameters,
         kv_per_token=value_bytes * kv_values,
-        trainer_state=4 * frozen + STATE_BYTES * (parameters - frozen),
+        trainer_state=4 * num_models * frozen + trained,
     )
 
 

@@ -109,6 +109,7 @@ def kept_batch(
     known = ["advantages"]
     known += ["reference_logprobs"] if algorithm.needs_reference else []
     known += ["values", "returns"] if algorithm.critic else []
+    known += ["implicit_rewards"] if algorithm.reward_model else []
     columns = {name: getattr(batch, name).float().numpy() for name in known}
     if algorithm.has_critic_of_turns:  # it says nothing of other tokens
         starts = batch.turn_starts.numpy()

@@ -28,9 +28,9 @@ from arl.api.engine import Saving, TrainEngine
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Group
 from arl.api.weight_prints import TensorPrint
-from arl.training.engines import Engines
 from arl.training.kept_tokens import KeptBatch, TrainedBatch, kept_batch
 from arl.training.reward_model import Judged, RewardModel
+from arl.training.train_engines import TrainEngines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ class Learner:
         self.engine = engine
         self._events = events
         self.critic = critic
-        self.engines = Engines(engine, {"critic": critic, "reward_model": reward_model})
+        self.engines = TrainEngines(engine, {"critic": critic, "reward_model": reward_model})
         if (config.reward_model is None) != (reward_model is None):
             raise ValueError(f"algorithm.reward_model is {config.reward_model}, but its engine is {reward_model}")
         self._reward_model = (
@@ -155,7 +155,7 @@ class Learner:
         self.engines.onload()
 
     def fingerprint(self) -> dict[str, TensorPrint]:
-        """The fingerprints of all trained tensors; see Engines."""
+        """The fingerprints of all trained tensors; see TrainEngines."""
         return self.engines.fingerprint()
 
     def save(self, directory: Path) -> Saving:

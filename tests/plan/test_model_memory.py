@@ -45,6 +45,17 @@ def test_a_model_that_sees_is_counted_with_its_tower_which_may_be_frozen(tmp_pat
     assert frozen.trainer_state == 16 * (parameters - tower) + 4 * tower
 
 
+def test_a_reward_model_is_a_second_model_with_a_reference_of_its_own_which_adapters_do_not_hold(model: Path):
+    sizes = {"served_as": "float32", "num_models": 2, "num_references": 1}
+    alone, beside, adapters = (
+        model_memory(model, served_as="float32", trains_adapter=False),
+        model_memory(model, trains_adapter=False, **sizes),
+        model_memory(model, trains_adapter=True, **sizes),
+    )
+    assert beside.trainer_state == (2 * 16 + 4) / 16 * alone.trainer_state
+    assert adapters.trainer_state == 2 * 4 / 16 * alone.trainer_state
+
+
 def test_without_a_dtype_servers_take_that_of_the_models_config(model: Path, tmp_path: Path):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))

@@ -6,8 +6,9 @@ import { h, num, pairs, show, visible } from "./dom.js";
 const NAMES = {
   behavior_logprobs: "behavior logprob", proximal_logprobs: "proximal logprob", current_logprobs: "current logprob",
   advantages: "advantage", weights: "behavior weight", token_rewards: "token reward", values: "value", returns: "return",
+  implicit_rewards: "process reward",
 };
-const SIGNED = new Set(["advantages", "token_rewards", "values", "returns"]);
+const SIGNED = new Set(["advantages", "token_rewards", "values", "returns", "implicit_rewards"]);
 const DIFFERENCES = [["proximal", "behavior"], ["current", "proximal"], ["current", "behavior"]];
 
 // {key: {label, of(k) -> number|null, signed, integer, flag}} for what this trajectory has. Given tokens have no value.

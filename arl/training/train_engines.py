@@ -15,7 +15,7 @@ BESIDE = ("critic", "reward_model")
 """The roles of models that are trained beside the policy; each is a section of `algorithm`, too."""
 
 
-class Engines:
+class TrainEngines:
     """The policy's engine, and those of the models beside it. A checkpoint holds either the policy's own files, or a
     directory for each role."""
 
