@@ -25,6 +25,7 @@ from arl.__main__ import main as arl_main
 from arl.algorithm.advantages import arranged
 from arl.algorithm.batch import Batch
 from arl.algorithm.comparisons import comparison_metrics
+from arl.algorithm.implicit_rewards import ImplicitRewardLoss
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config, EventsConfig, LogConfig
@@ -201,7 +202,8 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def names_of_the_loss() -> set[str]:
-    """What the losses of all presets report, with K for a staleness, and NAME for a critic's other metrics."""
+    """What the losses of all presets report, with K for a staleness, and NAME for the other metrics of a critic or a
+    reward model."""
     one, index = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     tokens = PackedTokens(behavior_logprobs=one, versions=index, sequence_ids=index)
     outputs = TokenOutputs(logprobs=one, entropy=one, values=one)
@@ -213,6 +215,9 @@ def names_of_the_loss() -> set[str]:
         if config.critic is not None:
             value = ValueLoss(value_clip=config.critic.value_clip)
             names |= {f"critic/{name}" for name in reported(value(outputs, tokens))} | {"critic/NAME"}
+        if config.reward_model is not None:
+            found = reported(ImplicitRewardLoss(beta=config.reward_model.beta)(outputs, tokens))
+            names |= {f"reward_model/{name}" for name in found} | {"reward_model/NAME"}
     return {re.sub(r"^staleness_\d/", "staleness_K/", name) for name in names}
 
 

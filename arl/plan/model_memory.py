@@ -18,7 +18,7 @@ _TOWERS = ("visual.", "model.visual.")
 """How the names of a vision tower's tensors begin."""
 
 
-def model_memory(  # noqa: PLR0913 - what a run's memory depends on, by name
+def model_memory(
     directory: Path,
     *,
     served_as: str | None,

@@ -18,6 +18,16 @@ LABELS = {**WHOLE, "loss": {"kind": "kto"}, "advantage": {"kind": "labels"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
     ({"critic": {}}, "critic is set, but advantage.kind=returns does not use it"),
+    (
+        {"reward_model": {}, "advantage": {"kind": "rejection"}},
+        "reward_model is set, but advantage.kind=rejection does",
+    ),
+    (
+        {"reward_model": {}, "advantage": {"separate_rewards": True}},
+        "`reward`, which advantage.separate_rewards ignores",
+    ),
+    ({"reward_model": {"update": "during"}}, "reward_model.update is 'during'"),
+    ({"reward_model": {"beta": 0}}, "reward_model.beta is 0"),
     ({"proximal": "bypassed"}, "to weigh by; set weights=[] and rejections=[]"),
     (
         {"proximal": "bypassed", "weights": [], "rejections": [{"level": "sequence", "upper": 2}]},

@@ -12,7 +12,7 @@ from records import grouped, trajectory
 
 from arl.api.algorithm import preset
 from arl.api.config import EventsConfig
-from arl.api.engine import Output
+from arl.api.engine import Output, TokenLoss
 from arl.api.errors import CheckpointError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
@@ -140,6 +140,46 @@ def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing()
     assert learner.version == 2
 
 
+class Asked(ScriptedTrainEngine):
+    """A reward model's engine that notes what it is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = list[str]()
+
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[Any]:
+        self.asked.append(output)
+        return super().forward(sequences, output)
+
+    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
+        self.asked.append("train")
+        return super().train_batch(minibatches, loss)
+
+
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_a_reward_model_learns_once_before_or_after_it_is_asked_however_often_a_batch_is_prepared(update: str) -> None:
+    policy, model = ScriptedTrainEngine(), Asked()
+    config = preset("prime", minibatches=2, reward_model={"update": update, "epochs": 3})
+    learner = Learner(policy, config, reward_model=model)
+    groups = [pair(0), pair(1)]
+    learner.prepare(groups)
+    first, model.asked = model.asked, []
+    batch = learner.prepare(groups)
+    trained = learner.train(batch)
+    reads = ["reference_logprobs", "logprobs"]
+    assert first == (["reference_logprobs", "train", "logprobs"] if update == "before" else reads)
+    assert model.asked == (reads if update == "before" else [*reads, "train"])
+    assert [len(batch) for batch in model.batches] == [6]
+    assert "reward_model/loss" in trained.metrics or update == "before"
+    assert policy.version == model.version == 1
+
+
+@pytest.mark.parametrize(("preset_name", "has_engine"), [("prime", False), ("grpo", True)])
+def test_a_reward_model_is_a_setting_and_an_engine_or_neither(preset_name: str, has_engine: bool) -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.reward_model is .*, but its engine is"):
+        Learner(ScriptedTrainEngine(), preset(preset_name), reward_model=ScriptedTrainEngine() if has_engine else None)
+
+
 def test_a_critic_leaves_the_device_and_comes_back_with_the_policy() -> None:
     moves = list[tuple[str, str]]()
 
@@ -164,4 +204,15 @@ def test_a_checkpoint_with_a_critic_and_a_run_without_one_do_not_fit(wrote: bool
 
     learner(wrote).save(tmp_path / "engine").wait()
     with pytest.raises(CheckpointError, match=r"set algorithm\.critic as it was"):
+        learner(reads).load(tmp_path / "engine")
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("prime", "grpo"), ("ppo", "prime")])
+def test_a_checkpoint_with_another_model_beside_the_policy_does_not_fit(wrote: str, reads: str, tmp_path: Path) -> None:
+    def learner(name: str) -> Learner:
+        beside = {role: ScriptedTrainEngine() for role in preset(name).trained_models[1:]}
+        return Learner(ScriptedTrainEngine(), preset(name), **beside)
+
+    learner(wrote).save(tmp_path / "engine").wait()
+    with pytest.raises(CheckpointError, match=r"set algorithm\.(critic|reward_model) as it was"):
         learner(reads).load(tmp_path / "engine")

@@ -207,3 +207,18 @@ def test_a_students_advantages_are_the_distance_from_its_teacher_before_any_upda
         mask = trajectory.loss_mask
         teacher = np.array(trajectory.token_rewards)[mask] + trajectory.behavior_logprobs[mask]
         assert_close(own["advantages"], teacher - before)
+
+
+def test_a_reward_models_process_rewards_are_kept_of_each_trained_token(make_learner: MakeLearner):
+    prime = {"lr": 3e-2, "beta": 0.5}
+    learner = make_learner({"optimizer": MOVING}, preset="prime", minibatches=2, reward_model=prime)
+    groups = branching(random_groups(3), 2)
+    learner.train(learner.prepare(groups))
+    batch = learner.prepare(groups)
+    kept = learner.train(batch).kept
+    assert kept is not None
+    assert batch.batch.implicit_rewards is not None
+    rewards = batch.batch.split(batch.batch.implicit_rewards)
+    for (trajectory, own), row in zip(rows_of(kept, groups), rewards, strict=True):
+        assert_close(own["implicit_rewards"], row.numpy()[trajectory.loss_mask])
+    assert np.abs(kept.columns["implicit_rewards"]).max() > 0.01

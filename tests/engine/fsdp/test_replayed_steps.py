@@ -93,6 +93,24 @@ def config(model_dir: Path, run_dir: Path, **changes: Any) -> Config:
     return Config.model_validate(laid_over(settings, changes))
 
 
+PRIME = {"preset": "prime", "minibatches": 2, "kl": {"coefficient": 0.0}, "dynamic_sampling": False}
+
+
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_a_reward_model_is_trained_again_too_from_the_model_and_from_a_checkpoint(
+    model_dir: Path, tmp_path: Path, update: str
+) -> None:
+    algorithm = {**PRIME, "reward_model": {"lr": 1e-3, "update": update}}
+    record(config(model_dir, tmp_path / "run", algorithm=algorithm))
+    whole, later = replay(tmp_path / "run"), replay(tmp_path / "run", "2:4")
+    assert all(step.is_identical for step in (*whole.steps, *later.steps))
+    assert [step.version for step in later.steps] == [2, 3]
+    (compared,) = replay(tmp_path / "run", "3:4", changes={"algorithm.advantage.token_discount": 0.5}).compared
+    assert compared.comparison.moved > 0
+    (same,) = replay(tmp_path / "run", "3:4", changes={"algorithm.loss.clip_low": 0.3}).compared
+    assert same.comparison.metrics["reward_model/loss"] == same.comparison.other_metrics["reward_model/loss"]
+
+
 def groups_of(step: int) -> list[Group]:
     return random_groups(step)
 
@@ -398,6 +416,7 @@ def test_settings_that_this_arl_does_not_know_name_the_arl_that_recorded_them(ow
     [
         ({"engine.kind": "sglang"}, "engine has no effect in a replay"),
         ({"algorithm.preset": "ppo", "algorithm.minibatches": 2}, "algorithm.critic cannot be added"),
+        ({"algorithm.reward_model": {}}, "algorithm.reward_model cannot be added or left out: a reward model learns"),
         ({"algorithm.los": 1}, "los is not a setting"),
         ({"train.lora": {}}, "train.lora cannot differ"),
         ({"train.num_ranks": 2}, "train.num_ranks has no effect here: both settings are compared on one rank"),

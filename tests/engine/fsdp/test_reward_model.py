@@ -1,7 +1,10 @@
 """PRIME's reward model beside the policy: it says what two language models say, learns, is saved and taken up again."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,13 @@ from transformers import PreTrainedModel
 from arl.algorithm.batch import Batch
 from arl.algorithm.implicit_rewards import outcomes_of
 from arl.api.config import Config
-from arl.api.engine_config import LoRAConfig, OptimizerConfig
+from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.types import Group
 from arl.engine.fsdp.train_engine import build_optimizer
-from arl.trainer_process import load_learner
+from arl.trainer_process import host_learner, load_learner
 from arl.training.learner import Learner
+from arl.training.recovery import RecoveringLearner
+from arl.training.remote_learner import RemoteLearner
 
 Make = Callable[..., Learner]
 BETA, LR = 0.3, 3e-3
@@ -150,6 +155,28 @@ def test_adapters_are_a_reward_model_too_and_begin_as_their_reference(make_learn
     later = learner.prepare(random_groups(0)).batch.implicit_rewards
     assert later is not None
     assert float(later.abs().max()) > 1e-4
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("update", ["before", "after"])
+def test_a_process_that_is_killed_with_a_prepared_batch_is_replaced_by_one_that_goes_on_to_the_bit(
+    make_learner: Make, model_dir: Path, tmp_path: Path, update: str
+):
+    here, host = make_learner({"update": update}), partial(host_learner, config(model_dir, {"update": update}, {}))
+    start = partial(RemoteLearner, host, tmp_path / "trainer.log", 1)
+    there = RecoveringLearner(start, tmp_path / "saved", TrainConfig(max_recoveries=1))
+    try:
+        for seed in range(3):
+            prepared = there.prepare(random_groups(seed))
+            if seed == 1:
+                there.save(tmp_path / "saved" / "version-00000001" / "engine").wait()
+            os.kill(there._learner._process.pid, signal.SIGKILL) if seed == 2 else None
+            metrics = there.train(prepared).metrics
+            expected = here.train(here.prepare(random_groups(seed))).metrics
+            policys = {name for name in expected if not name.startswith("reward_model/")}
+            assert {name: metrics[name] for name in policys} == {name: expected[name] for name in policys}
+    finally:
+        there.close()
 
 
 def answers(seed: int) -> list[Group]:
