@@ -62,7 +62,7 @@ class TrainEngines:
     def close(self) -> None:
         """Close all, whichever fails."""
         with ExitStack() as stack:
-            for engine in reversed(self.by_role.values()):
+            for engine in reversed([*self.by_role.values()]):
                 stack.callback(engine.close)
 
 

@@ -210,8 +210,8 @@ def test_a_checkpoint_with_a_critic_and_a_run_without_one_do_not_fit(wrote: bool
 @pytest.mark.parametrize(("wrote", "reads"), [("prime", "grpo"), ("ppo", "prime")])
 def test_a_checkpoint_with_another_model_beside_the_policy_does_not_fit(wrote: str, reads: str, tmp_path: Path) -> None:
     def learner(name: str) -> Learner:
-        beside = {role: ScriptedTrainEngine() for role in preset(name).trained_models[1:]}
-        return Learner(ScriptedTrainEngine(), preset(name), **beside)
+        of = {role: ScriptedTrainEngine() for role in preset(name).trained_models}
+        return Learner(of["policy"], preset(name), critic=of.get("critic"), reward_model=of.get("reward_model"))
 
     learner(wrote).save(tmp_path / "engine").wait()
     with pytest.raises(CheckpointError, match=r"set algorithm\.(critic|reward_model) as it was"):

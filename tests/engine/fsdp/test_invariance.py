@@ -128,8 +128,13 @@ def head_of(role: str) -> Head:
 def learned(name: str, batches: Batches, model: Path, train: TrainConfig = TRAIN) -> dict[str, Learned]:
     """What each model that the preset trains was given, and what it made of it."""
     engines = {role: Recording(model, train, head_of(role)) for role in preset(name).trained_models}
-    staleness, beside = MAX_STALENESS + len(batches), {role: e for role, e in engines.items() if role != "policy"}
-    learner = Learner(engines["policy"], config_of(name), **beside, max_staleness=staleness)
+    learner = Learner(
+        engines["policy"],
+        config_of(name),
+        critic=engines.get("critic"),
+        reward_model=engines.get("reward_model"),
+        max_staleness=MAX_STALENESS + len(batches),
+    )
     try:
         for groups in batches:
             learner.train(learner.prepare(groups))
