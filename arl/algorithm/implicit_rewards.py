@@ -25,17 +25,9 @@ from arl.api.errors import TrajectoryError
 
 
 def read_sequences(batch: Batch) -> FlatSequences:
-    """[N] The trajectories as a reward model reads them: text, whatever temperature, ids and experts it was sampled
-    with. Masked-out trajectories are read, too, as the process rewards of all peers are compared."""
-    own = batch.sequences()
-    masks = joined((t.loss_mask for t in batch.trajectories), np.bool_)
-    return replace(
-        own,
-        columns={**own.columns, "loss_mask": masks},
-        temperatures=(1.0,) * len(batch),
-        kept_ids=None,
-        routes=None,
-    )
+    """[N] The trajectories as a reward model reads them: those that are masked out, too, because the process rewards of
+    all peers are compared."""
+    return _as_text(batch, loss_mask=joined((t.loss_mask for t in batch.trajectories), np.bool_))
 
 
 def lesson_of(batch: Batch) -> FlatSequences:
@@ -45,14 +37,14 @@ def lesson_of(batch: Batch) -> FlatSequences:
     the tokens that the agent chose. An episode weighs 1 / (S n) for each of its n trained tokens, S episodes in the
     batch.
     """
+    return replace(_as_text(batch, loss_weights=loss_weights(batch, "sequence_mean")), units=batch.episode)
+
+
+def _as_text(batch: Batch, **columns: torch.Tensor) -> FlatSequences:
+    """[N] Sequences with these columns, whatever temperature, ids and experts they were sampled with."""
     own = batch.sequences()
     return replace(
-        own,
-        columns={**own.columns, "loss_weights": loss_weights(batch, "sequence_mean")},
-        temperatures=(1.0,) * len(batch),
-        units=batch.episode,
-        kept_ids=None,
-        routes=None,
+        own, columns={**own.columns, **columns}, temperatures=(1.0,) * len(batch), kept_ids=None, routes=None
     )
 
 

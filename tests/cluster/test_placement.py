@@ -101,6 +101,11 @@ def test_parts_that_would_share_a_gpu_are_named(train: dict[str, Any], engine: d
             "as many ranks for the critic",
         ),
         (
+            {"train": {"device": "cuda", "num_ranks": 2}, "algorithm": {"preset": "prime"}},
+            3,
+            "as many ranks for the reward model",
+        ),
+        (
             {"engine": SGLANG | {"num_servers": 2, "gpus_per_server": 2, "first_gpu": 1}},
             4,
             "2 servers .*need GPUs 1-4, and this machine shows 4",
@@ -129,5 +134,6 @@ def test_what_settings_place_on_this_machine() -> None:
         ("policy rank 1", "GPU 1"),
     ]
     assert [(part.host, part.device) for part in planned_servers(config)] == [(HOST, "GPUs 2-3")]
-    critics = planned_trainer(config_of(algorithm={"preset": "ppo"}))
-    assert [(part.name, part.device) for part in critics] == [("policy", "cpu"), ("critic", "cpu")]
+    for preset, role in (("ppo", "critic"), ("prime", "reward_model")):
+        beside = planned_trainer(config_of(algorithm={"preset": preset}))
+        assert [(part.name, part.device) for part in beside] == [("policy", "cpu"), (role, "cpu")]
