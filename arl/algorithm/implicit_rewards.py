@@ -1,7 +1,7 @@
 """The implicit process reward model of PRIME (2502.01456): what it reads of a batch, and its loss.
 
-    r_t = beta log(pi(y_t) / pi_ref(y_t))           pi learns, pi_ref is its first model; t over trained tokens
-    loss = mean over episodes of CE(sigmoid(sum r_t), R)          R the outcome, between 0 and 1
+    r_t = beta log(pi(y_t) / pi_ref(y_t))           eq. 3; pi learns, pi_ref is its first model; t over trained tokens
+    loss = mean over episodes of CE(sigmoid(sum r_t), R)          algorithm 1, line 8; R the outcome, between 0 and 1
 
 So sigmoid(sum r_t) is the chance of success that the model sees in an episode, and r_t is what token t adds to its
 logit. With rewards of 0 and 1 this is the log-likelihood of a classifier. It learns from outcomes alone.

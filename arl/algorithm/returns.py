@@ -79,8 +79,8 @@ def process_rewards(
     """float64[T]: process rewards, normalised among peers as `settings` say; 0 without process rewards.
 
     Rewards of tokens are normalised among the peers' trained tokens, and rewards of turns among their turns. The
-    outcome is not part of either, and a reward model's rewards are a kind of their own (PRIME, 2502.01456; GRPO's
-    process supervision, 2402.03300, 4.1.3):
+    outcome is not part of either, and a reward model's rewards are a kind of their own (PRIME, 2502.01456, eq. 5;
+    GRPO's process supervision, 2402.03300, 4.1.3):
 
         none, greedy:                   unchanged
         group_mean, length_weighted:    minus the mean over all of them

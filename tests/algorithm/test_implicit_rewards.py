@@ -47,7 +47,7 @@ def read(groups: Sequence[Group], seed: int = 0) -> Batch:
 
 
 def reference_loss(current: Sequence[Numbers], reference: Sequence[Numbers], outcome: float) -> float:
-    """The cross-entropy of one episode, whose trajectories have these logprobs of trained tokens."""
+    """Algorithm 1, line 8, for one episode, whose trajectories have these logprobs of trained tokens."""
     pairs = zip(itertools.chain(*current), itertools.chain(*reference), strict=True)
     chance = 1 / (1 + math.exp(-BETA * sum(c - r for c, r in pairs)))
     return -outcome * math.log(chance) - (1 - outcome) * math.log(1 - chance)
@@ -137,7 +137,7 @@ def test_a_reward_model_reads_text_at_temperature_1_over_the_whole_vocabulary_an
 
 
 def test_advantages_are_the_papers_sum_of_process_returns_and_outcomes_each_against_the_others():
-    """A_t = sum over s >= t of gamma^(s-t) (r_s - mean of the others' mean r) + R - mean of the others' R."""
+    """Eq. 5: A_t = sum over s >= t of gamma^(s-t) (r_s - mean of the others' mean r) + R - mean of the others' R."""
     draw = random.Random(1)
     rewards, lengths = [1.0, 0.0, 0.0, 1.0], [3, 1, 4, 2]
     process = [[draw.gauss(0, 1) for _ in range(n)] for n in lengths]
