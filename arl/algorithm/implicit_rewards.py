@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from arl.algorithm.batch import Batch, joined, loss_weights
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.algorithm.losses.reinforcement import ROUNDING
+from arl.algorithm.losses.surrogates import ROUNDING
 from arl.algorithm.peers import mean
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import TrajectoryError
