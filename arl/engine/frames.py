@@ -4,27 +4,27 @@
 
 A message holds whatever is to be sent at the moment. Token ids are int32, logprobs float32, all little-endian; the
 rest of a call, and of a result, is JSON. A prompt that continues a sequence which both sides keep travels as the
-number of tokens to take from it, and the tokens after them. Only these two programs speak it, so a server says in
-/model_info which FORMAT it takes.
+number of tokens to take from it, and the tokens after them. An image travels once, and as its digest from then on.
+Only these two programs speak it, so a server says in /model_info which FORMAT it takes.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMAT = 6
+FORMAT = 7
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
-MAX_MESSAGE_BYTES = 32 << 20
+MAX_MESSAGE_BYTES = 128 << 20
 MAX_NAME_BYTES = 1024
 """The longest rid, and the longest name of a session that is kept."""
 GONE = 410
-"""The status of a call that builds on a sequence which the server keeps no more: it is to be sent whole."""
+"""The status of a call that builds on a sequence or an image which the server keeps no more: it is to be sent whole."""
 
 _LEAST_KEPT = 256
 """Shorter sequences are not kept: they cost as little as the mention of one."""
@@ -32,12 +32,28 @@ _MAX_KEPT_TOKENS = 1 << 24
 """64 MiB on either side."""
 _BATCH_BYTES = 1 << 20
 """A message ends when it is as long as this, however much more there is."""
-_CALL = struct.Struct("<BQQIIHHI")
+_CALL = struct.Struct("<BQQIIHHIH")
+_IMAGE = struct.Struct("<32sIII")
 _CANCEL = struct.Struct("<BQ")
 _RESULT = struct.Struct("<QHIIIII")
 _MOST = (1 << 32) - 1
 _IS_CALL, _IS_CANCEL = 1, 2
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramedImage:
+    """An image of a call's prompt: its placeholders are the tokens start..stop-1."""
+
+    digest: bytes
+    """The SHA-256 of its file."""
+    start: int
+    stop: int
+    data: bytes
+    """The file; empty if the server has had it."""
+
+    def encode(self) -> bytes:
+        return _IMAGE.pack(self.digest, self.start, self.stop, len(self.data)) + self.data
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,12 +72,15 @@ class Call:
     """How many of the tokens of `base` it begins with."""
     ids: np.ndarray
     """The tokens after them."""
+    images: Sequence[FramedImage] = ()
+    """Of the whole prompt."""
 
     def encode(self) -> bytes:
         rid = self.rid.encode()
-        lengths = (self.num_kept, len(self.ids), len(rid), len(self.session), len(self.settings))
+        lengths = (self.num_kept, len(self.ids), len(rid), len(self.session), len(self.settings), len(self.images))
         head = _CALL.pack(_IS_CALL, self.number, self.base, *lengths)
-        return b"".join((head, rid, self.session, self.settings, self.ids.astype(_IDS, copy=False).tobytes()))
+        images = (image.encode() for image in self.images)
+        return b"".join((head, rid, self.session, self.settings, self.ids.astype(_IDS, copy=False).tobytes(), *images))
 
 
 @dataclass(slots=True)
@@ -148,7 +167,7 @@ def calls_of(message: bytes) -> Iterator[Call | Cancel]:
 
 
 def _call(cursor: _Cursor) -> Call:
-    _, number, base, num_kept, num_ids, len_rid, len_session, len_settings = cursor.unpack(_CALL)
+    _, number, base, num_kept, num_ids, len_rid, len_session, len_settings, num_images = cursor.unpack(_CALL)
     try:
         rid = cursor.take(len_rid).decode()
     except UnicodeDecodeError as error:
@@ -161,7 +180,13 @@ def _call(cursor: _Cursor) -> Call:
         base=base,
         num_kept=num_kept,
         ids=cursor.numbers(_IDS, num_ids),
+        images=tuple(_image(cursor) for _ in range(num_images)),
     )
+
+
+def _image(cursor: _Cursor) -> FramedImage:
+    digest, start, stop, length = _IMAGE.unpack(cursor.take(_IMAGE.size))
+    return FramedImage(digest=digest, start=start, stop=stop, data=cursor.take(length))
 
 
 def results_of(message: bytes) -> Iterator[Result]:

@@ -57,6 +57,8 @@ class ImageProcessor:
             )
         self.image_token_id: int = config.image_token_id
         """The placeholder."""
+        self.vision_start_token_id: int = config.vision_start_token_id
+        """Stands before the placeholders of an image."""
         self._processor = _part(AutoImageProcessor, model, "its image processor", backend="pil")
         self._merge_size: int = self._processor.merge_size
         self._remembered: OrderedDict[str, Pixels] = OrderedDict()
@@ -118,7 +120,11 @@ class ImageProcessor:
         return positions
 
     def check(self, token_ids: npt.NDArray[Any] | Sequence[int], images: Sequence[PlacedImage]) -> None:
-        """Raise ImageError unless these tokens have a placeholder for each vector of these images, and no others."""
+        """Raise ImageError unless these tokens have a placeholder for each vector of these images.
+
+        A model can sample the placeholder's token; then it is a token like others. But one that follows
+        <|vision_start|> belongs to an image that was forgotten.
+        """
         if flaw := placement_flaw(images, len(token_ids)):
             raise ImageError(flaw)
         is_placeholder = np.asarray(token_ids) == self.image_token_id
@@ -131,8 +137,12 @@ class ImageProcessor:
                 )
             if not is_placeholder[placed.start : placed.stop].all():
                 raise ImageError(f"image {number} lies on tokens other than the placeholder {self.image_token_id}")
-        if int(is_placeholder.sum()) != sum(placed.stop - placed.start for placed in images):
-            raise ImageError(f"the tokens have placeholders ({self.image_token_id}) where no image was given")
+            is_placeholder[placed.start] = False
+        if (forgotten := is_placeholder[1:] & (np.asarray(token_ids)[:-1] == self.vision_start_token_id)).any():
+            raise ImageError(
+                f"the tokens have placeholders ({self.image_token_id}) where no image was given, from "
+                f"{int(forgotten.argmax()) + 1} on"
+            )
 
     def _remember(self, digest: str, pixels: Pixels) -> None:
         if digest in self._remembered:

@@ -135,6 +135,7 @@ class PartialResponse:
         self.needs_kept_ids = self.is_constrained or (replays_truncation and request.sampling.is_filtered)
         self._routing = routing
         self._routes_from = request.routes_from
+        self._images = request.images
         self._experts: list[np.ndarray] = []
         self.prompt_ids = _token_array(request)
         """int32."""
@@ -186,6 +187,7 @@ class PartialResponse:
             adapter=adapter,
             wants_kept_ids=self.needs_kept_ids,
             routes_from=None if self._routing is None else self._num_routed,
+            images=self._images,
         )
 
     def _begin_again(self) -> None:

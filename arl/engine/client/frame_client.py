@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import aiohttp
 import numpy as np
 
+from arl.api.images import PlacedImage
 from arl.engine.frames import (
     GONE,
     MAX_MESSAGE_BYTES,
@@ -23,6 +24,7 @@ from arl.engine.frames import (
     BrokenFrameError,
     Call,
     Cancel,
+    FramedImage,
     KeptSequences,
     Result,
     messages_of,
@@ -34,6 +36,7 @@ Left = Callable[[int | None], object]
 """Called once, after a call of generate was cancelled: with the tokens that the server had sampled for it, None if
 nobody will know."""
 
+_MOST_DIGESTS = 1 << 16
 _HEARTBEAT_S = 30.0
 """A connection that is dropped silently is noticed after this time and half of it."""
 
@@ -52,6 +55,8 @@ class FrameClient:
         self._given_up: dict[int, Left] = {}
         """Calls that nobody waits for, and that the server has not ended yet."""
         self._kept = KeptSequences()
+        self._had: set[bytes] = set()
+        """The digests of images that the server has had."""
         self._is_blamed = False
 
     @classmethod
@@ -95,46 +100,59 @@ class FrameClient:
         is_blamed, self._is_blamed = self._is_blamed, True
         return not is_blamed
 
-    def fits(self, rid: str, num_tokens: int) -> bool:
+    def fits(self, rid: str, num_tokens: int, num_image_bytes: int = 0) -> bool:
         """Whether a call of this name, with a prompt of so many tokens, can be sent. Over HTTP every call can."""
         try:
             is_name = len(rid.encode()) <= MAX_NAME_BYTES
         except UnicodeEncodeError:  # half a surrogate pair, which JSON can hold
             return False
-        return self.is_open and is_name and 8 * num_tokens < MAX_MESSAGE_BYTES
+        return self.is_open and is_name and 8 * num_tokens + num_image_bytes < MAX_MESSAGE_BYTES
 
     async def generate(
-        self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, left: Left = lambda _: None
+        self,
+        rid: str,
+        prompt: np.ndarray,
+        settings: bytes,
+        session: bytes,
+        left: Left = lambda _: None,
+        images: Sequence[PlacedImage] = (),
     ) -> Result:
         """The server's answer. Cancellation aborts the request. Raises ConnectionError when the connection ends."""
         base, num_kept = self._kept.shortened(session, prompt)
-        result, number = await self._ask(rid, prompt, settings, session, base, num_kept, left)
+        call = Call(number=0, rid=rid, settings=settings, session=session, base=base, num_kept=num_kept, ids=prompt)
+        call.ids, call.images = prompt[num_kept:], self._framed(images)
+        result = await self._ask(call, left)
         if result.status == GONE:
-            result, number = await self._ask(rid, prompt, settings, session, 0, 0, left)
+            self._had.clear()
+            call.base, call.num_kept, call.ids, call.images = 0, 0, prompt, self._framed(images)
+            result = await self._ask(call, left)
         if result.status == 200:
-            self._kept.keep(session, number, prompt, result.ids)
+            self._kept.keep(session, call.number, prompt, result.ids)
         return result
 
-    async def _ask(
-        self, rid: str, prompt: np.ndarray, settings: bytes, session: bytes, base: int, num_kept: int, left: Left
-    ) -> tuple[Result, int]:
+    def _framed(self, images: Sequence[PlacedImage]) -> tuple[FramedImage, ...]:
+        """The images, with the files of those that the server has not had."""
+        framed: list[FramedImage] = []
+        for placed in images:
+            digest = bytes.fromhex(placed.image.digest)
+            data = b"" if digest in self._had else placed.image.data
+            self._had.add(digest)
+            framed.append(FramedImage(digest=digest, start=placed.start, stop=placed.stop, data=data))
+        if len(self._had) > _MOST_DIGESTS:
+            self._had.clear()
+        return tuple(framed)
+
+    async def _ask(self, call: Call, left: Left) -> Result:
+        """Send a call under a number of its own."""
         if not self.is_open:
             raise NotConnectedError("the connection was closed")
         self._last_number += 1
-        number, answer = self._last_number, asyncio.get_running_loop().create_future()
-        call = Call(
-            number=number,
-            rid=rid,
-            settings=settings,
-            session=session,
-            base=base,
-            num_kept=num_kept,
-            ids=prompt[num_kept:],
-        )
+        number = call.number = self._last_number
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer, left
         self._send(call.encode())
         try:
-            return await answer, number
+            return await answer
         except asyncio.CancelledError:
             self._give_up(number, answer, left)
             raise

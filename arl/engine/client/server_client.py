@@ -27,6 +27,7 @@ from arl.api.engine import MODEL_SIZES, TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, ServerError, ServerFailedError
 from arl.api.events import ServerWorked
+from arl.api.images import PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.types import SamplingParams
 from arl.engine.client.frame_client import Left
@@ -80,6 +81,8 @@ class GenerateCall:
     """The answer must say among which ids each token was sampled."""
     routes_from: int | None = None
     """The first of input_ids whose routes are wanted; None: none are."""
+    images: tuple[PlacedImage, ...] = ()
+    """What lies at the placeholders among input_ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

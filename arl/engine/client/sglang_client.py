@@ -30,6 +30,7 @@ from arl.api.errors import (
     ServerFailedError,
 )
 from arl.api.events import ServerWorked
+from arl.api.images import PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import SamplingParams, new_id
@@ -52,6 +53,7 @@ from arl.engine.client.server_client import (
     seconds_of,
     spans_of,
 )
+from arl.engine.client.sglang_images import check_prompt, image_fields, num_bytes, told_of_prompt
 from arl.engine.frames import FORMAT, MAX_NAME_BYTES, PATH, Result
 from arl.web.client import Reply, encoded
 from arl.web.connections import Connections, NotConnectedError
@@ -112,12 +114,18 @@ class SGLangClient(ServerClient):
             left(0)
             raise
         payload = self._payload(call)
-        if frames is not None and frames.fits(call.rid, len(call.input_ids)):
-            answer = await self._ask_in_frames(frames, payload, session_id, left)
+        if frames is not None and frames.fits(call.rid, len(call.input_ids), num_bytes(call.images)):
+            answer = await self._ask_in_frames(frames, payload, call.images, session_id, left)
         else:
+            payload |= image_fields(call, is_embedded=self.is_embedded) if call.images else {}
             answer = await self._ask_over_http("/generate", payload, left)
         try:
-            return _answer_of(answer) if isinstance(answer, Result) else _parse_answer(answer.json_object())
+            if isinstance(answer, Result):
+                return _answer_of(answer)
+            body = answer.json_object()
+            if call.images:
+                check_prompt(self.address, told_of_prompt(body), call)
+            return _parse_answer(body)
         except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
             message = f"{what}; it must be SGLang and return output_token_logprobs"
@@ -160,14 +168,19 @@ class SGLangClient(ServerClient):
             )
 
     async def _ask_in_frames(
-        self, frames: FrameClient, payload: Mapping[str, Any], session_id: str | None, left: Left
+        self,
+        frames: FrameClient,
+        payload: Mapping[str, Any],
+        images: Sequence[PlacedImage],
+        session_id: str | None,
+        left: Left,
     ) -> Result:
         settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
         session = (session_id or "").encode(errors="surrogatepass")
         if len(session) > MAX_NAME_BYTES:
             session = b""
         try:
-            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, left)
+            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, left, images)
         except ConnectionError as error:
             failure = self._unreached("/generate", error)
             shared = SharedFaultError(str(failure), num_tokens=failure.num_tokens)

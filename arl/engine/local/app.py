@@ -32,6 +32,8 @@ from arl.web.server import ErrorShape, Handler, answering, body_of, boundary, js
 
 _MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens takes 8 MiB; aiohttp's default limit is 1 MiB. Parsing blocks the event loop."""
+_MAX_BYTES_WITH_IMAGES = 128 << 20
+"""For models that take images, some MiB each."""
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -88,7 +90,8 @@ def build_app(
     info, control, generation = Info(scheduler, settings), Control(scheduler, inflight), Generation(scheduler, inflight)
     weights = Weights(scheduler, settings["device"], settings["update_timeout_s"])
     key = [require_key(api_key)] if api_key else []
-    app = web.Application(middlewares=[boundary(path_error), *key], client_max_size=_MAX_BODY_BYTES)
+    most_bytes = _MAX_BODY_BYTES if scheduler.runner.tower is None else _MAX_BYTES_WITH_IMAGES
+    app = web.Application(middlewares=[boundary(path_error), *key], client_max_size=most_bytes)
 
     def add(method: str, path: str, body: type[B], answer: Callable[[B], Awaitable[Any]], shape: ErrorShape) -> None:
         app.router.add_route(method, path, answering(asked(body, answer), shape, {EngineClosedError: 503}))

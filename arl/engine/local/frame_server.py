@@ -92,7 +92,8 @@ class FrameServer:
         if max(len(call.rid), len(call.session)) > MAX_NAME_BYTES:
             raise RequestError(f"rid and session must have at most {MAX_NAME_BYTES} bytes")
         body, sampling = _settings(call.settings)
-        job = self._generation.job(call.rid, ids, body, sampling)
+        images = [self._generation.images.framed(image) for image in call.images]
+        job = self._generation.job(call.rid, ids, body, sampling, images)
         self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, ids, job))
         return job
 

@@ -1,4 +1,5 @@
-"""The common decoder (Llama, Mistral, Qwen2, Qwen3) in few operations, for steps so small that their number counts.
+"""The common decoder (Llama, Mistral, Qwen2, Qwen3, those that see) in few operations, for steps so small that their
+number counts.
 
 It computes what the model's own code computes, to rounding, from the same parameters. One product makes the queries,
 keys and values of a layer, one norm serves queries and keys, and each sum with the residual is part of a product.
@@ -16,8 +17,12 @@ from torch import nn
 
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.slot_attention import SlotBatch, attend
+from arl.engine.local.tower import ShownImages
 
-_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_LAYERS = (
+    "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer",
+    "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer",
+)  # fmt: skip
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend only on the position, and not on the sequences' lengths."""
 
@@ -38,9 +43,10 @@ class FusedDecoder:
         names = {module: name for name, module in model.named_modules()}
         self._layers = [_Layer(layer, index, names, adapters) for index, layer in enumerate(base.layers)]
         self._norm = _Norm(base.norm)
-        like = self._embed.weight
+        like = torch.empty((), dtype=self._embed.weight.dtype, device=self._embed.weight.device)
+        self._axes = _axes(base.rotary_emb, like)
         places = torch.arange(context_length, device=like.device)[None]
-        cos, sin = base.rotary_emb(torch.empty((), dtype=like.dtype, device=like.device), places)
+        cos, sin = base.rotary_emb(like, places if self._axes is None else places.expand(3, 1, -1))
         first, second = sin[0].chunk(2, -1)
         self._cos, self._sin = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
         if cos.shape[-1] != base.layers[0].self_attn.head_dim:
@@ -51,17 +57,40 @@ class FusedDecoder:
         for norm in (self._norm, *(norm for layer in self._layers for norm in layer.norms)):
             norm.refresh()
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: SlotBatch) -> torch.Tensor:
-        """The last layer's output [N, hidden] for token_ids and positions int64[N], to be passed to `final`."""
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: SlotBatch, shown: ShownImages | None = None
+    ) -> torch.Tensor:
+        """The last layer's output [N, hidden] for token_ids int64[N], to be passed to `final`.
+
+        positions: int64[N], or [3, N] for a model with multimodal rotary positions. shown: at the placeholders.
+        """
         states = F.embedding(token_ids, self._embed.weight)
-        rotary = self._cos[positions], self._sin[positions]
-        for layer in self._layers:
+        if shown is not None:
+            states[shown.places] = shown.vectors[0]
+        rotary = self._turned(self._cos, positions), self._turned(self._sin, positions)
+        for number, layer in enumerate(self._layers, 1):
             states = layer(states, rotary, batch)
+            if shown is not None and number < len(shown.vectors):
+                states[shown.places] += shown.vectors[number]
         return states
+
+    def _turned(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The rows [N, 1, head dim] of a table; of each column the one that its axis names."""
+        if positions.dim() == 1 or self._axes is None:
+            return table[positions]
+        return table[:, 0].gather(0, positions[self._axes].T)[:, None]
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
         """The states that the model's head takes."""
         return self._norm(states)
+
+
+def _axes(rotary: Any, like: torch.Tensor) -> torch.Tensor | None:
+    """int64[head dim]: which of time, row and column turns each column; None for a model that knows no such."""
+    if getattr(rotary, "mrope_section", None) is None:
+        return None
+    one_axis = torch.eye(3, dtype=torch.int64, device=like.device)[:, :, None]
+    return rotary(like, one_axis)[1][:, 0].abs().argmax(0)
 
 
 class _Layer:

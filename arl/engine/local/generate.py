@@ -18,6 +18,7 @@ from pydantic import Field
 
 from arl.api.grammar import Grammar, GrammarKind
 from arl.api.types import SamplingParams
+from arl.engine.local.arrived_images import ArrivedImages, SentImage
 from arl.engine.local.grammars import Grammars
 from arl.engine.local.scheduler import Scheduler
 from arl.engine.local.sequences import Job
@@ -26,12 +27,14 @@ from arl.web.bodies import BodyError, Integers, Name, RequestBody, RequestError,
 _MAX_STOP_TOKENS = 4096
 _MAX_GRAMMAR = 1 << 20
 """Most characters of a grammar."""
+_MAX_IMAGES = 4096
 _MAX_REQUESTS = 1 << 16
 """Most requests that may wait or run at once."""
 _MAX_CHARACTERS = 32
 """Most characters of a text to tokenize, per token of the model's context."""
 
 
+_Place = Annotated[list[int], Field(min_length=2, max_length=2)]
 GrammarText = Annotated[str, Field(max_length=_MAX_GRAMMAR)]
 
 
@@ -110,6 +113,10 @@ class GenerateBody(SettingsBody, ClassifyBody, takes_empty=True):
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     """The first token of the prompt whose logprob is returned; -1 for none of them."""
+    image_data: Annotated[list[str], Field(max_length=_MAX_IMAGES)] = Field(default_factory=list)
+    """The images of the prompt, in order: data URLs, or files in base64. Each has all its placeholders in input_ids."""
+    image_places: Annotated[list[_Place], Field(max_length=_MAX_IMAGES)] = Field(default_factory=list)
+    """(start, stop) of each image's placeholders. Without it, they are those after <|vision_start|>, in order."""
 
 
 class TokenizeBody(RequestBody):
@@ -131,7 +138,7 @@ class Inflight:
         self._loop = loop
         self._waiting: dict[str, tuple[Job, Callable[[Job], object]]] = {}
         self._compiling: dict[str, Job] = {}
-        """Jobs whose grammar is not compiled yet. The model thread does not know them."""
+        """Jobs whose grammar is not compiled yet, or whose images are not read. The model thread does not know them."""
 
     def deliver(self, jobs: Sequence[Job]) -> None:
         """Called on the model thread with jobs that have ended."""
@@ -153,23 +160,24 @@ class Inflight:
         if not scheduler.is_alive:
             raise RequestError("the model thread of this server has died; its log says why", 503)
         self._waiting[job.rid] = job, ended
-        if job.compiled is None or (job.compiled.done() and not job.compiled.exception()):
-            scheduler.submit(job)
-            return
         self._compiling[job.rid] = job
-        job.compiled.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._compiled, scheduler, job))
+        self._go_on(scheduler, job)
 
-    def _compiled(self, scheduler: Scheduler, job: Job) -> None:
-        """Let a job run whose grammar is compiled now, or fail if that was impossible."""
+    def _go_on(self, scheduler: Scheduler, job: Job) -> None:
+        """Let a job run if its grammar is compiled and its images are read, or fail if one of these was impossible."""
         if self._compiling.get(job.rid) is not job:
             return  # it was withdrawn or aborted meanwhile
+        for part in (job.compiled, job.view):
+            if part is not None and not part.done():
+                part.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._go_on, scheduler, job))
+                return
+            if part is not None and (error := part.exception()) is not None:
+                del self._compiling[job.rid]
+                job.abort(str(error), error.status if isinstance(error, RequestError) else 500)
+                self._loop.call_soon(self._notice, [job])
+                return
         del self._compiling[job.rid]
-        assert job.compiled is not None
-        if (error := job.compiled.exception()) is None:
-            scheduler.submit(job)
-            return
-        job.abort(str(error), error.status if isinstance(error, RequestError) else 500)
-        self._notice([job])
+        scheduler.submit(job)
 
     def abort(self, scheduler: Scheduler, rid: str) -> None:
         """Finish the job `rid` with its tokens so far."""
@@ -211,6 +219,7 @@ class Generation:
         self._tokenizer: Any = self._model.tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._grammars = Grammars(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
+        self.images = ArrivedImages(self._model.tower)
 
     async def generate(self, body: GenerateBody) -> Any:
         start = body.logprob_start_len
@@ -218,7 +227,8 @@ class Generation:
             raise RequestError(
                 f"logprob_start_len={start} is higher than the number of input tokens {len(body.input_ids)}."
             )
-        job = self.job(body.rid, body.input_ids, body, body.sampling_params.params())
+        images = self.images.sent(body.image_data, body.image_places)
+        job = self.job(body.rid, body.input_ids, body, body.sampling_params.params(), images)
         job.logprob_start = start if body.return_logprob and start >= 0 else None
         await self._inflight.run(self._scheduler, job)
         answer = {"output_ids": job.output_ids, "meta_info": self._meta_info(job, body.return_logprob)}
@@ -228,7 +238,14 @@ class Generation:
             answer["text"] = self.text(job, body.sampling_params)
         return answer
 
-    def job(self, rid: str, input_ids: Sequence[int] | np.ndarray, body: SettingsBody, sampling: SamplingParams) -> Job:
+    def job(
+        self,
+        rid: str,
+        input_ids: Sequence[int] | np.ndarray,
+        body: SettingsBody,
+        sampling: SamplingParams,
+        images: Sequence[SentImage] = (),
+    ) -> Job:
         """A request for a continuation. sampling: the body's. Raises RequestError if it is impossible."""
         if self._model.is_scorer:
             raise RequestError(
@@ -269,6 +286,7 @@ class Generation:
             returns_kept_ids=body.return_sampling_mask,
             routes_from=body.routed_experts_start_len if body.return_routed_experts else None,
             compiled=self._grammars.compiled(sampling.grammar) if sampling.grammar else None,
+            view=self.images.view(input_ids, images),
         )
 
     def _check_prompt(self, input_ids: Sequence[int] | np.ndarray) -> None:

@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from arl.api.engine_config import DEFAULT_CONTEXT_LENGTH
 from arl.api.errors import ConfigError, ModelError
@@ -28,7 +34,9 @@ from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
 from arl.engine.local.occupation import Occupation, with_own_memory
 from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
+from arl.engine.local.tower import PART, ShownImages, Tower, is_sighted
 from arl.engine.routers import Routers, find_routers
+from arl.vision.processor import ImageProcessor
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +60,11 @@ class StepInput:
     """Indices of the tokens that need logits; None means all N, without logprobs of given tokens."""
     given: Sequence[tuple[int, int]] = ()
     """(index, id of the next token) of each token whose successor is given."""
+    rotary: np.ndarray | None = None
+    """int64[N] or, where placeholders have a time, a row and a column, [3, N]: where rotary embeddings turn tokens to.
+    None: to `positions`."""
+    shown: ShownImages | None = None
+    """What its placeholders stand for, if it has some."""
 
 
 class ModelRunner:
@@ -75,11 +88,12 @@ class ModelRunner:
     ) -> None:
         self.device = _device(device)
         self.config = _read_config(model_dir)
-        self.vocab_size: int = self.config.vocab_size
+        text_config = self.config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
         self.tokenizer = _read_tokenizer(model_dir)
-        self.context_length = _context_length(self.config, context_length)
+        self.context_length = _context_length(text_config, context_length)
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
-        self.model = _read_model(model_dir, _dtype(dtype), self.is_scorer).to(self.device)
+        self.model = _read_model(model_dir, _dtype(dtype), self._kind()).to(self.device)
         with_own_memory(self.model)
         self._head = _head(self.model, self.is_scorer)
         self.stored_form = StoredForm(self.model)
@@ -88,13 +102,22 @@ class ModelRunner:
         """Set for a mixture of experts whose routes it can record."""
         self.experts: np.ndarray | None = None
         """[N, layers, experts per token] The routes of the last step's tokens, if it has routers."""
-        self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
-        shape = _cache_shape(self.config, self.model)
+        self.tower: Tower | None = None
+        """Set for a model that takes images."""
+        if is_sighted(self.config):
+            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self.device)
+        self.eos_ids = _eos_ids(text_config, self.model, self.tokenizer)
+        shape = _cache_shape(text_config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
         self.occupation = Occupation(self.model, self.cache)
         self._fused: FusedDecoder | None = None
         self._threads = ModelThreads(num_threads if self.device.type == "cpu" else 1)
         self._try()
+
+    def _kind(self) -> Any:
+        if self.is_scorer:
+            return AutoModelForSequenceClassification
+        return AutoModelForImageTextToText if is_sighted(self.config) else AutoModelForCausalLM
 
     def close(self) -> None:
         """End its threads."""
@@ -106,7 +129,8 @@ class ModelRunner:
         if getattr(getattr(self.model.get_decoder(), "rotary_emb", None), "rope_type", None) == "longrope":
             raise ModelError("the model's rotary embedding (longrope) depends on how long its batch is; use another")
         tokens = list(range(min(4, self.context_length, self.vocab_size)))
-        whole = StepInput(token_ids=tokens, positions=tokens, chunks=[Chunk(row=0, start=0, length=len(tokens))])
+        chunk = Chunk(row=0, start=0, length=len(tokens))
+        whole = StepInput(token_ids=tokens, positions=tokens, chunks=[chunk], **self._sample_of_images(len(tokens)))
         try:
             wanted, _ = self.forward(whole)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -119,6 +143,18 @@ class ModelRunner:
             agrees = False
         if not agrees:
             self._fused = None
+
+    def _sample_of_images(self, num_tokens: int) -> dict[str, Any]:
+        """Something to see at the first of a few tokens, and positions around it."""
+        if self.tower is None:
+            return {}
+        like = self.model.get_input_embeddings().weight
+        vectors = torch.randn(1 + self.tower.depth, 1, like.shape[1]).to(like)
+        positions = np.add.outer(np.arange(3), np.arange(num_tokens)) % num_tokens
+        return {
+            "shown": ShownImages(torch.zeros(1, dtype=torch.int64, device=self.device), vectors),
+            "rotary": positions,
+        }
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> tuple[torch.Tensor, list[float]]:
@@ -141,6 +177,8 @@ class ModelRunner:
         """The states of the tokens at `keep`, then of those in `given`; and the function from states to logits."""
         tokens = np.array([step.token_ids, step.positions])
         ids, places = torch.from_numpy(tokens).to(self.device).unbind()
+        if step.rotary is not None:
+            places = torch.from_numpy(step.rotary).to(self.device)
         kept = None
         if step.keep is not None:
             wanted = [*step.keep, *(index for index, _ in step.given)]
@@ -150,11 +188,10 @@ class ModelRunner:
             return self._fused.final(states if kept is None else states[kept]), self._head
         self._share_operations(len(ids))
         batch = SlotBatch.of(self.cache, tokens[1], step.chunks)
-        ids, places = ids[None], places[None]
-        if self.is_scorer:
-            decoder = self.model.get_decoder()
-            states = decoder(input_ids=ids, position_ids=places, use_cache=False, slot_batch=batch).last_hidden_state[0]
+        if self.is_scorer or self.tower is not None:
+            states = self._decoded(ids, places, batch, step.shown)
             return (states if kept is None else states[kept]), self._head
+        ids, places = ids[None], places[None]
         with nullcontext() if self.routers is None else self.routers.recording() as recorded:
             logits = self.model(
                 input_ids=ids,
@@ -166,6 +203,22 @@ class ModelRunner:
         if self.routers is not None and recorded is not None:
             self.experts = self.routers.experts_of(recorded)
         return logits, lambda logits: logits
+
+    def _decoded(
+        self, ids: torch.Tensor, places: torch.Tensor, batch: SlotBatch, shown: ShownImages | None
+    ) -> torch.Tensor:
+        """The decoder's own output [N, hidden]."""
+        decoder = self.model.get_decoder()
+        inputs: dict[str, Any] = {"position_ids": places[..., None, :], "use_cache": False, "slot_batch": batch}
+        if shown is None:
+            return decoder(input_ids=ids[None], **inputs).last_hidden_state[0]
+        states = decoder.embed_tokens(ids)
+        states[shown.places] = shown.vectors[0]
+        if len(shown.vectors) > 1:
+            is_shown = torch.zeros(1, len(ids), dtype=torch.bool, device=self.device)
+            is_shown[0, shown.places] = True
+            inputs |= {"visual_pos_masks": is_shown, "deepstack_visual_embeds": list(shown.vectors[1:])}
+        return decoder(inputs_embeds=states[None], **inputs).last_hidden_state[0]
 
     def _share_operations(self, num_tokens: int) -> None:
         self._threads.share_operations(num_tokens >= 2 * TOKENS_FOR_A_THREAD)
@@ -185,7 +238,8 @@ class ModelRunner:
             tokens = slice(ends[first], ends[last])
             chunks = step.chunks[max(first - num_decoding, 0) : max(last - num_decoding, 0)]
             batch = SlotBatch.of(self.cache, positions[tokens], chunks, first)
-            return fused(ids[tokens], places[tokens], batch)
+            shown = None if step.shown is None else step.shown.within(tokens.start, tokens.stop)
+            return fused(ids[tokens], places[..., tokens], batch, shown)
 
         bounds = [0, *cuts, len(ends) - 1]
         parts = self._threads.run([partial(part, first, last) for first, last in pairwise(bounds)])
@@ -202,6 +256,8 @@ class ModelRunner:
         self.occupation.note_load()
         if self._fused is not None:
             self._fused.refresh()
+        if self.tower is not None and any(name.startswith(PART) for name in tensors):
+            self.tower.forget()
 
 
 def _read_config(model_dir: str) -> Any:
@@ -229,11 +285,14 @@ def _read_tokenizer(model_dir: str) -> Any | None:
     return tokenizer
 
 
-def _read_model(model_dir: str, dtype: torch.dtype, is_scorer: bool) -> Any:
-    family = AutoModelForSequenceClassification if is_scorer else AutoModelForCausalLM
+def _read_model(model_dir: str, dtype: torch.dtype, kind: Any) -> Any:
+    """kind: the class of transformers that loads it. Its tower, if any, sees all of an image at once."""
+    attention: Any = SLOT_ATTENTION
+    if kind is AutoModelForImageTextToText:
+        attention = {"": SLOT_ATTENTION, "text_config": SLOT_ATTENTION, "vision_config": "sdpa"}
     try:
-        loaded: Any = family.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation=SLOT_ATTENTION, output_loading_info=True
+        loaded: Any = kind.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded: {error}") from error

@@ -23,6 +23,7 @@ from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.occupation import MemoryPart
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.sampler import BatchSampler, Samples, StopStrings, random_stream
+from arl.engine.local.seen_steps import seen_by
 from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
 from arl.web.bodies import RequestError
 
@@ -97,6 +98,8 @@ class RunningBatch:
         if job.returns_kept_ids and not job.is_prefill_only:
             job.sets = SetTable(self._runner.vocab_size)
         tokens = [*job.input_ids, *job.output_ids]
+        if (view := None if job.view is None else job.view.result()) is not None:
+            tokens = view.marked(tokens)
         extra_key = f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key
         stop_ids = self._runner.eos_ids.union(sampling.stop_token_ids)
         self._waiting.append(
@@ -111,6 +114,7 @@ class RunningBatch:
                 stop=tuple(string for string in sampling.stop if string),
                 stop_ids=frozenset() if sampling.ignore_eos else stop_ids,
                 constraint=constraint,
+                view=view,
             )
         )
 
@@ -153,10 +157,11 @@ class RunningBatch:
 
     def _run(self, plan: StepPlan) -> Computed:
         """Run the model over the plan's tokens, and sample. Raises FloatingPointError if its results are not finite."""
+        step = plan.input if self._runner.tower is None else seen_by(plan, self._runner.tower)
         adapted = [(row.adapter, length) for row, length in zip(plan.rows, plan.lengths, strict=True)]
         self._runner.adapters.use(adapted, self._runner.device)
-        self._runner.cache.reserve(len(self._rows), max(plan.input.positions) + 1)
-        logits, given = self._runner.forward(plan.input)
+        self._runner.cache.reserve(len(self._rows), max(step.positions) + 1)
+        logits, given = self._runner.forward(step)
         if plan.leaders:
             logits = logits[torch.tensor([*range(plan.num_sampled), *plan.leaders], device=logits.device)]
         if not plan.sampled:

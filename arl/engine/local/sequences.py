@@ -23,6 +23,7 @@ from arl.engine.local.adapters import Adapter
 from arl.engine.local.constraints import Constraint
 from arl.engine.local.runner import StepInput
 from arl.engine.local.slot_attention import Chunk
+from arl.engine.local.views import View
 
 _BLOCK = 16
 """Prefixes are indexed at multiples of this many tokens, and at a sequence's end."""
@@ -52,6 +53,8 @@ class Job:
     """Note what each token was sampled among."""
     compiled: Future[Any] | None = None
     """The compiled grammar that the response must match, if any; done when the model thread gets the job."""
+    view: Future[View] | None = None
+    """The images of the prompt, if any; done when the model thread gets the job."""
 
     input_logprobs: list[float] = field(default_factory=list[float])
     """Logprobs of input_ids[logprob_start + 1:], from the unscaled logits, whatever the temperature."""
@@ -240,6 +243,8 @@ class Row(Prefix):
     """Its place in its grammar, if it has one."""
     is_mixed: bool = field(default=False, kw_only=True)
     """Whether some of its keys and values are of older weights."""
+    view: View | None = field(default=None, kw_only=True)
+    """Its images. Then `tokens` holds View.marked."""
 
     @property
     def num_pending(self) -> int:

@@ -1,0 +1,58 @@
+"""The images of one sequence: where they lie, which positions its tokens have, and what tells its prefixes apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arl.api.images import Image, PlacedImage
+from arl.vision.processor import ImageProcessor
+
+
+class View:
+    """Images among the tokens of a sequence, which `ImageProcessor.check` has found to be right."""
+
+    def __init__(self, images: Sequence[PlacedImage], processor: ImageProcessor) -> None:
+        self.images = images
+        self.placeholder = processor.image_token_id
+        end = images[-1].stop
+        positions = processor.positions(end + 1, images)
+        self._positions = positions[:, :end]
+        self._end = end
+        self._shift = int(positions[0, end]) - end
+        """What the text after the last image adds to a token's index."""
+
+    def marked(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens, with a number for each image in the place of its placeholders: prefixes with different images
+        have different tokens, and those with equal ones the same."""
+        marked = list(token_ids)
+        for placed in self.images:
+            marked[placed.start : placed.stop] = [-1 - int(placed.image.digest, 16)] * (placed.stop - placed.start)
+        return marked
+
+    def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """int64[3, stop - start]: time, row and column of the tokens start..stop-1."""
+        after = np.arange(max(start, self._end), max(stop, self._end)) + self._shift
+        return np.concatenate([self._positions[:, start:stop], np.broadcast_to(after, (3, len(after)))], axis=1)
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[Image, int, int, int]]:
+        """The parts of images among the tokens start..stop-1: the image, the index of the part's first token, and the
+        first and the last (excluded) of the image's placeholders that it has."""
+        for placed in self.images:
+            first, last = max(placed.start, start), min(placed.stop, stop)
+            if first < last:
+                yield placed.image, first, first - placed.start, last - placed.start
+
+
+def placed_in_order(token_ids: Any, images: Sequence[Image], processor: ImageProcessor) -> list[PlacedImage]:
+    """Each image on the next placeholders after <|vision_start|>. An image too many or too few is left to `check`."""
+    ids = np.asarray(token_ids)
+    starts = np.flatnonzero((ids[:-1] == processor.vision_start_token_id) & (ids[1:] == processor.image_token_id)) + 1
+    is_other = np.append(ids != processor.image_token_id, True)
+    return [
+        PlacedImage(image=image, start=int(start), stop=int(start + is_other[start:].argmax()))
+        for image, start in zip(images, starts, strict=False)
+    ]
