@@ -10,9 +10,20 @@ from transformers import AutoModelForCausalLM
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def write_adapter(directory: Path, base: str | Path, seed: int, *, merged: Path | None = None, **changes: Any) -> Path:
-    """An adapter of the model in `base`; merged: where the model with the adapter in its weights goes, if anywhere."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+def write_adapter(
+    directory: Path,
+    base: str | Path,
+    seed: int,
+    *,
+    merged: Path | None = None,
+    kind: Any = AutoModelForCausalLM,
+    **changes: Any,
+) -> Path:
+    """An adapter of the model in `base`; merged: where the model with the adapter in its weights goes, if anywhere.
+
+    kind: the class of transformers that loads the model.
+    """
+    model = kind.from_pretrained(base, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL, **changes}))

@@ -123,6 +123,7 @@ ALLOWED = {
     "arl.engine.local": ("arl.api", "arl.vision", "arl.web", "arl.engine.frames", "arl.engine.routers"),
     "arl.engine.client": (
         "arl.api",
+        "arl.vision",
         "arl.web",
         "arl.engine.frames",
         "arl.cluster.servers_file",

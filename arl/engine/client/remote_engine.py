@@ -34,6 +34,7 @@ from arl.api.errors import (
     ArlError,
     ConfigError,
     EngineClosedError,
+    ImageError,
     PromptTooLongError,
     RequestTimeoutError,
     ServerError,
@@ -58,6 +59,7 @@ from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.upkeep import Upkeep
 from arl.engine.client.vllm_client import VLLMClient
 from arl.engine.client.weight_check import WeightCheck
+from arl.vision.processor import FAMILIES
 from arl.web.connections import Connections
 from arl.web.process import allow_many_connections
 
@@ -164,11 +166,12 @@ class RemoteInferenceEngine:
 
         An answer that was cut short is continued on the session's server. A request whose server fails goes to another
         server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
-        token that the model does not have: it would end an SGLang server.
+        token that the model does not have: it would end an SGLang server; ImageError for images to a model of texts.
         """
         replays_truncation = self._config.replay_truncation
         partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
         self._check_tokens(request, partial)
+        self._check_images(request)
         try:
             with self._pool.clock.request():
                 await self._complete(request, partial)
@@ -418,6 +421,14 @@ class RemoteInferenceEngine:
             f"request {request.rid} has token id {token_id} at position {position}, but {self._model.name} has "
             f"{size} tokens (0 to {size - 1})"
         )
+
+    def _check_images(self, request: ModelRequest) -> None:
+        """Stock SGLang would drop the images of a request to a model of texts."""
+        if request.images and (kind := self._model.model_type) not in (None, *FAMILIES):
+            raise ImageError(
+                f"request {request.rid} has {len(request.images)} images, and {self._model.name} is a {kind}, which "
+                f"takes none that arl knows; those of {', '.join(FAMILIES)} do"
+            )
 
     def _check_open(self) -> Connections:
         if self._is_closed:

@@ -35,6 +35,7 @@ from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import FrameClient, Left
+from arl.engine.client.image_prompts import check_prompt, embedded_fields, num_bytes, sglang_fields
 from arl.engine.client.server_client import (
     CONNECT_TIMEOUT_S,
     MIXTURE,
@@ -53,7 +54,6 @@ from arl.engine.client.server_client import (
     seconds_of,
     spans_of,
 )
-from arl.engine.client.sglang_images import check_prompt, image_fields, num_bytes, told_of_prompt
 from arl.engine.frames import FORMAT, MAX_NAME_BYTES, PATH, Result
 from arl.web.client import Reply, encoded
 from arl.web.connections import Connections, NotConnectedError
@@ -117,14 +117,15 @@ class SGLangClient(ServerClient):
         if frames is not None and frames.fits(call.rid, len(call.input_ids), num_bytes(call.images)):
             answer = await self._ask_in_frames(frames, payload, call.images, session_id, left)
         else:
-            payload |= image_fields(call, is_embedded=self.is_embedded) if call.images else {}
+            if call.images:
+                payload |= (embedded_fields if self.is_embedded else sglang_fields)(call)
             answer = await self._ask_over_http("/generate", payload, left)
         try:
             if isinstance(answer, Result):
                 return _answer_of(answer)
             body = answer.json_object()
             if call.images:
-                check_prompt(self.address, told_of_prompt(body), call)
+                check_prompt(self.address, body, call)
             return _parse_answer(body)
         except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"

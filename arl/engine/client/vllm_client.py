@@ -18,6 +18,7 @@ from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, Refuse
 from arl.api.kept_ids import KeptIds
 from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import Left
+from arl.engine.client.image_prompts import check_prompt, vllm_fields
 from arl.engine.client.server_client import (
     MIXTURE,
     MOST_KEPT,
@@ -83,7 +84,10 @@ class VLLMClient(ServerClient):
     async def generate(self, call: GenerateCall, session_id: str | None = None, left: Left = lambda _: None) -> Answer:
         reply = await self._ask_over_http(_GENERATE, self._payload(call), left)
         try:
-            return _parse_answer(reply.json_object(), call.routes_from)
+            body = reply.json_object()
+            if call.images:
+                check_prompt(self.address, body, call)
+            return _parse_answer(body, call.routes_from)
         except NONSENSE as error:
             what = f"{self.address} answered {_GENERATE} with what cannot be trained on"
             message = f"{what} ({type(error).__name__}: {error}); it must be vLLM {_TESTED} or newer"
@@ -103,6 +107,7 @@ class VLLMClient(ServerClient):
             "cache_salt": call.cache_key,
             "output_mode": "text" if sampling.stop else "tokens",
             **({} if call.adapter is None else {"model": call.adapter}),
+            **(vllm_fields(call) if call.images else {}),
         }
 
     def _sampling_params(self, call: GenerateCall) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class StoredForm:
     """How files and trainers name the weights of a model, and how they become its parameters.
 
     transformers fuses some tensors when it loads them: the experts of a layer are stored one by one, and are one
-    parameter.
+    parameter. Others have another name in files, such as those of Qwen2.5-VL.
 
     shapes: by stored name; tied tensors once.
     is_tied: the output layer is the embedding, so a file may hold `lm_head.weight` besides.
@@ -59,13 +59,15 @@ class StoredForm:
         stored = revert_weight_conversion(model, empty)
         self.shapes: Shapes = {name: tensor.shape for name, tensor in stored.items()}
         self.is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
-        self._is_own = self.shapes.keys() == parameters.keys()
+        names = {id(tensor): name for name, tensor in empty.items()}
+        self._names = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
+        """Of tensors that are a parameter each: stored name -> the parameter's."""
         self._class, self._config = type(model), model.config
 
     def parameters(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The parameters that fitting tensors make. Raises WeightsError if a part of a fused parameter is missing."""
-        if self._is_own:
-            return tensors
+        if self._names.keys() == self.shapes.keys():
+            return {self._names[name]: tensor for name, tensor in tensors.items()}
         try:
             model, loading = self._class.from_pretrained(
                 None, config=copy.deepcopy(self._config), state_dict=dict(tensors), output_loading_info=True

@@ -1,4 +1,4 @@
-"""Images in the embedded server's batch: every logprob is plain transformers', whoever shares the batch and the cache."""
+"""Images in the embedded server's batch: every logprob is plain transformers', whoever shares batch and cache."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,0 +1,85 @@
+"""Images in requests, and how an answer shows that its server understood the prompt.
+
+    ours      <|vision_start|> <|image_pad|> <|image_pad|> <|image_pad|> <|vision_end|>    a placeholder for each vector
+    theirs    <|vision_start|> <|image_pad|> <|vision_end|>, and the image                 one, which they expand
+
+The embedded server takes ours. SGLang and vLLM take theirs, and say on request what the prompt has become. See
+docs/sglang_protocol.md and docs/vllm_protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from arl.api.errors import RefusedRequestError
+from arl.api.images import PlacedImage
+from arl.engine.client.server_client import GenerateCall
+
+
+def num_bytes(images: Sequence[PlacedImage]) -> int:
+    return sum(len(placed.image.data) for placed in images)
+
+
+def embedded_fields(call: GenerateCall) -> dict[str, Any]:
+    """What /generate of the embedded server needs besides, for a call with images."""
+    return {
+        "image_data": [placed.image.data_url for placed in call.images],
+        "image_places": [(placed.start, placed.stop) for placed in call.images],
+    }
+
+
+def sglang_fields(call: GenerateCall) -> dict[str, Any]:
+    """What /generate of SGLang needs besides and instead. Raises RefusedRequestError."""
+    return {
+        "input_ids": contracted(call, "SGLang"),
+        "image_data": [placed.image.data_url for placed in call.images],
+        "return_prompt_token_ids": True,
+    }
+
+
+def vllm_fields(call: GenerateCall) -> dict[str, Any]:
+    """What /inference/v1/generate of vLLM needs besides and instead. Raises RefusedRequestError."""
+    images = (placed.image for placed in call.images)
+    return {
+        "token_ids": contracted(call, "vLLM"),
+        "content_parts": [{"type": "image_url", "url": image.data_url, "uuid": image.digest} for image in images],
+        "return_token_ids": True,
+    }
+
+
+def contracted(call: GenerateCall, program: str) -> np.ndarray:
+    """The call's tokens with one placeholder for each image. Raises RefusedRequestError for placeholders without one.
+
+    program: the server's, for the message.
+    """
+    is_left_out = np.zeros(len(call.input_ids), bool)
+    for placed in call.images:
+        is_left_out[placed.start + 1 : placed.stop] = True
+    ids = call.input_ids[~is_left_out]
+    placeholder = call.input_ids[call.images[0].start]
+    if (num_others := int((ids == placeholder).sum()) - len(call.images)) > 0:
+        raise RefusedRequestError(
+            f"the prompt has the placeholder of images, {placeholder}, {num_others} times where no image lies, as a "
+            f"model can sample it; {program} would take it for an image"
+        )
+    return ids
+
+
+def check_prompt(address: str, body: Mapping[str, Any], call: GenerateCall) -> None:
+    """Raise RefusedRequestError unless a server computed the tokens of this call, by its answer.
+
+    An embedded server says how many the prompt had, and has checked them.
+    """
+    told = body.get("prompt_token_ids")
+    count = (body.get("meta_info") or {}).get("prompt_tokens") if told is None else len(told)
+    wanted = len(call.input_ids)
+    if count == wanted and (told is None or np.array_equal(told, call.input_ids)):
+        return
+    what = f"{count} tokens where the prompt has {wanted}" if count != wanted else "other tokens than the prompt has"
+    raise RefusedRequestError(
+        f"{address} computed {what}, with its {len(call.images)} images: its image processor or the settings of that "
+        "(min_pixels, max_pixels) are not those in the model's directory here"
+    )
