@@ -17,6 +17,7 @@ from mixtures import write_mixture
 from protocol_client import Client
 from reference import Reference
 from servers import Server, VLLMWatch, sglang, sglang_python, vllm, vllm_python
+from sighted import SEEING_WIDE, write_sighted
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from arl.api.engine_config import TrainConfig
@@ -135,6 +136,16 @@ def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mixture(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe")
 
 
+@pytest.fixture(scope="session")
+def qwen2_5_vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sighted(tmp_path_factory.mktemp("sighted") / "qwen2_5_vl", "qwen2_5_vl", shape=SEEING_WIDE)
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sighted(tmp_path_factory.mktemp("sighted") / "qwen3_vl", "qwen3_vl", shape=SEEING_WIDE)
+
+
 def write_adapters(root: Path, models: Models) -> Path:
     for seed, name in enumerate(("one", "two")):
         write_adapter(root / name, models.directory_a, seed, merged=root / f"merged-{name}")
@@ -153,8 +164,8 @@ def server(
     """One server at a time: stock SGLang keeps a core busy.
 
     A test can ask for `vllm`; for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`:
-    reward_model, `embedded-mixture` and `sglang-mixture`: mixture_model, or `sglang-lora` and `vllm-lora`, which take
-    adapters.
+    reward_model, `embedded-mixture` and `sglang-mixture`: mixture_model, models that see by their family, as in
+    `sglang-qwen3_vl`, or `sglang-lora` and `vllm-lora`, which take adapters.
     """
     kind, _, other = request.param.partition("-")
     if kind != "embedded":

@@ -78,6 +78,8 @@ def check_prompt(address: str, body: Mapping[str, Any], call: GenerateCall) -> N
     wanted = len(call.input_ids)
     if count == wanted and (told is None or np.array_equal(told, call.input_ids)):
         return
+    if count is None:
+        raise RefusedRequestError(f"{address} does not say which tokens it computed for a prompt with images")
     what = f"{count} tokens where the prompt has {wanted}" if count != wanted else "other tokens than the prompt has"
     raise RefusedRequestError(
         f"{address} computed {what}, with its {len(call.images)} images: its image processor or the settings of that "

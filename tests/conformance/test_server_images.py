@@ -1,0 +1,86 @@
+"""Images: what each kind of server samples after them is what plain transformers computes."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import close
+from servers import Server
+from sighted import SEEING_FAMILIES, SEEING_WIDE, Part, SeeingReference, laid_out, noise, write_sighted
+
+from arl.api.engine import DiskWeights
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
+from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.model_files import served_model
+
+# None of these sizes is scaled: SGLang and vLLM scale with torchvision, which rounds otherwise than PIL.
+ONE, SAME_SIZE, WIDE = noise(48, 32, 0), noise(48, 32, 1), noise(96, 64, 2)
+TEXT, MORE = list(b"What is this"), list(b"?!")
+MARKS: dict[str, Any] = {
+    "embedded": [],
+    "sglang": [pytest.mark.sglang],
+    "vllm": [pytest.mark.vllm, pytest.mark.timeout(300)],
+}
+
+pytestmark = pytest.mark.parametrize(
+    "server",
+    [pytest.param(f"{kind}-{family}", marks=marks) for family in SEEING_FAMILIES for kind, marks in MARKS.items()],
+    indirect=True,
+)
+
+
+@pytest.fixture
+def seen(server: Server, request: pytest.FixtureRequest) -> SeeingReference:
+    family = request.node.callspec.params["server"].partition("-")[2]
+    return SeeingReference(request.getfixturevalue(f"{family}_model"))
+
+
+@pytest.fixture
+async def engine(server: Server, seen: SeeingReference) -> AsyncIterator[RemoteInferenceEngine]:
+    model = served_model(seen.processor.model)
+    async with RemoteInferenceEngine([server.url], server.config(), model=model) as engine:
+        yield engine
+
+
+def request_of(seen: SeeingReference, *parts: Part) -> ModelRequest:
+    tokens, placed = laid_out(seen.processor, *parts)
+    return ModelRequest(input_ids=tokens, images=placed, sampling=SamplingParams(max_new_tokens=8, ignore_eos=True))
+
+
+def check(seen: SeeingReference, request: ModelRequest, response: ModelResponse) -> None:
+    wanted = seen.logprobs_of(request.images, list(request.input_ids), response.output_ids)
+    close(response.output_logprobs, wanted)
+
+
+async def test_every_turn_sees_its_images(engine: RemoteInferenceEngine, seen: SeeingReference) -> None:
+    asked = request_of(seen, TEXT, ONE, MORE)
+    for image in (WIDE, ONE):
+        response = await engine.agenerate(asked)
+        check(seen, asked, response)
+        begun = [*asked.input_ids, *(i for i in response.output_ids if i != seen.processor.image_token_id)]
+        tokens, placed = laid_out(seen.processor, image, MORE)
+        moved = [replace(p, start=p.start + len(begun), stop=p.stop + len(begun)) for p in placed]
+        asked = replace(asked, input_ids=[*begun, *tokens], images=(*asked.images, *moved))
+    check(seen, asked, await engine.agenerate(asked))
+
+
+async def test_equal_tokens_with_other_images_are_another_prompt(
+    engine: RemoteInferenceEngine, seen: SeeingReference
+) -> None:
+    for image in (ONE, SAME_SIZE, ONE, SAME_SIZE):
+        asked = request_of(seen, TEXT * 3, image, TEXT)
+        check(seen, asked, await engine.agenerate(asked))
+
+
+async def test_new_weights_see_otherwise(
+    engine: RemoteInferenceEngine, seen: SeeingReference, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    family = request.node.callspec.params["server"].partition("-")[2]
+    other = SeeingReference(write_sighted(tmp_path / "other", family, seed=1, shape=SEEING_WIDE))
+    asked = request_of(seen, TEXT, WIDE, MORE)
+    check(seen, asked, await engine.agenerate(asked))
+    for version, reference in ((1, other), (2, seen)):
+        await engine.update_weights(DiskWeights(version=version, directory=Path(reference.processor.model)))
+        check(reference, asked, await engine.agenerate(asked))

@@ -1,0 +1,133 @@
+"""Requests with images to servers that expand placeholders themselves: what they are sent, and what they must have made
+of it."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from protocol_server import Server, ask, over
+from sighted import noise
+
+from arl.api.engine import ServedModel
+from arl.api.errors import ImageError, RefusedRequestError, ServerError
+from arl.api.images import PlacedImage
+from arl.api.types import ModelRequest, SamplingParams
+from arl.engine.client.image_prompts import check_prompt
+from arl.engine.client.server_client import GenerateCall
+from arl.engine.client.vllm_client import VLLMClient
+
+PAD, ONE, OTHER = 32, noise(16, 16, 0), noise(16, 16, 1)
+IDS = [5, 6, PAD, PAD, PAD, 7, PAD, PAD, 8]
+IMAGES = (PlacedImage(image=ONE, start=2, stop=5), PlacedImage(image=OTHER, start=6, stop=8))
+CONTRACTED = [5, 6, PAD, 7, PAD, 8]
+SEEING = ServedModel(name="the model", model_type="qwen3_vl")
+
+
+def seeing(**fields: Any) -> ModelRequest:
+    return replace(ask(), **{"input_ids": IDS, "images": IMAGES, **fields})
+
+
+def expanded(answer: dict[str, Any]) -> None:
+    answer["prompt_token_ids"] = IDS
+
+
+async def test_sglang_gets_each_image_with_one_placeholder_and_is_asked_for_the_prompt(server: Server) -> None:
+    server.distortions.append(expanded)
+    async with over(server, model=SEEING) as engine:
+        await engine.agenerate(seeing())
+    (sent,) = server.requests
+    assert sent["input_ids"] == CONTRACTED
+    assert sent["image_data"] == [ONE.data_url, OTHER.data_url]
+    assert sent["return_prompt_token_ids"] is True
+
+
+async def test_texts_ask_for_nothing_of_images(server: Server) -> None:
+    async with over(server, model=SEEING) as engine:
+        await engine.agenerate(ask())
+    assert not {"image_data", "return_prompt_token_ids"} & set(server.requests[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            [*IDS, PAD],
+            "computed 10 tokens where the prompt has 9, with its 2 images: its image processor or the settings",
+        ),
+        ([*IDS[:-1], 9], "computed other tokens than the prompt has"),
+        (CONTRACTED, "computed 6 tokens"),
+    ],
+)
+async def test_a_server_that_made_other_tokens_of_the_prompt_is_named(
+    server: Server, prompt: list[int], message: str
+) -> None:
+    server.distortions.append(lambda answer: answer.update(prompt_token_ids=prompt))
+    async with over(server, model=SEEING) as engine:
+        with pytest.raises(RefusedRequestError, match=message):
+            await engine.agenerate(seeing())
+    assert len(server.requests) == 1
+
+
+async def test_an_interrupted_response_goes_on_with_its_images(server: Server) -> None:
+    def cut(answer: dict[str, Any]) -> None:
+        expanded(answer)
+        answer["output_ids"] = answer["output_ids"][:1]
+        meta = answer["meta_info"]
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][:1]
+        meta["finish_reason"] = {"type": "abort"}
+
+    def whole(answer: dict[str, Any]) -> None:
+        answer["prompt_token_ids"] = [*IDS, server.requests[1]["input_ids"][-1]]
+
+    server.distortions += [cut, whole]
+    async with over(server, model=SEEING) as engine:
+        response = await engine.agenerate(seeing())
+    again = server.requests[1]
+    assert again["input_ids"] == [*CONTRACTED, response.output_ids[0]]
+    assert again["image_data"] == [ONE.data_url, OTHER.data_url]
+
+
+async def test_a_placeholder_that_the_model_sampled_is_refused_before_it_is_sent(server: Server) -> None:
+    async with over(server, model=SEEING) as engine:
+        with pytest.raises(RefusedRequestError, match="32, 1 times where no image lies"):
+            await engine.agenerate(seeing(input_ids=[*IDS, PAD]))
+    assert server.requests == []
+
+
+async def test_a_model_of_texts_gets_no_images(server: Server) -> None:
+    async with over(server, model=replace(SEEING, model_type="qwen3")) as engine:
+        with pytest.raises(ImageError, match="has 2 images, and the model is a qwen3, which takes none that arl knows"):
+            await engine.agenerate(seeing())
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(("wanted", "served"), [("qwen3_vl", "qwen3"), ("qwen3", "qwen3_vl")])
+async def test_a_server_of_texts_for_a_model_that_sees_is_named_at_the_start(
+    server: Server, wanted: str, served: str
+) -> None:
+    server.info["model_type"] = served
+    with pytest.raises(ServerError, match=f"the model type is .*{wanted}.* {served}|{served}.*{wanted}"):
+        async with over(server, model=replace(SEEING, model_type=wanted)):
+            pass
+
+
+def call_of(ids: list[int]) -> GenerateCall:
+    return GenerateCall(
+        rid="r", input_ids=np.array(ids, np.int32), num_continued=0, sampling=SamplingParams(max_new_tokens=4),
+        max_new_tokens=4, cache_key="k", images=IMAGES,
+    )  # fmt: skip
+
+
+def test_vllm_gets_the_same_in_its_words() -> None:
+    payload = VLLMClient(cast(Any, None), "http://127.0.0.1:9")._payload(call_of(IDS))
+    assert payload["token_ids"].tolist() == CONTRACTED
+    assert payload["content_parts"] == [
+        {"type": "image_url", "url": image.data_url, "uuid": image.digest} for image in (ONE, OTHER)
+    ]
+    assert payload["return_token_ids"] is True
+
+
+def test_a_server_that_does_not_say_what_it_computed_is_refused() -> None:
+    with pytest.raises(RefusedRequestError, match="does not say which tokens it computed"):
+        check_prompt("http://s", {}, call_of(IDS))
