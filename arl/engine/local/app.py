@@ -51,6 +51,7 @@ class Info:
         return {
             "model_path": self._settings["model_path"],
             "is_generation": not model.is_scorer,
+            "has_image_understanding": model.tower is not None,
             "vocab_size": model.vocab_size,
             "weight_version": self._scheduler.weight_version,
             "frames": FORMAT,

@@ -104,7 +104,7 @@ class ModelRunner:
         """[N, layers, experts per token] The routes of the last step's tokens, if it has routers."""
         self.tower: Tower | None = None
         """Set for a model that takes images."""
-        if is_sighted(self.config):
+        if is_sighted(self.config) and not self.is_scorer:
             self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self.device)
         self.eos_ids = _eos_ids(text_config, self.model, self.tokenizer)
         shape = _cache_shape(text_config, self.model)
@@ -149,7 +149,7 @@ class ModelRunner:
         if self.tower is None:
             return {}
         like = self.model.get_input_embeddings().weight
-        vectors = torch.randn(1 + self.tower.depth, 1, like.shape[1]).to(like)
+        vectors = torch.linspace(-1, 1, (1 + self.tower.depth) * like.shape[1]).view(-1, 1, like.shape[1]).to(like)
         positions = np.add.outer(np.arange(3), np.arange(num_tokens)) % num_tokens
         return {
             "shown": ShownImages(torch.zeros(1, dtype=torch.int64, device=self.device), vectors),

@@ -450,6 +450,8 @@ class RunningBatch:
                 "memory is released"
             )
         self.flush()
+        if self._runner.tower is not None:
+            self._runner.tower.forget()
         self._runner.occupation.release(parts)
         if "weights" in parts:
             self.weight_version = RELEASED

@@ -22,8 +22,11 @@ def seen_by(plan: StepPlan, tower: Tower) -> StepInput:
     start = 0
     for row, length in zip(plan.rows, plan.lengths, strict=True):
         if (view := row.view) is not None:
-            known = row.num_computed
-            rotary[:, start : start + length] = view.positions(known, known + length)
+            known, tokens = row.num_computed, slice(start, start + length)
+            if known >= view.end:
+                rotary[:, tokens] += view.shift
+            else:
+                rotary[:, tokens] = view.positions(known, known + length)
             for image, index, first, last in view.parts(known, known + length):
                 place = start + index - known
                 ids[place : place + last - first] = [view.placeholder] * (last - first)

@@ -21,9 +21,10 @@ class View:
         end = images[-1].stop
         positions = processor.positions(end + 1, images)
         self._positions = positions[:, :end]
-        self._end = end
-        self._shift = int(positions[0, end]) - end
-        """What the text after the last image adds to a token's index."""
+        self.end = end
+        """Behind the last image."""
+        self.shift = int(positions[0, end]) - end
+        """What the position of a token from `end` on adds to its index."""
 
     def marked(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens, with a number for each image in the place of its placeholders: prefixes with different images
@@ -35,7 +36,7 @@ class View:
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """int64[3, stop - start]: time, row and column of the tokens start..stop-1."""
-        after = np.arange(max(start, self._end), max(stop, self._end)) + self._shift
+        after = np.arange(max(start, self.end), max(stop, self.end)) + self.shift
         return np.concatenate([self._positions[:, start:stop], np.broadcast_to(after, (3, len(after)))], axis=1)
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[Image, int, int, int]]:

@@ -108,6 +108,20 @@ def test_texts_and_images_share_a_batch_and_prompts_are_cut_anywhere_on_each_way
     assert num_computed(batch) == 4
 
 
+def test_threads_that_share_a_step_see_the_images_of_their_rows(
+    sighted: Sighted, make_batch: Callable[..., RunningBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arl.engine.local.model_threads.TOKENS_FOR_A_THREAD", 2)
+    batch = make_batch(num_threads=2)
+    shares = list[int]()
+    own = batch._runner._threads.run
+    monkeypatch.setattr(batch._runner._threads, "run", lambda parts: shares.append(len(parts)) or own(parts))
+    jobs = [sighted.job(TEXT, image, MORE) for image in (ONE, WIDE, TALL, SAME_SIZE)] + [sighted.job(MORE)]
+    run_all(batch, jobs)
+    sighted.check(*jobs)
+    assert 2 in shares
+
+
 def test_logprobs_of_given_tokens_behind_images(sighted: Sighted, make_batch: Callable[..., RunningBatch]) -> None:
     batch = make_batch(prefill_tokens=10)
     jobs = [sighted.job(TEXT, ONE, MORE, WIDE, TEXT) for _ in range(3)]
