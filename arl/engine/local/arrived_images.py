@@ -38,7 +38,7 @@ class ArrivedImages:
 
     def __init__(self, tower: Tower | None) -> None:
         self._tower = tower
-        self._reading = ThreadPoolExecutor(1, "images")
+        self._reading = ThreadPoolExecutor(1, "arl-images")
         self._kept: OrderedDict[bytes, tuple[Future[Image], int]] = OrderedDict()
         """By digest, with the number of bytes."""
         self._num_bytes = 0
