@@ -61,12 +61,14 @@ class Info:
 
     async def server_info(self, body: EmptyBody) -> Any:
         memory = self._scheduler.runner.occupation
-        state = {
+        state: dict[str, Any] = {
             "is_paused": self._scheduler.is_paused,
             "released": sorted(memory.released),
             "held_bytes": memory.held_bytes,
             **self._load(),
         }
+        if (tower := self._scheduler.runner.tower) is not None:
+            state["images_computed"] = tower.num_computed
         routes = {"enable_return_routed_experts": self._scheduler.runner.routers is not None}
         return {**self._settings, **routes, "version": __version__, "internal_states": [state]}
 

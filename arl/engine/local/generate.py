@@ -137,7 +137,7 @@ class Inflight:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: dict[str, tuple[Job, Callable[[Job], object]]] = {}
-        self._compiling: dict[str, Job] = {}
+        self._preparing: dict[str, Job] = {}
         """Jobs whose grammar is not compiled yet, or whose images are not read. The model thread does not know them."""
 
     def deliver(self, jobs: Sequence[Job]) -> None:
@@ -160,28 +160,28 @@ class Inflight:
         if not scheduler.is_alive:
             raise RequestError("the model thread of this server has died; its log says why", 503)
         self._waiting[job.rid] = job, ended
-        self._compiling[job.rid] = job
+        self._preparing[job.rid] = job
         self._go_on(scheduler, job)
 
     def _go_on(self, scheduler: Scheduler, job: Job) -> None:
         """Let a job run if its grammar is compiled and its images are read, or fail if one of these was impossible."""
-        if self._compiling.get(job.rid) is not job:
+        if self._preparing.get(job.rid) is not job:
             return  # it was withdrawn or aborted meanwhile
         for part in (job.compiled, job.view):
             if part is not None and not part.done():
                 part.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._go_on, scheduler, job))
                 return
             if part is not None and (error := part.exception()) is not None:
-                del self._compiling[job.rid]
+                del self._preparing[job.rid]
                 job.abort(str(error), error.status if isinstance(error, RequestError) else 500)
                 self._loop.call_soon(self._notice, [job])
                 return
-        del self._compiling[job.rid]
+        del self._preparing[job.rid]
         scheduler.submit(job)
 
     def abort(self, scheduler: Scheduler, rid: str) -> None:
         """Finish the job `rid` with its tokens so far."""
-        if (job := self._compiling.pop(rid, None)) is not None:
+        if (job := self._preparing.pop(rid, None)) is not None:
             job.abort("Aborted by request")
             self._notice([job])
         else:
@@ -191,7 +191,7 @@ class Inflight:
         """Abort a job, if it has not ended."""
         if self._waiting.get(job.rid, (None,))[0] is job:
             del self._waiting[job.rid]
-            if self._compiling.pop(job.rid, None) is None:
+            if self._preparing.pop(job.rid, None) is None:
                 scheduler.abort(job.rid)
 
     async def run(self, scheduler: Scheduler, job: Job) -> None:

@@ -110,6 +110,19 @@ async def test_an_image_that_the_server_keeps_no_more_is_sent_again(
     assert sizes == [[len(once.data)], [len(between.data)], [0], [len(once.data)]]
 
 
+async def test_the_server_counts_the_images_that_its_tower_computed(
+    engine: RemoteInferenceEngine, reference: SeeingReference, client: Client
+) -> None:
+    async def count() -> int:
+        return (await client.get("/server_info")).body["internal_states"][0]["images_computed"]
+
+    before, asked = await count(), request(reference, [5], noise(33, 33, 6), [7])
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(engine.agenerate(asked))
+    assert await count() == before + 1
+
+
 async def test_http_and_frames_give_the_same(
     engine: RemoteInferenceEngine, reference: SeeingReference, client: Client
 ) -> None:
