@@ -20,7 +20,7 @@ ONE, SAME_SIZE, WIDE = noise(48, 32, 0), noise(48, 32, 1), noise(96, 64, 2)
 TEXT, MORE = list(b"What is this"), list(b"?!")
 MARKS: dict[str, Any] = {
     "embedded": [],
-    "sglang": [pytest.mark.sglang],
+    "sglang": [pytest.mark.sglang, pytest.mark.timeout(300)],
     "vllm": [pytest.mark.vllm, pytest.mark.timeout(300)],
 }
 
