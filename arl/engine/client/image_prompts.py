@@ -18,6 +18,10 @@ from arl.api.errors import RefusedRequestError
 from arl.api.images import PlacedImage
 from arl.engine.client.server_client import GenerateCall
 
+KEEPS_IMAGES = "SGLANG_VLM_CACHE_SIZE_MB"
+"""The environment variable with the size of SGLang's cache of what the tower made of images. No update of the weights
+empties it, so that images would be seen with old weights: it has to be 0."""
+
 
 def num_bytes(images: Sequence[PlacedImage]) -> int:
     return sum(len(placed.image.data) for placed in images)

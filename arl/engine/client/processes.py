@@ -25,6 +25,7 @@ from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineC
 from arl.api.errors import ConfigError, ServerError, first_error
 from arl.api.events import NOWHERE, Events, ProcessRestarted
 from arl.child_process import ChildLog, how_it_ended
+from arl.engine.client.image_prompts import KEEPS_IMAGES
 from arl.offload import offload
 from arl.web.process import allow_many_connections
 
@@ -35,6 +36,8 @@ _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 600.0
 """A server that has served for this long may again die max_restarts times."""
+_SGLANG = {KEEPS_IMAGES: "0"}
+"""Environment variables of SGLang's servers."""
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +345,7 @@ def stock_servers(
     if (python := shutil.which(str(config.python))) is None:
         raise ConfigError(f"engine.python is {str(config.python)!r}, which is not an executable program")
     is_vllm = config.protocol == "vllm"
-    command, environment = (_vllm_command, _vllm_environment(config)) if is_vllm else (_sglang_command, {})
+    command, environment = (_vllm_command, _vllm_environment(config)) if is_vllm else (_sglang_command, _SGLANG)
 
     def program(index: int, port: int) -> Program:
         gpus = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)}

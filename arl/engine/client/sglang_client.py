@@ -35,7 +35,7 @@ from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import FrameClient, Left
-from arl.engine.client.image_prompts import check_prompt, embedded_fields, num_bytes, sglang_fields
+from arl.engine.client.image_prompts import KEEPS_IMAGES, check_prompt, embedded_fields, num_bytes, sglang_fields
 from arl.engine.client.server_client import (
     CONNECT_TIMEOUT_S,
     MIXTURE,
@@ -333,6 +333,13 @@ class SGLangClient(ServerClient):
                 await self.resume_memory()
             await self.resume()
             await self.check_health()
+        if info.get("has_image_understanding") is True and not self.is_embedded:
+            logger.warning(
+                "%s keeps what its tower made of images when it gets new weights, unless it was started with the "
+                "environment variable %s=0, as are the servers that arl starts",
+                self.address,
+                KEEPS_IMAGES,
+            )
         settings = await self.look_up("server_info") or await self.look_up("get_server_info")
         models = (await self.look_up("v1/models")).get("data") or [{}]
         self.num_ranks = int(settings.get("tp_size") or 1)

@@ -50,6 +50,7 @@ _FLAGS = {
     "/resume": "VLLM_SERVER_DEV_MODE=1",
     "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
     "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
+    "/reset_encoder_cache": "VLLM_SERVER_DEV_MODE=1",
     "/weight_info": "VLLM_SERVER_DEV_MODE=1",
     "/update_weight_version": "VLLM_SERVER_DEV_MODE=1",
     "/server_info": "VLLM_SERVER_DEV_MODE=1",
@@ -188,6 +189,7 @@ class VLLMClient(ServerClient):
             raise ServerError(f"{self.address} was not told to load {directory}, because that is no directory")
         await self._label(MIXTURE)
         await self._rpc("reload_weights", weights_path=str(directory))
+        await self._forget_images()
         if flush_cache:
             await self._flush()
         await self._label(str(version))
@@ -218,6 +220,7 @@ class VLLMClient(ServerClient):
 
     async def end_update(self) -> None:
         version, self._update_version = self._update_version, None
+        await self._forget_images()
         await self._post("finish_weight_update", {"weight_version": MIXTURE if version is None else str(version)})
 
     async def _add_adapter(self, name: str, directory: Path) -> None:
@@ -229,6 +232,10 @@ class VLLMClient(ServerClient):
     async def _flush(self) -> None:
         """Forget all cached prefixes; requests that run are computed again from their tokens."""
         await self._post("reset_prefix_cache?reset_running_requests=true")
+
+    async def _forget_images(self) -> None:
+        """Forget what the tower made of images under other weights. Its caches know images by their digests alone."""
+        await self._post("reset_encoder_cache")
 
     async def _label(self, label: str) -> None:
         await self._post("update_weight_version", {"new_version": label})
