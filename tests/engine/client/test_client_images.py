@@ -112,6 +112,16 @@ async def test_a_server_of_texts_for_a_model_that_sees_is_named_at_the_start(
             pass
 
 
+@pytest.mark.parametrize("is_embedded", [False, True])
+async def test_a_server_that_would_see_with_old_weights_is_warned_of(
+    server: Server, caplog: pytest.LogCaptureFixture, is_embedded: bool
+) -> None:
+    server.info |= {"has_image_understanding": True} | ({"frames": 0} if is_embedded else {})
+    async with over(server):
+        pass
+    assert ("SGLANG_VLM_CACHE_SIZE_MB=0" in caplog.text) is not is_embedded
+
+
 def call_of(ids: list[int]) -> GenerateCall:
     return GenerateCall(
         rid="r", input_ids=np.array(ids, np.int32), num_continued=0, sampling=SamplingParams(max_new_tokens=4),

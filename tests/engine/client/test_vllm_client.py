@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -220,3 +221,15 @@ async def test_a_server_gets_its_weights_before_its_caches_also_from_another_run
         await greet(second)
         woken = [call for call in vllm.calls if call.startswith(("/wake_up", "/resume"))]
         assert (vllm.asleep, woken) == (set(), ["/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/resume"])
+
+
+async def test_new_weights_make_it_forget_what_it_saw_with_the_old_ones(tmp_path: Path) -> None:
+    vllm, app = SleepingServer(), web.Application()
+    app.router.add_route("*", "/{path:.*}", vllm.answer)
+    async with TestServer(app) as server, Connections() as connections:
+        client = VLLMClient(connections, f"http://127.0.0.1:{server.port}")
+        await client.load_directory(tmp_path, version=1, flush_cache=False)
+        await client.begin_update()
+        await client.end_update()
+    loading = ["/collective_rpc", "/reset_encoder_cache"]
+    assert vllm.calls == [*loading, "/start_weight_update", "/reset_encoder_cache", "/finish_weight_update"]
