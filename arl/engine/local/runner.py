@@ -102,16 +102,16 @@ class ModelRunner:
         """Set for a mixture of experts whose routes it can record."""
         self.experts: np.ndarray | None = None
         """[N, layers, experts per token] The routes of the last step's tokens, if it has routers."""
+        self._threads = ModelThreads(num_threads if self.device.type == "cpu" else 1)
         self.tower: Tower | None = None
         """Set for a model that takes images."""
         if is_sighted(self.config) and not self.is_scorer:
-            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self.device)
+            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self._threads)
         self.eos_ids = _eos_ids(text_config, self.model, self.tokenizer)
         shape = _cache_shape(text_config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
         self.occupation = Occupation(self.model, self.cache)
         self._fused: FusedDecoder | None = None
-        self._threads = ModelThreads(num_threads if self.device.type == "cpu" else 1)
         self._try()
 
     def _kind(self) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from arl.api.images import Image
 from arl.engine.local.adapters import Adapter, LoadedAdapters
+from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
 from arl.vision.processor import FAMILIES, ImageProcessor
 
 PART = "model.visual."
@@ -46,13 +47,14 @@ class ShownImages:
 class Tower:
     """Belongs to one thread at a time; only `processor` may be used from others."""
 
-    def __init__(self, model: Any, processor: ImageProcessor, adapters: LoadedAdapters, device: torch.device) -> None:
+    def __init__(self, model: Any, processor: ImageProcessor, adapters: LoadedAdapters, threads: ModelThreads) -> None:
         self.processor = processor
         self.num_computed = 0
         """How many images the tower has computed so far."""
         self._model = model.model
         self._adapters = adapters
-        self._device = device
+        self._threads = threads
+        self._device = next(model.parameters()).device
         self.depth = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
         """D"""
         self._kept: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
@@ -80,6 +82,7 @@ class Tower:
     def _compute(self, image: Image) -> torch.Tensor:
         self.num_computed += 1
         pixels = self.processor.pixels(image)
+        self._threads.share_operations(len(pixels.values) >= 2 * TOKENS_FOR_A_THREAD)
         values, grid = torch.from_numpy(pixels.values).to(self._device), torch.tensor([pixels.grid])
         seen = self._model.get_image_features(values, grid.to(self._device), return_dict=True)
         deep = [layer[0] for layer in getattr(seen, "deepstack_features", None) or ()]
