@@ -30,15 +30,24 @@ SEEING_SHAPE = TinyShape(
 SEEING_WIDE = replace(SEEING_SHAPE, hidden_size=128, head_dim=32, context_length=8192)
 """For every kind of server: vLLM's attention on a CPU takes no heads of 16."""
 SEEING_VISION = TinyVision(hidden_size=32, intermediate_size=48, depth=3)
+WIDE_VISION = TinyVision(depth=3, patch_size=14)
+"""For every kind of server: SGLang's Qwen2.5-VL takes patches of another size for vectors, which need no tower, and its
+Qwen3-VL loads no layer whose width is not a multiple of 64."""
 
 Part = Sequence[int] | Image
 Placed = tuple[PlacedImage, ...]
 
 
-def write_sighted(directory: Path, family: VisionFamily, seed: int = 0, shape: TinyShape = SEEING_SHAPE) -> Path:
+def write_sighted(
+    directory: Path,
+    family: VisionFamily,
+    seed: int = 0,
+    shape: TinyShape = SEEING_SHAPE,
+    vision: TinyVision = SEEING_VISION,
+) -> Path:
     """A model whose norms and biases, which begin as ones and zeros, are random numbers."""
-    write_tiny_vision_model(directory, shape=shape, vision=SEEING_VISION, seed=seed, family=family)
-    model = AutoModelForImageTextToText.from_pretrained(directory)
+    write_tiny_vision_model(directory, shape=shape, vision=vision, seed=seed, family=family)
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 1:

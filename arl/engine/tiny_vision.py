@@ -100,6 +100,7 @@ def _text_config(shape: TinyShape, tokenizer: PreTrainedTokenizerBase, family: V
         "num_key_value_heads": shape.num_kv_heads,
         "max_position_embeddings": shape.context_length,
         "initializer_range": shape.initializer_range,
+        "rms_norm_eps": 1e-6,  # as Qwen's, and as the tower's: servers use one number for both
         "rope_parameters": rope | ({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
         "tie_word_embeddings": True,
         "bos_token_id": None,

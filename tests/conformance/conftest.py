@@ -17,7 +17,7 @@ from mixtures import write_mixture
 from protocol_client import Client
 from reference import Reference
 from servers import Server, VLLMWatch, sglang, sglang_python, vllm, vllm_python
-from sighted import SEEING_WIDE, write_sighted
+from sighted import SEEING_WIDE, WIDE_VISION, write_sighted
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from arl.api.engine_config import TrainConfig
@@ -138,12 +138,16 @@ def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen2_5_vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sighted(tmp_path_factory.mktemp("sighted") / "qwen2_5_vl", "qwen2_5_vl", shape=SEEING_WIDE)
+    return write_sighted(
+        tmp_path_factory.mktemp("sighted") / "qwen2_5_vl", "qwen2_5_vl", shape=SEEING_WIDE, vision=WIDE_VISION
+    )
 
 
 @pytest.fixture(scope="session")
 def qwen3_vl_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sighted(tmp_path_factory.mktemp("sighted") / "qwen3_vl", "qwen3_vl", shape=SEEING_WIDE)
+    return write_sighted(
+        tmp_path_factory.mktemp("sighted") / "qwen3_vl", "qwen3_vl", shape=SEEING_WIDE, vision=WIDE_VISION
+    )
 
 
 def write_adapters(root: Path, models: Models) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reference import close
 from servers import Server
-from sighted import SEEING_FAMILIES, SEEING_WIDE, Part, SeeingReference, laid_out, noise, write_sighted
+from sighted import SEEING_FAMILIES, SEEING_WIDE, WIDE_VISION, Part, SeeingReference, laid_out, noise, write_sighted
 
 from arl.api.engine import DiskWeights
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
@@ -16,7 +16,7 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.model_files import served_model
 
 # None of these sizes is scaled: SGLang and vLLM scale with torchvision, which rounds otherwise than PIL.
-ONE, SAME_SIZE, WIDE = noise(48, 32, 0), noise(48, 32, 1), noise(96, 64, 2)
+ONE, SAME_SIZE, WIDE = noise(56, 28, 0), noise(56, 28, 1), noise(112, 56, 2)
 TEXT, MORE = list(b"What is this"), list(b"?!")
 MARKS: dict[str, Any] = {
     "embedded": [],
@@ -78,7 +78,7 @@ async def test_new_weights_see_otherwise(
     engine: RemoteInferenceEngine, seen: SeeingReference, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     family = request.node.callspec.params["server"].partition("-")[2]
-    other = SeeingReference(write_sighted(tmp_path / "other", family, seed=1, shape=SEEING_WIDE))
+    other = SeeingReference(write_sighted(tmp_path / "other", family, seed=1, shape=SEEING_WIDE, vision=WIDE_VISION))
     asked = request_of(seen, TEXT, WIDE, MORE)
     check(seen, asked, await engine.agenerate(asked))
     for version, reference in ((1, other), (2, seen)):
