@@ -81,10 +81,12 @@ def laid_out(processor: ImageProcessor, *parts: Part) -> tuple[list[int], Placed
 class SeeingReference(reference.Reference):
     """What plain transformers says of sequences with images. It sees `images` until told otherwise."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tolerance: float = 1e-4) -> None:
+        """tolerance: how far a server's logprobs may be from these."""
         super().__init__(AutoModelForImageTextToText.from_pretrained(directory).eval())
         self.processor = ImageProcessor(directory)
         self.images: Placed = ()
+        self.tolerance = tolerance
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:

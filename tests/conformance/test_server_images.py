@@ -24,6 +24,9 @@ MARKS: dict[str, Any] = {
     "vllm": [pytest.mark.vllm, pytest.mark.timeout(300)],
 }
 
+TOLERANCES = {"embedded": 1e-4, "sglang": 1e-4, "vllm": 0.1}
+"""vLLM's towers differ from transformers' (docs/vllm_protocol.md). Other images or weights change logprobs by units."""
+
 pytestmark = pytest.mark.parametrize(
     "server",
     [pytest.param(f"{kind}-{family}", marks=marks) for family in SEEING_FAMILIES for kind, marks in MARKS.items()],
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.parametrize(
 @pytest.fixture
 def seen(server: Server, request: pytest.FixtureRequest) -> SeeingReference:
     family = request.node.callspec.params["server"].partition("-")[2]
-    return SeeingReference(request.getfixturevalue(f"{family}_model"))
+    return SeeingReference(request.getfixturevalue(f"{family}_model"), TOLERANCES[server.kind])
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def request_of(seen: SeeingReference, *parts: Part) -> ModelRequest:
 
 def check(seen: SeeingReference, request: ModelRequest, response: ModelResponse) -> None:
     wanted = seen.logprobs_of(request.images, list(request.input_ids), response.output_ids)
-    close(response.output_logprobs, wanted)
+    close(response.output_logprobs, wanted, atol=seen.tolerance)
 
 
 async def test_every_turn_sees_its_images(engine: RemoteInferenceEngine, seen: SeeingReference) -> None:
@@ -78,7 +81,8 @@ async def test_new_weights_see_otherwise(
     engine: RemoteInferenceEngine, seen: SeeingReference, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     family = request.node.callspec.params["server"].partition("-")[2]
-    other = SeeingReference(write_sighted(tmp_path / "other", family, seed=1, shape=SEEING_WIDE, vision=WIDE_VISION))
+    directory = write_sighted(tmp_path / "other", family, seed=1, shape=SEEING_WIDE, vision=WIDE_VISION)
+    other = SeeingReference(directory, seen.tolerance)
     asked = request_of(seen, TEXT, WIDE, MORE)
     check(seen, asked, await engine.agenerate(asked))
     for version, reference in ((1, other), (2, seen)):
