@@ -24,7 +24,7 @@ MARKS: dict[str, Any] = {
     "vllm": [pytest.mark.vllm, pytest.mark.timeout(300)],
 }
 
-TOLERANCES = {"embedded": 1e-4, "sglang": 1e-4, "vllm": 0.1}
+TOLERANCES = {"embedded": 1e-4, "sglang": 3e-4, "vllm": 0.1}
 """vLLM's towers differ from transformers' (docs/vllm_protocol.md). Other images or weights change logprobs by units."""
 
 pytestmark = pytest.mark.parametrize(
