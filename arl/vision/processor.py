@@ -120,11 +120,7 @@ class ImageProcessor:
         return positions
 
     def check(self, token_ids: npt.NDArray[Any] | Sequence[int], images: Sequence[PlacedImage]) -> None:
-        """Raise ImageError unless these tokens have a placeholder for each vector of these images.
-
-        A model can sample the placeholder's token; then it is a token like others. But one that follows
-        <|vision_start|> belongs to an image that was forgotten.
-        """
+        """Raise ImageError unless these tokens have a placeholder for each vector of these images, and no others."""
         if flaw := placement_flaw(images, len(token_ids)):
             raise ImageError(flaw)
         is_placeholder = np.asarray(token_ids) == self.image_token_id
@@ -137,12 +133,8 @@ class ImageProcessor:
                 )
             if not is_placeholder[placed.start : placed.stop].all():
                 raise ImageError(f"image {number} lies on tokens other than the placeholder {self.image_token_id}")
-            is_placeholder[placed.start] = False
-        if (forgotten := is_placeholder[1:] & (np.asarray(token_ids)[:-1] == self.vision_start_token_id)).any():
-            raise ImageError(
-                f"the tokens have placeholders ({self.image_token_id}) where no image was given, from "
-                f"{int(forgotten.argmax()) + 1} on"
-            )
+        if int(is_placeholder.sum()) != sum(placed.stop - placed.start for placed in images):
+            raise ImageError(f"the tokens have placeholders ({self.image_token_id}) where no image was given")
 
     def _remember(self, digest: str, pixels: Pixels) -> None:
         if digest in self._remembered:

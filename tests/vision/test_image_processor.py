@@ -38,11 +38,11 @@ def test_an_images_size_tells_its_grid_and_its_placeholders(model: Path, size: t
 
 def laid_out(processor: ImageProcessor, images: list[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """Text, then an image, then text, and so on."""
-    tokens, placed = [5, 6, processor.vision_start_token_id], list[PlacedImage]()
+    tokens, placed = [5, 6, 7], list[PlacedImage]()
     for image in images:
         count = processor.num_placeholders(image)
         placed.append(PlacedImage(image=image, start=len(tokens), stop=len(tokens) + count))
-        tokens += [processor.image_token_id] * count + [8, processor.vision_start_token_id]
+        tokens += [processor.image_token_id] * count + [8, 9]
     return tokens, tuple(placed)
 
 
@@ -68,13 +68,6 @@ def test_a_processor_that_counts_otherwise_is_noticed(model: Path) -> None:
         processor.check(tokens, ())
     with pytest.raises(ImageError, match="other than the placeholder"):
         processor.check([5] * len(tokens), placed)
-
-
-def test_a_placeholder_that_a_model_sampled_is_a_token_like_others(model: Path) -> None:
-    processor = ImageProcessor(model)
-    tokens, placed = laid_out(processor, [image_of(SIZES[1])])
-    processor.check([*tokens, 4, processor.image_token_id], placed)
-    processor.check([4, processor.image_token_id], ())
 
 
 def test_an_image_of_an_impossible_shape_is_named(model: Path) -> None:

@@ -19,7 +19,7 @@ from arl.api.errors import ImageError
 from arl.api.images import Image, PlacedImage
 from arl.engine.frames import GONE, FramedImage
 from arl.engine.local.tower import Tower
-from arl.engine.local.views import View, placed_in_order
+from arl.engine.local.views import View, check_images, placed_in_order
 from arl.web.bodies import RequestError
 
 _KEPT_BYTES = 512 << 20
@@ -75,7 +75,7 @@ class ArrivedImages:
         if images:
             return self._reading.submit(_view, tower, ids, images)
         try:
-            tower.processor.check(ids, ())
+            check_images(tower.processor, ids, ())
         except ImageError as error:
             raise RequestError(str(error)) from error
         return None
@@ -108,7 +108,7 @@ def _view(tower: Tower, ids: np.ndarray, sent: Sequence[SentImage]) -> View:
             placed = placed_in_order(ids, images, tower.processor)
         if len(placed) != len(images):
             raise ImageError(f"the tokens have placeholders for {len(placed)} images, and {len(images)} were given")
-        tower.processor.check(ids, placed)
+        check_images(tower.processor, ids, placed)
         for image in images:
             _prepare(tower, image)
     except ImageError as error:

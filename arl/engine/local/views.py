@@ -13,7 +13,7 @@ from arl.vision.processor import ImageProcessor
 
 
 class View:
-    """Images among the tokens of a sequence, which `ImageProcessor.check` has found to be right."""
+    """Images among the tokens of a sequence, which `check_images` has found to be right."""
 
     def __init__(self, images: Sequence[PlacedImage], processor: ImageProcessor) -> None:
         self.images = images
@@ -46,6 +46,19 @@ class View:
             first, last = max(placed.start, start), min(placed.stop, stop)
             if first < last:
                 yield placed.image, first, first - placed.start, last - placed.start
+
+
+def check_images(processor: ImageProcessor, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> None:
+    """Raise ImageError unless the tokens have a placeholder for each vector of these images, and no others.
+
+    A model can sample the placeholder's token; then it is a token like others. But one that follows <|vision_start|>
+    belongs to an image that was forgotten.
+    """
+    is_word = token_ids == processor.image_token_id
+    is_word[1:] &= token_ids[:-1] != processor.vision_start_token_id
+    for placed in images:
+        is_word[placed.start : placed.stop] = False
+    processor.check(np.where(is_word, -1, token_ids), images)
 
 
 def placed_in_order(token_ids: Any, images: Sequence[Image], processor: ImageProcessor) -> list[PlacedImage]:
