@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from arl.view.showing import show
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
+    from arl.workflow.compacting import CompactingConversation, Compaction
     from arl.workflow.conversation import Conversation
     from arl.workflow.harbor.harbor_task import harbor_tasks
     from arl.workflow.harbor.harbor_workflow import HarborWorkflow
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from arl.workflow.proxy.openai_proxy import OpenAIProxy
     from arl.workflow.sdk_agent import Command, SDKWorkflow
     from arl.workflow.served_workflow import ServedWorkflow
+    from arl.workflow.sub_agents import SubAgent, SubAgents
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
     from arl.workflow.tool_agent import ToolAgentWorkflow
@@ -87,6 +89,7 @@ _HOMES = {
     "arl.view.showing": "show",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",
+    "arl.workflow.compacting": "CompactingConversation Compaction",
     "arl.workflow.conversation": "Conversation",
     "arl.workflow.harbor.harbor_task": "harbor_tasks",
     "arl.workflow.harbor.harbor_workflow": "HarborWorkflow",
@@ -95,6 +98,7 @@ _HOMES = {
     "arl.workflow.proxy.openai_proxy": "OpenAIProxy",
     "arl.workflow.sdk_agent": "Command SDKWorkflow",
     "arl.workflow.served_workflow": "ServedWorkflow",
+    "arl.workflow.sub_agents": "SubAgent SubAgents",
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
     "arl.workflow.team": "DebateWorkflow Member SolverCheckerWorkflow Team TeamSettings",
     "arl.workflow.tool_agent": "ToolAgentWorkflow",

@@ -152,17 +152,25 @@ def _without_own_settings(config: Config) -> Config:
 
 
 def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
-    """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt.
+    """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt, or if it would compact too late.
 
     of_model: the model's context in tokens, if it has a limit.
     """
     engine, workflow = config.engine, task.workflow
     of_server = (engine.context_length or DEFAULT_CONTEXT_LENGTH) if isinstance(engine, LocalEngineConfig) else None
     limit = min((length for length in (of_model, of_server) if length is not None), default=None)
-    if isinstance(workflow, AgentWorkflow) and limit is not None and workflow.sampling.max_new_tokens >= limit:
+    if not isinstance(workflow, AgentWorkflow) or limit is None:
+        return
+    remedy = "lower it" + (", or set engine.context_length" if limit == of_server else "")
+    if workflow.sampling.max_new_tokens >= limit:
         raise ConfigError(
             f"{task.called('max_new_tokens')} is {workflow.sampling.max_new_tokens}, and prompt and answer have room "
-            f"for {limit} tokens together; lower it" + (", or set engine.context_length" if limit == of_server else "")
+            f"for {limit} tokens together; {remedy}"
+        )
+    if (compaction := workflow.compaction) is not None and compaction.context_length > limit:
+        raise ConfigError(
+            f"{task.called('compaction.context_length')} is {compaction.context_length}, and prompt and answer have room "
+            f"for {limit} tokens together; {remedy}"
         )
 
 

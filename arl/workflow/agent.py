@@ -14,6 +14,8 @@ from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
 from arl.rewards.threads import THREADS, together
+from arl.workflow.chat_template import template_of
+from arl.workflow.compacting import Compaction, conversation_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
 from arl.workflow.messages import Message
@@ -48,9 +50,13 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     """Passed to the chat template, `{"enable_thinking": False}` for instance."""
     rewriting: Rewriting = "branch"
     """What to do when the chat template rewrites an earlier turn (see Conversation)."""
+    compaction: Compaction | None = None
+    """Lets episodes outlive their context: the model summarises it, and goes on in a fresh one."""
 
     def __post_init__(self) -> None:
         Shared.__init__(self)
+        if self.compaction is not None:
+            self.compaction.check(template_of(self.tokenizer, self.template_options), self.sampling)
         self._score = as_reward(self.reward)
         self._rewards = [self._score]
 
@@ -69,9 +75,10 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         self._score.check_example(data)
 
     def conversation(self, data: Example, tools: Sequence[Tool] = ()) -> Conversation:
-        return Conversation(
+        return conversation_of(
             self.tokenizer,
             self.messages(data),
+            self.compaction,
             tools=tools,
             template_options=self.template_options,
             rewriting=self.rewriting,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
-from arl.api.types import ModelRequest, SamplingParams, Trajectory, TurnSpan, new_id
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
 from arl.workflow.chat_template import template_of
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
 from arl.workflow.messages import Message
@@ -96,13 +96,11 @@ class Conversation:
         If a later prompt does not fit into the model's context, the turn has no tokens and an empty text, is_full is
         set, and the trajectories are truncated. If the first prompt does not fit, raises PromptTooLongError.
         """
-        prompt = await self._dialogue.aprompt(tuple(self._messages), self._tools, after=self._last)
-        input_ids: Any = self._dialogue.input_array(prompt)
-        request = ModelRequest(
-            input_ids=input_ids, sampling=sampling, session_id=self.session_id, routes_from=prompt.num_routed
-        )
+        return await self._answered(await self._aprompt(), engine, sampling)
+
+    async def _answered(self, prompt: Prompt, engine: Sampler, sampling: SamplingParams) -> Turn:
         try:
-            response = await engine.agenerate(request)
+            response = await self._sampled(prompt, engine, sampling)
         except PromptTooLongError:
             if all(turn.response is None for turn in self._dialogue.turns) or self._num_unanswered == _MOST_UNANSWERED:
                 raise
@@ -110,6 +108,13 @@ class Conversation:
             return unanswered(prompt)
         self._num_unanswered = 0
         return self._said(self._dialogue.record(prompt, response))
+
+    async def _sampled(self, prompt: Prompt, engine: Sampler, sampling: SamplingParams) -> ModelResponse:
+        input_ids: Any = self._dialogue.input_array(prompt)
+        request = ModelRequest(
+            input_ids=input_ids, sampling=sampling, session_id=self.session_id, routes_from=prompt.num_routed
+        )
+        return await engine.agenerate(request)
 
     def demonstrate(self, text: str) -> None:
         """Append a turn to imitate, ended as the template ends turns: for supervised training, it has no logprobs."""
@@ -143,6 +148,10 @@ class Conversation:
 
     def _prompt(self) -> Prompt:
         return self._dialogue.prompt(self._messages, self._tools, after=self._last)
+
+    async def _aprompt(self, *more: Message) -> Prompt:
+        """As `_prompt`, with these messages after all others."""
+        return await self._dialogue.aprompt((*self._messages, *more), self._tools, after=self._last)
 
     def _said(self, turn: Turn) -> Turn:
         self._last = turn
@@ -180,9 +189,7 @@ def trajectories(
     """
     if not turns or any(turn.response is None for turn in turns):
         raise TrajectoryError("nothing was sampled, or a turn was demonstrated: there is no trajectory to train on")
-    for name, given in (("turn_rewards", turn_rewards), ("states", states)):
-        if given is not None and len(given) != len(turns):
-            raise TrajectoryError(f"{name} has {len(given)} entries for {len(turns)} sampled turns; give one for each")
+    check_entries(len(turns), turn_rewards=turn_rewards, states=states)
     spans = {
         id(turn): (r, state)
         for turn, r, state in zip(turns, turn_rewards or [0.0] * len(turns), states or [None] * len(turns), strict=True)
@@ -206,6 +213,13 @@ def trajectories(
             )
         )
     return tuple(made)
+
+
+def check_entries(num_turns: int, *, turn_rewards: Sequence[float] | None, states: Sequence[str | None] | None) -> None:
+    """Raise TrajectoryError unless both have one entry for each turn, if they are given."""
+    for name, given in (("turn_rewards", turn_rewards), ("states", states)):
+        if given is not None and len(given) != num_turns:
+            raise TrajectoryError(f"{name} has {len(given)} entries for {num_turns} sampled turns; give one for each")
 
 
 def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:

@@ -25,7 +25,7 @@ from arl.workflow.call_formats import CallFormat, call_format_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message, text_content
-from arl.workflow.tool_agent import ToolEpisode
+from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
 if TYPE_CHECKING:

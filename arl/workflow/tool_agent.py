@@ -7,77 +7,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError
-from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.types import Example, Trajectory
 from arl.rewards.score import Score
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.call_formats import CallFormat, call_format_of
-from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, ToolResult, arun_tools, tools_by_name
+from arl.workflow.sub_agents import SubAgent, SubAgents, check_names, check_sub_agents
+from arl.workflow.team import TeamSettings
+from arl.workflow.tool_episode import ToolEpisode
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, tools_by_name
 
 if TYPE_CHECKING:
     from arl.api.engine import Sampler
-    from arl.workflow.conversation import Conversation
-    from arl.workflow.dialogue import Turn
 
 ToolLike = Tool | Callable[..., Any]
 """A tool, or a typed function to make a tool from."""
 
 ToolSource = AbstractAsyncContextManager[Sequence[ToolLike]]
 """An async context manager that returns tools: an MCP server, for instance."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ToolEpisode:
-    """The state of an episode, for its workflow's methods."""
-
-    data: Example
-    conversation: Conversation
-    tools: Sequence[Tool]
-    results: list[ToolResult] = field(default_factory=list[ToolResult])
-    """The results of all calls so far, in order."""
-    answer: Turn | None = None
-    """The turn without a call that ended the episode; None if max_turns, is_done or a full context ended it."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        failures = [result.failure for result in self.results]
-        malformed = failures.count("malformed")
-        return {
-            "tool_calls": len(self.results) - malformed,
-            "tool_errors": failures.count("refused") + failures.count("failed"),
-            "malformed_calls": malformed,
-            "turns": self.conversation.num_turns,
-            "answered": float(self.answer is not None),
-        }
-
-    async def aspeak(
-        self,
-        engine: Sampler,
-        sampling: SamplingParams,
-        *,
-        call_format: CallFormat,
-        limits: ToolLimits,
-        max_turns: int,
-        is_done: Callable[[ToolEpisode], bool] = lambda _: False,
-    ) -> None:
-        """Let the model call tools until it answers or must stop; sets `answer`. Raises as agenerate and tools do."""
-        chat, self.answer = self.conversation, None
-        for _ in range(max_turns):
-            turn = await chat.agenerate(engine, sampling)
-            if chat.is_full:
-                return
-            calls = call_format.parse(turn.text).calls
-            if not calls:
-                self.answer = turn
-                return
-            results = await arun_tools(calls, self.tools, limits)
-            self.results += results
-            chat.add(*(result.message for result in results))
-            if is_done(self):
-                return
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -87,12 +37,15 @@ class ToolAgentWorkflow(AgentWorkflow):
     An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored with the
     empty answer. The calls of the last turn run too. An answer that max_new_tokens cut off is scored as it stands, and
     its trajectory is truncated. Metrics: tool_calls, tool_errors, malformed_calls, turns, answered and context_full.
+    With compaction, those of CompactingConversation, and with sub_agents, those of SubAgents too.
     """
 
     tools: Sequence[ToolLike | ToolSource] = ()
     """Shared by all episodes. Sources such as MCPTools are open as long as the workflow is."""
     open_tools: Callable[[Example], ToolSource] | None = None
     """Makes the tools of one episode, which are closed at its end, however it ends."""
+    sub_agents: Sequence[SubAgent] = ()
+    """Agents that the model may call as tools. They have the episode's reward."""
     max_turns: int = 8
     """How often the model may speak."""
     limits: ToolLimits = DEFAULT_LIMITS
@@ -104,15 +57,26 @@ class ToolAgentWorkflow(AgentWorkflow):
         super().__post_init__()
         if self.max_turns < 1:
             raise ConfigError(f"max_turns is {self.max_turns}; it must be at least 1")
-        if not self.tools and self.open_tools is None and type(self).episode_tools is ToolAgentWorkflow.episode_tools:
+        has_own = type(self).episode_tools is not ToolAgentWorkflow.episode_tools
+        if not (self.tools or self.sub_agents or self.open_tools or has_own):
             raise ConfigError(
-                f"{type(self).__name__} has no tools; pass tools= or open_tools=, or use SingleTurnWorkflow"
+                f"{type(self).__name__} has no tools; pass tools=, open_tools= or sub_agents=, or use SingleTurnWorkflow"
             )
         self._format = self.call_format or call_format_of(self.tokenizer)
         self._shared = [Tool.of(tool) for tool in self.tools if not isinstance(tool, AbstractAsyncContextManager)]
         self._sources = [tool for tool in self.tools if isinstance(tool, AbstractAsyncContextManager)]
         self._opened: list[Tool] = []
         tools_by_name(self._shared)
+        self._settings = TeamSettings(
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            template_options=self.template_options,
+            rewriting=self.rewriting,
+            limits=self.limits,
+            call_format=self._format,
+        )
+        check_names([tool.name for tool in self._shared], self.sub_agents)
+        check_sub_agents(self.sub_agents, self._settings)
 
     async def _open(self, opened: AsyncExitStack) -> None:
         await super()._open(opened)
@@ -140,7 +104,9 @@ class ToolAgentWorkflow(AgentWorkflow):
         return await self.ascore("" if episode.answer is None else self.answer(episode.answer), episode.data)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        async with self.episode_tools(data) as tools:
+        async with self.episode_tools(data) as own:
+            others = SubAgents(engine, data, self._settings)
+            tools = [*own, *others.tools(self.sub_agents)]
             chat = self.conversation(data, tools)
             episode = ToolEpisode(data=data, conversation=chat, tools=tools)
             await episode.aspeak(
@@ -152,4 +118,6 @@ class ToolAgentWorkflow(AgentWorkflow):
                 is_done=self.is_done,
             )
             score = await self.ascore_episode(episode)
-        return chat.trajectories(score.value, {**episode.metrics, **score.metrics}, rewards=score.parts)
+        metrics = {**episode.metrics, **(others.metrics if self.sub_agents else {}), **score.metrics}
+        made = chat.trajectories(score.value, metrics, rewards=score.parts)
+        return (*made, *others.trajectories(score.value, score.parts))

@@ -64,6 +64,8 @@ class Tool:
     """Calls of tools with the same owner run one after another within a turn, in the model's order."""
     max_output_chars: int | None = None
     """Characters of a result that the model reads; None: as ToolLimits says."""
+    timeout_s: float | None = None
+    """The longest a call may take; None: as ToolLimits says."""
 
     @classmethod
     def from_function(
@@ -97,7 +99,7 @@ class Tool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """pydantic's `accept` does not pickle: a copy in another process makes it of the function again."""
-        fields = (self.name, self.spec, self.function, self.owner, self.max_output_chars)
+        fields = (self.name, self.spec, self.function, self.owner, self.max_output_chars, self.timeout_s)
         return _copied, (*fields, self.accept is not None)
 
     @classmethod
@@ -114,7 +116,7 @@ class Tool:
                 args, kwargs = self.accept(**arguments)
             except ValidationError as error:
                 raise ToolError(first_complaint(error)) from error
-        text = await self._acall(functools.partial(self.function, *args, **kwargs), limits.timeout_s)
+        text = await self._acall(functools.partial(self.function, *args, **kwargs), self.timeout_s or limits.timeout_s)
         return cut(text, self.max_output_chars or limits.max_output_chars)
 
     async def _acall(self, call: Callable[[], Any], timeout_s: float) -> str:
@@ -128,10 +130,17 @@ class Tool:
 
 
 def _copied(
-    name: str, spec: Mapping[str, Any], function: Callable[..., Any], owner: object, limit: int | None, has_types: bool
+    name: str,
+    spec: Mapping[str, Any],
+    function: Callable[..., Any],
+    owner: object,
+    limit: int | None,
+    timeout_s: float | None,
+    has_types: bool,
 ) -> Tool:
     accept = signature_of(function).accept if has_types else None
-    return Tool(name=name, spec=spec, function=function, accept=accept, owner=owner, max_output_chars=limit)
+    own = {"max_output_chars": limit, "timeout_s": timeout_s}
+    return Tool(name=name, spec=spec, function=function, accept=accept, owner=owner, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

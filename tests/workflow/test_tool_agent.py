@@ -13,7 +13,8 @@ from arl.api.types import Example
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import Score
 from arl.workflow.call_formats import LLAMA, ToolCall
-from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode
+from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import Tool, ToolLimits
 
 QUESTION = {"question": "What is it?", "answer": "done"}

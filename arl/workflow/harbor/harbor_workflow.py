@@ -30,7 +30,8 @@ from arl.workflow.agent import with_system
 from arl.workflow.harbor.dockerfile import PlainImage
 from arl.workflow.harbor.harbor_task import HarborTask, task_at
 from arl.workflow.messages import Message
-from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode
+from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, cut
 
 DIRECTORIES = ("/app", "/workspace", "/work", "/data", "/logs", "/tests", "/solution")

@@ -1,0 +1,309 @@
+"""Conversations that outlive their context: the model writes a summary, and goes on with it in a fresh context.
+
+    task, turns ..., "Summarise ..." -> summary    one context: a trajectory
+    task + summary, turns ..., "Summarise ..." -> summary    the next
+    task + summary, turns ... -> answer    the last
+
+All contexts are trajectories of one episode, with its reward. Each sampled token is trained once, in the context in which
+it was sampled: a summary's tokens where it was written, not where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from arl.api.errors import ConfigError, PromptTooLongError
+from arl.workflow.conversation import Conversation, check_entries, trajectories
+from arl.workflow.messages import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arl.api.engine import Sampler
+    from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
+    from arl.workflow.chat_template import ChatTemplate
+    from arl.workflow.dialogue import Rewriting, Turn
+    from arl.workflow.tools import Tool
+
+T = TypeVar("T")
+
+INSTRUCTION = (
+    "There is no room for more of this conversation. Summarise it for yourself: you will go on with the task and this "
+    "summary alone. Keep what you found out, what you did, and what is left to do. Write only the summary."
+)
+HANDOVER = "Your summary of what happened so far:\n{summary}"
+_AROUND = 8
+"""Tokens that a template may write where a turn ends, beside those of a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """When and how a conversation is compacted into a summary."""
+
+    context_length: int
+    """Tokens that a prompt and its answer may have together: the servers' context, or less."""
+    summary_tokens: int = 1024
+    """The longest summary. A summary that this limit cuts is used as it stands."""
+    compact_at: int | None = None
+    """Compact before a prompt of this many tokens. Unset: before a prompt after which an answer of max_new_tokens, the
+    instruction and a summary would no longer fit. It can be no later."""
+    max_compactions: int = 32
+    """Summaries in an episode. After the last one, the conversation goes on until its context is full."""
+    instruction: str = INSTRUCTION
+    """What the user asks of the model, for it to write the summary."""
+    handover: str = HANDOVER
+    """How the fresh context shows the summary, in the place of `{summary}`, below the task."""
+    train_summaries: bool = True
+    """False trains everything but the summaries, to measure what their training is worth."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.summary_tokens < self.context_length:
+            raise ConfigError(
+                f"summary_tokens is {self.summary_tokens}, and a prompt and its summary have room for {self.context_length}"
+                " tokens together (context_length); it must be at least 1, and less than that"
+            )
+        if self.max_compactions < 1 or (self.compact_at is not None and self.compact_at < 1):
+            raise ConfigError(
+                f"max_compactions is {self.max_compactions} and compact_at {self.compact_at}; they must be at least 1"
+            )
+        if "{summary}" not in self.handover:
+            raise ConfigError(f"handover is {self.handover[:80]!r}; it must have {{summary}} where the summary stands")
+
+    def check(self, template: ChatTemplate, sampling: SamplingParams) -> None:
+        """Raise ConfigError if there is no room for any task, or if compact_at is too late for a summary."""
+        latest = self.longest_prompt(template, sampling)
+        if latest <= self.summary_tokens:
+            raise ConfigError(
+                f"a context of {self.context_length} tokens (context_length) has no room for a task beside "
+                f"{self._needs(template, sampling)}; lower summary_tokens or max_new_tokens"
+            )
+        if self.compact_at is not None and self.compact_at > latest + 1:
+            raise ConfigError(
+                f"compact_at is {self.compact_at}, but a prompt of more than {latest} tokens leaves no room for an "
+                f"answer and a summary in a context of {self.context_length}; lower it, or leave it unset"
+            )
+
+    def check_task(self, template: ChatTemplate, sampling: SamplingParams, num_tokens: int) -> None:
+        """Raise PromptTooLongError if a task of so many tokens leaves no room for its summaries."""
+        if num_tokens + self.summary_tokens > self.longest_prompt(template, sampling):
+            raise PromptTooLongError(
+                f"the task has {num_tokens} tokens, and a context of {self.context_length} (context_length) has no room "
+                f"for it beside {self._needs(template, sampling)}; shorten the task, or lower one of these"
+            )
+
+    def longest_prompt(self, template: ChatTemplate, sampling: SamplingParams) -> int:
+        """Tokens of the longest prompt after which an answer, the instruction and a summary still fit."""
+        return self.context_length - sampling.max_new_tokens - self._asking(template) - self.summary_tokens
+
+    def is_due(self, template: ChatTemplate, sampling: SamplingParams, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens is to be compacted first."""
+        latest = self.longest_prompt(template, sampling)
+        return num_tokens > latest or (self.compact_at is not None and num_tokens >= self.compact_at)
+
+    def begun(self, messages: Sequence[Message], summary: str) -> list[Message]:
+        """The messages of a fresh context: the task, with the summary below its last message."""
+        shown, last = self.handover.replace("{summary}", summary), messages[-1]
+        if last["role"] != "user":
+            return [*messages, {"role": "user", "content": shown}]
+        content: Any = last.get("content") or ""
+        joined = f"{content}\n\n{shown}" if isinstance(content, str) else [*content, {"type": "text", "text": shown}]
+        return [*messages[:-1], {**last, "content": joined}]
+
+    def _asking(self, template: ChatTemplate) -> int:
+        return len(template.encode(template.render([{"role": "user", "content": self.instruction}]))) + _AROUND
+
+    def _needs(self, template: ChatTemplate, sampling: SamplingParams) -> str:
+        return (
+            f"an answer (max_new_tokens is {sampling.max_new_tokens}), the summary before and the one after it "
+            f"(summary_tokens is {self.summary_tokens}) and the instruction ({self._asking(template)} tokens)"
+        )
+
+
+class CompactingConversation(Conversation):
+    """A Conversation of any length: before its context is full, the model summarises it, and a fresh context begins.
+
+    A fresh context has the system prompt, the tools, the task (the messages of the beginning) and the last summary.
+    `messages`, `token_ids` and `loss_mask` are of the present context; `num_turns`, turn_rewards and states are of all
+    turns but the summaries.
+
+    If new messages leave no room to ask for a summary after them, the summary is of what came before, and the fresh
+    context shows the last turn and these messages after it. If even they do not fit, the context is full (is_full).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
+        compaction: Compaction,
+        *,
+        tools: Sequence[Tool] = (),
+        template_options: Mapping[str, Any] | None = None,
+        rewriting: Rewriting = "branch",
+        session_id: str | None = None,
+    ) -> None:
+        """As for Conversation. Raises ConfigError as `Compaction.check` does, in the first `agenerate`."""
+        super().__init__(
+            tokenizer,
+            messages,
+            tools=tools,
+            template_options=template_options,
+            rewriting=rewriting,
+            session_id=session_id,
+        )
+        self.compaction = compaction
+        self.summaries: list[Turn] = []
+        """The turns in which the model wrote a summary."""
+        self._task = tuple(self._messages)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._dialogue.turns) - len(self.summaries)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """compactions, and means over contexts and summaries."""
+        lasts = [*self.summaries, *([self._last] if self._last else [])]
+        made = {"compactions": float(len(self.summaries))}
+        if lasts:
+            made["context_tokens"] = fmean(map(_num_tokens, lasts))
+        if self.summaries:
+            made["summary_tokens"] = fmean(len(turn.output_ids) for turn in self.summaries)
+            made["summaries_cut"] = fmean(turn.is_truncated for turn in self.summaries)
+            made["summaries_empty"] = fmean(not text_of_summary(turn) for turn in self.summaries)
+        return made
+
+    async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
+        """Let the model speak; before that, let it summarise if it is time. Raises as Conversation's does.
+
+        If the task leaves no room for a summary, raises PromptTooLongError. Raises ConfigError if a server has less room
+        than context_length.
+        """
+        within = _Within(engine, self.compaction.context_length)
+        prompt = await self._aprompt()
+        if not self._dialogue.turns:
+            self._check_room(sampling)
+        elif (
+            self._last is not None
+            and len(self.summaries) < self.compaction.max_compactions
+            and self.compaction.is_due(self._dialogue.template, sampling, len(prompt.input_ids))
+            and await self._compact(within, sampling)
+        ):
+            prompt = await self._aprompt()
+        return await self._answered(prompt, within, sampling)
+
+    def trajectories(
+        self,
+        reward: float,
+        metrics: Mapping[str, float] | None = None,
+        role: str = "agent",
+        *,
+        rewards: Mapping[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+        states: Sequence[str | None] | None = None,
+    ) -> tuple[Trajectory, ...]:
+        """One trajectory for each context, or for each branch of it: see Conversation.
+
+        Without train_summaries, trajectories end before the summaries.
+        """
+        turns = self._dialogue.turns
+        if not self.compaction.train_summaries:
+            turns = tuple(turn for turn in turns if turn not in self.summaries)
+        check_entries(self.num_turns, turn_rewards=turn_rewards, states=states)
+        return trajectories(
+            turns,
+            reward,
+            metrics={**(metrics or {}), **self.metrics, "context_full": float(self.is_full)},
+            role=role,
+            rewards=rewards,
+            turn_rewards=self._spread(turns, turn_rewards, 0.0),
+            states=self._spread(turns, states, None),
+            cut_after=turns[-1] if turns and self.is_full else None,
+        )
+
+    def _spread(self, turns: Sequence[Turn], given: Sequence[T] | None, of_summary: T) -> list[T] | None:
+        """One entry for each of the turns: those given, and `of_summary` for summaries."""
+        if given is None:
+            return None
+        left = iter(given)
+        return [of_summary if turn in self.summaries else next(left) for turn in turns]
+
+    def _check_room(self, sampling: SamplingParams) -> None:
+        compaction, template = self.compaction, self._dialogue.template
+        compaction.check(template, sampling)
+        fresh = self._dialogue.prompt(compaction.begun(self._task, ""), self._tools)
+        compaction.check_task(template, sampling, len(fresh.input_ids))
+
+    async def _compact(self, engine: Sampler, sampling: SamplingParams) -> bool:
+        """Summarise, and begin a fresh context. False: there is no room to do so."""
+        asking: Message = {"role": "user", "content": self.compaction.instruction}
+        room = self.compaction.context_length - self.compaction.summary_tokens
+        unread: tuple[Message, ...] = ()
+        prompt = await self._aprompt(asking)
+        if len(prompt.input_ids) > room:
+            read, unread = self._split()
+            prompt = await self._dialogue.aprompt((*read, asking), self._tools, after=self._last)
+            if len(prompt.input_ids) > room:
+                return False
+        of_summary = replace(sampling, max_new_tokens=self.compaction.summary_tokens, grammar=None, stop=())
+        turn = self._dialogue.record(prompt, await self._sampled(prompt, engine, of_summary))
+        self.summaries.append(turn)
+        self._messages = [*self.compaction.begun(self._task, text_of_summary(turn)), *unread]
+        self._last = None
+        return True
+
+    def _split(self) -> tuple[Sequence[Message], tuple[Message, ...]]:
+        """The messages up to the last turn; and this turn with the messages after it, to show once more."""
+        assert self._last is not None
+        num_read = self._last.prompt.num_messages + 1
+        return self._messages[:num_read], tuple(self._messages[num_read - 1 :])
+
+
+def conversation_of(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    compaction: Compaction | None,
+    *,
+    tools: Sequence[Tool],
+    template_options: Mapping[str, Any] | None,
+    rewriting: Rewriting,
+) -> Conversation:
+    """A conversation that compacts itself, or one that ends with its context."""
+    if compaction is None:
+        return Conversation(tokenizer, messages, tools=tools, template_options=template_options, rewriting=rewriting)
+    return CompactingConversation(
+        tokenizer, messages, compaction, tools=tools, template_options=template_options, rewriting=rewriting
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Within:
+    """A Sampler that takes no more tokens than a context has room for."""
+
+    engine: Sampler
+    context_length: int
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        num_tokens, most = len(request.input_ids), request.sampling.max_new_tokens
+        if num_tokens + most > self.context_length:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens and the answer up to {most}, and the context {self.context_length}"
+            )
+        try:
+            return await self.engine.agenerate(request)
+        except PromptTooLongError as error:
+            raise ConfigError(
+                f"Compaction's context_length is {self.context_length}, but a server has no room for a prompt of "
+                f"{num_tokens} tokens and an answer of {most} ({error}); set it to the servers' context"
+            ) from error
+
+
+def text_of_summary(turn: Turn) -> str:
+    """The summary without the model's thinking."""
+    return turn.text.rpartition("</think>")[2].strip()
+
+
+def _num_tokens(turn: Turn) -> int:
+    return sum(len(one.given_ids) + len(one.output_ids) for one in turn.path)
