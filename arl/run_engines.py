@@ -152,7 +152,7 @@ def _without_own_settings(config: Config) -> Config:
 
 
 def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
-    """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt, or if it would compact too late.
+    """Raise ConfigError if answers of max_new_tokens leave no room for a prompt, or if compaction would come too late.
 
     of_model: the model's context in tokens, if it has a limit.
     """
@@ -169,8 +169,8 @@ def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
         )
     if (compaction := workflow.compaction) is not None and compaction.context_length > limit:
         raise ConfigError(
-            f"{task.called('compaction.context_length')} is {compaction.context_length}, and prompt and answer have room "
-            f"for {limit} tokens together; {remedy}"
+            f"{task.called('compaction.context_length')} is {compaction.context_length}, and prompt and answer have "
+            f"room for {limit} tokens together; {remedy}"
         )
 
 

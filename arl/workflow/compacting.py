@@ -4,13 +4,13 @@
     task + summary, turns ..., "Summarise ..." -> summary    the next
     task + summary, turns ... -> answer    the last
 
-All contexts are trajectories of one episode, with its reward. Each sampled token is trained once, in the context in which
-it was sampled: a summary's tokens where it was written, not where it is read.
+All contexts are trajectories of one episode, with its reward. Each sampled token is trained once, in the context in
+which it was sampled: a summary's tokens where it was written, not where it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,8 +62,8 @@ class Compaction:
     def __post_init__(self) -> None:
         if not 1 <= self.summary_tokens < self.context_length:
             raise ConfigError(
-                f"summary_tokens is {self.summary_tokens}, and a prompt and its summary have room for {self.context_length}"
-                " tokens together (context_length); it must be at least 1, and less than that"
+                f"summary_tokens is {self.summary_tokens}, and a prompt and its summary have room for "
+                f"{self.context_length} tokens together (context_length); it must be at least 1, and less than that"
             )
         if self.max_compactions < 1 or (self.compact_at is not None and self.compact_at < 1):
             raise ConfigError(
@@ -90,8 +90,8 @@ class Compaction:
         """Raise PromptTooLongError if a task of so many tokens leaves no room for its summaries."""
         if num_tokens + self.summary_tokens > self.longest_prompt(template, sampling):
             raise PromptTooLongError(
-                f"the task has {num_tokens} tokens, and a context of {self.context_length} (context_length) has no room "
-                f"for it beside {self._needs(template, sampling)}; shorten the task, or lower one of these"
+                f"the task has {num_tokens} tokens, and a context of {self.context_length} (context_length) has no "
+                f"room for it beside {self._needs(template, sampling)}; shorten the task, or lower one of these"
             )
 
     def longest_prompt(self, template: ChatTemplate, sampling: SamplingParams) -> int:
@@ -178,8 +178,8 @@ class CompactingConversation(Conversation):
     async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
         """Let the model speak; before that, let it summarise if it is time. Raises as Conversation's does.
 
-        If the task leaves no room for a summary, raises PromptTooLongError. Raises ConfigError if a server has less room
-        than context_length.
+        If the task leaves no room for a summary, raises PromptTooLongError. Raises ConfigError if a server has less
+        room than context_length.
         """
         within = _Within(engine, self.compaction.context_length)
         prompt = await self._aprompt()

@@ -20,7 +20,7 @@ from arl.workflow.chat_template import template_of
 from arl.workflow.compacting import Compaction, conversation_of
 from arl.workflow.team import Member, TeamSettings
 from arl.workflow.tool_episode import ToolEpisode
-from arl.workflow.tools import Tool, tools_by_name
+from arl.workflow.tools import Tool
 
 if TYPE_CHECKING:
     from arl.api.engine import Sampler
@@ -46,14 +46,14 @@ class SubAgent(Member):
 
 
 def check_sub_agents(agents: Iterable[SubAgent], settings: TeamSettings, depth: int = 1) -> None:
-    """Raise ConfigError for sub-agents that are nested too deep, named like another tool, or whose settings cannot be."""
+    """Raise ConfigError for sub-agents that are nested too deep, have an equal name, or settings that cannot be."""
     for agent in agents:
         if depth > MAX_DEPTH:
             raise ConfigError(f"the sub-agent {agent.name} is {depth} deep among sub-agents; {MAX_DEPTH} is the most")
         if agent.max_turns < 1 or agent.timeout_s <= 0:
             raise ConfigError(
-                f"the sub-agent {agent.name} has max_turns {agent.max_turns} and timeout_s {agent.timeout_s:g}; they must "
-                "be at least 1, and above 0"
+                f"the sub-agent {agent.name} has max_turns {agent.max_turns} and timeout_s {agent.timeout_s:g}; they "
+                "must be at least 1, and above 0"
             )
         if agent.compaction is not None:
             template = template_of(settings.tokenizer, settings.template_options)

@@ -155,6 +155,13 @@ class _TeamWorkflow(AgentWorkflow):
     shared: bool = False
     """Whether all members get one reward: the debaters' mean, or the solver's."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compaction is not None:
+            raise ConfigError(
+                f"{type(self).__name__} has no compaction: its members' conversations end when they are full"
+            )
+
     def _team(self, engine: Sampler, members: Sequence[Member]) -> Team:
         settings = TeamSettings(
             tokenizer=self.tokenizer,

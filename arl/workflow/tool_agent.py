@@ -60,7 +60,8 @@ class ToolAgentWorkflow(AgentWorkflow):
         has_own = type(self).episode_tools is not ToolAgentWorkflow.episode_tools
         if not (self.tools or self.sub_agents or self.open_tools or has_own):
             raise ConfigError(
-                f"{type(self).__name__} has no tools; pass tools=, open_tools= or sub_agents=, or use SingleTurnWorkflow"
+                f"{type(self).__name__} has no tools; pass tools=, open_tools= or sub_agents=, or use "
+                "SingleTurnWorkflow"
             )
         self._format = self.call_format or call_format_of(self.tokenizer)
         self._shared = [Tool.of(tool) for tool in self.tools if not isinstance(tool, AbstractAsyncContextManager)]
