@@ -1,12 +1,12 @@
-"""An agent whose task does not fit into its context: it reads a book page by page, and answers a question about it.
+"""An agent whose task does not fit into its context: it reads a book page by page, and says what is in it.
 
     python examples/agents/long_agent.py
 
-builds a tiny model with a context of 144 tokens, and trains it on books of 400, on two CPU cores in minutes. Before its
+builds a tiny model with a context of 144 tokens, and trains it on books of 350, on two CPU cores in minutes. Before its
 context is full, the model summarises it, and reads on in a fresh one. Summaries are trained like everything else that it
-says; `--train_summaries false` leaves them as they are, for comparison. The same agent with a real model:
+says; `--no-train_summaries` leaves them as they are, for comparison. The same agent with a real model:
 
-    python examples/agents/long_agent.py --model Qwen/Qwen3-0.6B --num_pages 40 --lines 40 --context_length 4096 \\
+    python examples/agents/long_agent.py --model Qwen/Qwen3-0.6B --num_pages 40 --context_length 4096 \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/books
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import long_tasks
@@ -43,9 +43,9 @@ from arl.rewards import InlineReward, Score
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SYSTEM = "Read the book to its end, page by page. Then answer as in a note: the thing, a colon and its place."
-INSTRUCTION = "Note what you need for the answer, or that there is nothing yet."
-HANDOVER = "Your notes on the pages before: {summary}"
+SYSTEM = "Read the book to its end, page by page. Then answer with the treasures in it: gems, metals and the like."
+INSTRUCTION = "Note the treasures so far, or nothing."
+HANDOVER = "Noted on earlier pages: {summary}"
 
 
 class LongAgentConfig(ExperimentConfig):
@@ -53,21 +53,21 @@ class LongAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/long",
-        "steps": 40,
+        "steps": 60,
         "rollout": {"batch_size": 16, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
+        "train": {"optimizer": {"lr": 6e-4, "schedule": "linear", "total_steps": 60, "min_lr_ratio": 0.1}},
         "evaluation": {"every": 20},
         "max_new_tokens": 8,
         "summary_tokens": 8,
         "context_length": 144,
-        "num_pages": 8,
-        "lines": 4,
+        "num_pages": 10,
+        "words": 7,
     }
 
     num_pages: PositiveInt = 40
     """Pages of a book."""
-    lines: PositiveInt = 40
-    """Lines of a page."""
+    words: PositiveInt = 200
+    """Words of a page."""
     num_books: PositiveInt = 4000
     """How many books to train on."""
     num_held_out: PositiveInt = 192
@@ -89,12 +89,13 @@ class LongAgent(ToolAgentWorkflow):
     """Reads to the end of the book, however often its context is full."""
 
     def answer(self, turn) -> str:
-        """The place that it names last."""
-        return turn.text.rpartition("</think>")[2].rpartition(":")[2].strip().removesuffix(".")
+        """The turn's text without the model's thinking."""
+        return turn.text.rpartition("</think>")[2]
 
     async def ascore_episode(self, episode) -> Score:
         score = await super().ascore_episode(episode)
-        return Score(score.value, metrics={"pages": float(len(episode.results))})
+        read = long_tasks.treasures_in([result.content for result in episode.results])
+        return replace(score, metrics={"read": len(read) / len(episode.data["answer"])})
 
 
 @asynccontextmanager
@@ -103,14 +104,16 @@ async def opened(data: Example) -> AsyncIterator[list[Tool]]:
     yield [Tool.from_function(long_tasks.Book(data["pages"]).next_page)]
 
 
-def is_right(answer: str, data: Example) -> float:
-    return float(answer == data["answer"])
+def f1(answer: str, data: Example) -> float:
+    """The agreement of the treasures named with those in the book, 0 to 1."""
+    named, expected = set(long_tasks.treasures_in([answer.lower()])), set(data["answer"])
+    return 2 * len(named & expected) / (len(named) + len(expected))
 
 
 def agent(config: LongAgentConfig, tokenizer: PreTrainedTokenizerBase) -> LongAgent:
     return LongAgent(
         tokenizer,
-        InlineReward(is_right),
+        InlineReward(f1),
         system=SYSTEM,
         open_tools=opened,
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
@@ -130,7 +133,7 @@ def compaction(config: LongAgentConfig) -> Compaction:
 
 
 def prepare(config: LongAgentConfig) -> Setup:
-    size = config.num_pages, config.lines
+    size = config.num_pages, config.words
     training = long_tasks.books(1, config.num_books, *size)
     held_out = long_tasks.books(2, config.num_held_out, *size)
     model = config.model
@@ -143,7 +146,8 @@ def prepare(config: LongAgentConfig) -> Setup:
                 shape=long_tasks.shape(config.context_length),
                 phrases=long_tasks.phrases(),
                 seed=config.seed,
-                lr=2e-3,
+                batch_size=8,
+                lr=3e-3,
                 num_threads=1,
             )
         )
