@@ -6,6 +6,7 @@ A word is one token of the tiny model's tokenizer.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,13 +16,16 @@ Row = dict[str, Any]
 
 QUESTION = "Which treasures are in the book?"
 NOTHING, NO_MORE = "nothing", "There are no more pages."
-TREASURES = "amber coral gold jade opal pearl ruby silver".split()
-THINGS = "apple bell boat bread candle chair clock cup door flour hat kettle ladder letter map needle".split()
+TREASURES = ("amber", "coral", "gold", "jade", "opal", "pearl", "ruby", "silver")
+THINGS = (
+    *("apple", "bell", "boat", "bread", "candle", "chair", "clock", "cup"),
+    *("door", "flour", "hat", "kettle", "ladder", "letter", "map", "needle"),
+)
 
 NUM_CAREFUL, NUM_MIXED = 900, 250
 """Books in the demonstrations: first careful readers, who note every treasure; then mixed ones, with bad habits."""
 RIGHT, FORGETFUL = 0.3, 0.45
-"""A careless reader's notes: the shares of right ones, and of those that forget all earlier notes. The rest is empty."""
+"""A careless reader's notes: the shares of right ones, and of those that forget all earlier notes. Others are empty."""
 HASTY = 0.15
 """The share of careless readers that answer before the last page."""
 PER_CONTEXT = 3
@@ -59,7 +63,7 @@ def books(seed: int, size: int, num_pages: int, words: int) -> list[Row]:
 
 def treasures_in(texts: Sequence[str]) -> list[str]:
     """Each once, in the order of the alphabet."""
-    words = {word for text in texts for word in text.split()}
+    words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
     return [treasure for treasure in TREASURES if treasure in words]
 
 

@@ -72,7 +72,7 @@ async def test_advantages_are_those_of_four_episodes_however_many_contexts_they_
 async def test_gigpo_compares_turns_and_leaves_summaries_to_the_outcome(group: Group) -> None:
     rows = advantages(group, kind="gigpo", scale="none", turn_discount=1.0)
     mean = fmean(REWARDS)
-    firsts = {index: row for index, row in reversed([*zip(group.episode_indices, rows, strict=True)])}
+    firsts = dict(reversed([*zip(group.episode_indices, rows, strict=True)]))
     for index, reward in enumerate(REWARDS):
         assert firsts[index][0] == pytest.approx(2 * (reward - mean))  # as an episode, and as a turn in the same state
     for index, row, t in zip(group.episode_indices, rows, group.trajectories, strict=True):
