@@ -84,7 +84,7 @@ class SubAgents:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Sums over all calls. Empty if there were none."""
+        """Sums over all calls, those of nested sub-agents included."""
         episodes = [episode for _, episode in self._called]
         turns = sum(episode.conversation.num_turns for episode in episodes)
         calls = sum(len(episode.results) for episode in episodes)
