@@ -53,10 +53,10 @@ class LongAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/long",
-        "steps": 40,
-        "rollout": {"batch_size": 16, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 6e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
-        "evaluation": {"every": 20},
+        "steps": 16,
+        "rollout": {"batch_size": 8, "group_size": 8, "max_staleness": 2},
+        "train": {"optimizer": {"lr": 1e-3, "schedule": "linear", "total_steps": 16, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 16},
         "max_new_tokens": 8,
         "summary_tokens": 8,
         "context_length": 124,

@@ -1,4 +1,4 @@
-"""The long agent: its books, what it is worth, and lessons that fit into the tiny model's context as its episodes do."""
+"""The long agent: its books, what an answer is worth, and lessons that fit into the tiny model's context."""
 
 import random
 
