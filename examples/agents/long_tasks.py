@@ -97,7 +97,7 @@ class Teacher:
                 yield self._shown(notes, [*now, NO_MORE], noted([notes, *now]))
                 return
             summary = self._summary(notes, now, is_careful=is_careful)
-            yield self._shown(notes, now, self._compaction.instruction, summary)
+            yield self._shown(notes, now, summary, self._compaction.instruction)
             notes, num_read = summary, num_read + len(now)
 
     def _summary(self, notes: str, now: Sequence[str], *, is_careful: bool) -> str:
@@ -105,16 +105,16 @@ class Teacher:
             return noted([notes, *now])
         return self._rng.choice(" ".join(now).split())
 
-    def _shown(self, notes: str, read: Sequence[str], *said: str) -> Example:
-        """said: the answer; or the instruction, and the summary."""
+    def _shown(self, notes: str, read: Sequence[str], said: str, asked: str = "") -> Example:
+        """said: the answer, or what was asked for after the pages: a summary."""
         task: list[Any] = [{"role": "system", "content": self._system}, {"role": "user", "content": QUESTION}]
         messages = self._compaction.begun(task, notes) if notes else task
         for page in read:
             messages.append({"role": "assistant", "content": finetuning.tool_call(TOOL.name)})
             messages.append({"role": "tool", "content": page})
-        if len(said) > 1:
-            messages.append({"role": "user", "content": said[0]})
-        return {"messages": [*messages, {"role": "assistant", "content": said[-1]}], "tools": [TOOL.spec]}
+        if asked:
+            messages.append({"role": "user", "content": asked})
+        return {"messages": [*messages, {"role": "assistant", "content": said}], "tools": [TOOL.spec]}
 
 
 def noted(texts: Sequence[str]) -> str:
