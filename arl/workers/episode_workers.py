@@ -225,6 +225,7 @@ class _Episode:
                 rid=request.rid,
                 session_id=request.session_id,
                 routes_from=request.routes_from,
+                images=request.images,
                 arrays=request.arrays,
             )
             return Answered(request.request, await self._engine.agenerate(asked))

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arl.api.events import Event
+from arl.api.images import PlacedImage
 from arl.api.own_arrays import Arrays
 from arl.api.types import ModelResponse, SamplingParams, Trajectory
 from arl.remote_calls import Message, portable
+from arl.workers.sent_images import HeldImages, SentImages
 
 _SIZE = struct.Struct("<Q")
 
@@ -63,6 +65,7 @@ class Request(NamedTuple):
     rid: str
     session_id: str | None
     routes_from: int
+    images: tuple[PlacedImage, ...]
     arrays: Arrays
 
 
@@ -116,6 +119,12 @@ class Clocked(NamedTuple):
     is_still: bool
 
 
+class Gone(NamedTuple):
+    """The sender's pipe to the receiver's: these images may be forgotten."""
+
+    digests: list[str]
+
+
 class Said(NamedTuple):
     """arl logged this in the worker."""
 
@@ -139,12 +148,19 @@ def as_array(input_ids: Any) -> Any:
 
 
 def frame(message: object) -> bytes:
-    body = pickle.dumps(message, protocol=5)
+    """A message without images, as it crosses."""
+    return _framed(pickle.dumps(message, protocol=5))
+
+
+def _framed(body: bytes) -> bytes:
     return _SIZE.pack(len(body)) + body
 
 
 class Pipe(asyncio.Protocol):
-    """One end of the socket. Messages sent in one turn of the event loop leave in one write."""
+    """One end of the socket. Messages sent in one turn of the event loop leave in one write.
+
+    An image's file crosses once, while this end holds the image (sent_images.py).
+    """
 
     def __init__(self, take: Callable[[Any], None]) -> None:
         """take: called with each message, in order."""
@@ -155,15 +171,14 @@ class Pipe(asyncio.Protocol):
         self._take = take
         self._received = bytearray()
         self._outgoing: list[bytes] = []
+        self._sent_images, self._held_images = SentImages(), HeldImages()
 
     def send(self, message: object) -> None:
         """Raises what pickling raises. Does nothing once the pipe has ended."""
-        framed = frame(message)
-        if self.ended.done():
-            return
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append(framed)
+        gone = self._sent_images.gone()
+        if gone:
+            self._put(frame(Gone(gone)))
+        self._put(_framed(self._sent_images.pickled(message)))
 
     def write(self, parts: bytes) -> None:
         """At once, as it is."""
@@ -213,13 +228,23 @@ class Pipe(asyncio.Protocol):
     def _read(self, body: memoryview) -> bool:
         try:
             with body:
-                message = pickle.loads(body)
+                message = self._held_images.unpickled(body)
         except Exception as error:  # noqa: BLE001 (unpickling runs what users wrote)
             self.fault = f"sent a message that cannot be read ({type(error).__name__}: {error})"
             self._transport.abort()
             return False
-        self._take(message)
+        if isinstance(message, Gone):
+            self._held_images.forget(message.digests)
+        else:
+            self._take(message)
         return True
+
+    def _put(self, framed: bytes) -> None:
+        if self.ended.done():
+            return
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(framed)
 
     def _flush(self) -> None:
         if self._outgoing:

@@ -10,6 +10,7 @@ from typing import Any
 from arl.api.config import RolloutConfig
 from arl.api.engine import DiskWeights, Sampler
 from arl.api.grammar import Grammar
+from arl.api.images import Image, PlacedImage
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import Curriculum, RolloutWorkflow
@@ -93,6 +94,33 @@ class InLetters(RolloutWorkflow):
             kept_ids=answer.kept_ids.joined([2, answer.kept_ids]),
             routes=answer.routes,
         )
+
+
+class Sees(RolloutWorkflow):
+    """Sees a new image before each of two turns; the file of the example's first image is long."""
+
+    def __init__(self, num_bytes: int = 1000) -> None:
+        self._num_bytes = num_bytes
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        tokens, mask, logprobs, versions = [data["number"] + 1], [0], [0.0], [-1]
+        images = list[PlacedImage]()
+        for turn, size in enumerate((self._num_bytes, 10)):
+            image = Image.kept(bytes([data["number"], turn]) * size, 4, 2)
+            images.append(PlacedImage(image=image, start=len(tokens), stop=len(tokens) + 2))
+            request = ModelRequest(
+                input_ids=(*tokens, 98, 98), images=tuple(images), sampling=SamplingParams(max_new_tokens=3)
+            )
+            answer = await engine.agenerate(request)
+            n = len(answer.output_ids)
+            tokens += [98, 98, *answer.output_ids]
+            mask += [0, 0] + [1] * n
+            logprobs += [0.0, 0.0, *answer.output_logprobs]
+            versions += [-1, -1, *answer.output_versions]
+        return Trajectory(
+            token_ids=tokens, loss_mask=mask, behavior_logprobs=logprobs, versions=versions, images=tuple(images),
+            reward=float(sum(tokens) % 5),
+        )  # fmt: skip
 
 
 class Moody(TwoTurns):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from errands import Errands
 from msgspec import structs
-from players import InLetters, Moody, TwoTurns, controlled, train
+from players import InLetters, Moody, Sees, TwoTurns, controlled, train
 
 from arl import MCPTools, OpenAIProxy
 from arl.api.episode_clock import EpisodeClock
@@ -53,6 +53,7 @@ from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.report import EpisodeReport
 from arl.workers import episode_workers, worker, worker_process
 from arl.workers.episode_workers import EpisodeWorkers
+from arl.workers.pipe import Pipe
 from arl.workers.worker_process import WorkerProcess
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 from arl.workflow.tool_agent import ToolAgentWorkflow
@@ -122,7 +123,7 @@ def impatient(restarts_soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_SILENT_S", 1.0)
 
 
-@pytest.mark.parametrize("workflow", [TwoTurns(), Moody(), InLetters()])
+@pytest.mark.parametrize("workflow", [TwoTurns(), Moody(), InLetters(), Sees()])
 async def test_the_same_groups_are_trained_with_workers_and_without(workflow: RolloutWorkflow, tmp_path: Path) -> None:
     async def batches(workflow: RolloutWorkflow) -> tuple[list[list[Group]], set[Any]]:
         settings: dict[str, Any] = {"group_size": 4, "min_group_size": 1, "max_staleness": 0, "seed_requests": True}
@@ -130,12 +131,25 @@ async def test_the_same_groups_are_trained_with_workers_and_without(workflow: Ro
         controller, buffer, engine = controlled(workflow, 20, script, has_baseline=True, episode_retries=0, **settings)
         trained = await train(controller, buffer, engine, range(4))
         of_trained = {t.token_ids.item(0) for batch in trained for group in batch for t in group.trajectories}
-        asked = {(*r.input_ids, r.sampling) for r in engine.requests if r.input_ids[0] in of_trained}
+        asked = {(*r.input_ids, r.sampling, r.images) for r in engine.requests if r.input_ids[0] in of_trained}
         return trained, asked
 
     alone = await batches(workflow)
     async with EpisodeWorkers(workflow, 2, tmp_path) as away:
         assert await batches(away) == alone
+
+
+async def test_an_image_crosses_to_the_controller_once_however_many_turns_and_trajectories_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+    received = Pipe.data_received
+    monkeypatch.setattr(Pipe, "data_received", lambda self, data: (sizes.append(len(data)), received(self, data))[1])
+    async with EpisodeWorkers(Sees(1_000_000), 1, tmp_path) as away:
+        engine, runner = ScriptedEngine(lambda _: [5, 6, 7]), EpisodeRunner(workflow=away, timeout_s=60)
+        episode = await runner.run(engine, {"number": 0}, name="0.0")
+    assert [len(placed.image.data) for placed in episode.trajectories[0].images] == [2_000_000, 20]
+    assert 2_000_000 < sum(sizes) < 2_100_000
 
 
 def answer(request: ModelRequest, version: int) -> list[int] | ModelResponse:
