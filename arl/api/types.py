@@ -27,6 +27,9 @@ StopReason = Literal["stop", "length", "abort"]
 NOT_SAMPLED = -1
 """The version of a token that no policy sampled: prompts, tool results, user turns."""
 
+AGENT = "agent"
+"""The role of an agent that nobody gave another."""
+
 MIN_TEMPERATURE = 1e-3
 """The lowest temperature that samples: logits divided by much less do not fit float32. 0 is greedy."""
 
@@ -109,6 +112,8 @@ class ModelRequest:
     """The response's routes begin with this token of input_ids; those before it are known. Below len(input_ids)."""
     images: tuple[PlacedImage, ...] = ()
     """What lies at the placeholders among input_ids, in order. An engine that cannot show images raises."""
+    role: str = AGENT
+    """The role of the agent that asks. In a run of several policies, its policy answers."""
     arrays: Arrays = field(default_factory=no_arrays, compare=False)
     """For an engine of your own: arrays with a row for each of input_ids, as Trajectory.arrays has."""
 
@@ -276,7 +281,7 @@ class Trajectory:
     """Whether a length limit ended the trajectory."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Name -> number; logs show the mean over episodes."""
-    role: str = "agent"
+    role: str = AGENT
     """The agent's role, in multi-agent episodes."""
     temperature: float = 1.0
     """Logits are divided by this before logprobs, for every sampled token."""

@@ -27,6 +27,14 @@ class RolloutWorkflow(ABC):
     async def __aexit__(self, *exc: object) -> None:
         return None
 
+    @property
+    def declared_roles(self) -> frozenset[str] | None:
+        """All roles that its requests and trajectories may have; None: they show in episodes alone.
+
+        A run of several policies compares them with the policies' before it starts.
+        """
+        return None
+
     @abstractmethod
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         """Run one episode on the example `data` and return its trajectory, or several, or None to reject it.

@@ -38,6 +38,12 @@ class TaskWorkflows(RolloutWorkflow):
         if self._entered is not None:
             await left(self._entered.aclose(), exc[1] if isinstance(exc[1], BaseException) else None)
 
+    @property
+    def declared_roles(self) -> frozenset[str] | None:
+        declared = [workflow.declared_roles for workflow in self._workflows.values()]
+        known = [roles for roles in declared if roles is not None]
+        return frozenset[str]().union(*known) if len(known) == len(declared) else None
+
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         self._refuse()
 

@@ -227,6 +227,7 @@ class _Episode:
                 routes_from=request.routes_from,
                 images=request.images,
                 arrays=request.arrays,
+                role=request.role,
             )
             return Answered(request.request, await self._engine.agenerate(asked))
         except Exception as error:  # noqa: BLE001 (the workflow gets it, and may handle it)

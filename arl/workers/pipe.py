@@ -67,6 +67,7 @@ class Request(NamedTuple):
     routes_from: int
     images: tuple[PlacedImage, ...]
     arrays: Arrays
+    role: str
 
 
 class Drop(NamedTuple):

@@ -136,7 +136,7 @@ class _Host:
     async def ask(self, episode: int, request: ModelRequest) -> ModelResponse:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         ids, session_id = as_array(request.input_ids), request.session_id
-        own = request.routes_from, request.images, request.arrays
+        own = request.routes_from, request.images, request.arrays, request.role
         asked = Request(episode, number, ids, request.sampling, request.rid, session_id, *own)
         self._pipe.send(asked)
         self._answers[number] = answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import ConfigError, DatasetError
-from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.types import AGENT, Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
@@ -87,6 +87,17 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     def answer(self, turn: Turn) -> str:
         """The part of a turn that is rewarded: all of its text, thinking included."""
         return turn.text
+
+    @property
+    def declared_roles(self) -> frozenset[str] | None:
+        """None for a subclass with an arun_episode or a conversation of its own, unless it declares them."""
+        cls = type(self)
+        is_arls = all(method.__module__.startswith("arl.") for method in (cls.arun_episode, cls.conversation))
+        return self._roles() if is_arls else None
+
+    def _roles(self) -> frozenset[str]:
+        """Those of arl's own episodes."""
+        return frozenset({AGENT})
 
     async def ascore(self, answer: str, data: Example) -> Score:
         """The reward of an answer."""

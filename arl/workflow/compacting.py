@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arl.api.errors import ConfigError, PromptTooLongError
+from arl.api.types import AGENT
 from arl.workflow.conversation import Conversation, check_entries, trajectories
 from arl.workflow.messages import Message
 
@@ -143,6 +144,7 @@ class CompactingConversation(Conversation):
         template_options: Mapping[str, Any] | None = None,
         rewriting: Rewriting = "branch",
         session_id: str | None = None,
+        role: str = AGENT,
     ) -> None:
         """As for Conversation. Raises ConfigError as `Compaction.check` does, in the first `agenerate`."""
         super().__init__(
@@ -152,6 +154,7 @@ class CompactingConversation(Conversation):
             template_options=template_options,
             rewriting=rewriting,
             session_id=session_id,
+            role=role,
         )
         self.compaction = compaction
         self.summaries: list[Turn] = []
@@ -198,7 +201,7 @@ class CompactingConversation(Conversation):
         self,
         reward: float,
         metrics: Mapping[str, float] | None = None,
-        role: str = "agent",
+        role: str | None = None,
         *,
         rewards: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
@@ -216,7 +219,7 @@ class CompactingConversation(Conversation):
             turns,
             reward,
             metrics={**(metrics or {}), **self.metrics, "context_full": float(self.is_full)},
-            role=role,
+            role=role or self.role,
             rewards=rewards,
             turn_rewards=self._spread(turns, turn_rewards, 0.0),
             states=self._spread(turns, states, None),
@@ -269,12 +272,15 @@ def conversation_of(
     tools: Sequence[Tool],
     template_options: Mapping[str, Any] | None,
     rewriting: Rewriting,
+    role: str = AGENT,
 ) -> Conversation:
     """A conversation that compacts itself, or one that ends with its context."""
     if compaction is None:
-        return Conversation(tokenizer, messages, tools=tools, template_options=template_options, rewriting=rewriting)
+        return Conversation(
+            tokenizer, messages, tools=tools, template_options=template_options, rewriting=rewriting, role=role
+        )
     return CompactingConversation(
-        tokenizer, messages, compaction, tools=tools, template_options=template_options, rewriting=rewriting
+        tokenizer, messages, compaction, tools=tools, template_options=template_options, rewriting=rewriting, role=role
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
+from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
 from arl.workflow.chat_template import template_of
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
 from arl.workflow.messages import Message
@@ -40,16 +40,18 @@ class Conversation:
         template_options: Mapping[str, Any] | None = None,
         rewriting: Rewriting = "branch",
         session_id: str | None = None,
+        role: str = AGENT,
     ) -> None:
         """Start from `messages`. The template shows `tools` and gets `template_options`.
 
         rewriting: what to do when the template rewrites an earlier turn: "branch" into a new trajectory, "keep" the
         sampled tokens in view, or raise an "error". session_id: keeps all turns on one server; a new id if unset.
-        Raises ModelError if the tokenizer has no chat template.
+        role: of the agent that speaks, whose policy answers. Raises ModelError if the tokenizer has no chat template.
         """
         self._dialogue = Dialogue(template_of(tokenizer, template_options), rewriting=rewriting)
         self._tools = tuple(tool.spec for tool in tools)
         self.session_id = session_id or new_id()
+        self.role = role
         self._messages: list[Message] = list(messages)
         self._last: Turn | None = None
         self._num_unanswered = 0
@@ -112,7 +114,11 @@ class Conversation:
     async def _sampled(self, prompt: Prompt, engine: Sampler, sampling: SamplingParams) -> ModelResponse:
         input_ids: Any = self._dialogue.input_array(prompt)
         request = ModelRequest(
-            input_ids=input_ids, sampling=sampling, session_id=self.session_id, routes_from=prompt.num_routed
+            input_ids=input_ids,
+            sampling=sampling,
+            session_id=self.session_id,
+            routes_from=prompt.num_routed,
+            role=self.role,
         )
         return await engine.agenerate(request)
 
@@ -124,7 +130,7 @@ class Conversation:
         self,
         reward: float,
         metrics: Mapping[str, float] | None = None,
-        role: str = "agent",
+        role: str | None = None,
         *,
         rewards: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
@@ -133,13 +139,14 @@ class Conversation:
         """One trajectory, or one for each branch, to return from arun_episode. Each sampled token is trained once.
 
         metrics: added to `context_full`, which is 1 if there was no room for another turn. rewards: named parts of the
-        reward. turn_rewards, states: one for each sampled turn (see TurnSpan), else raises TrajectoryError.
+        reward. turn_rewards, states: one for each sampled turn (see TurnSpan), else raises TrajectoryError. role:
+        instead of the conversation's.
         """
         return trajectories(
             self._dialogue.turns,
             reward,
             metrics={**(metrics or {}), "context_full": float(self.is_full)},
-            role=role,
+            role=role or self.role,
             rewards=rewards,
             turn_rewards=turn_rewards,
             states=states,
@@ -174,7 +181,7 @@ def trajectories(
     reward: float,
     *,
     metrics: Mapping[str, float] | None = None,
-    role: str = "agent",
+    role: str = AGENT,
     rewards: Mapping[str, float] | None = None,
     turn_rewards: Sequence[float] | None = None,
     states: Sequence[str | None] | None = None,

@@ -62,6 +62,11 @@ def check_sub_agents(agents: Iterable[SubAgent], settings: TeamSettings, depth: 
         check_sub_agents(agent.sub_agents, settings, depth + 1)
 
 
+def roles_of(agents: Iterable[SubAgent]) -> frozenset[str]:
+    """The roles of the agents, and of those that they may call."""
+    return frozenset(role for agent in agents for role in (agent.played_role, *roles_of(agent.sub_agents)))
+
+
 def check_names(tools: Iterable[str], agents: Iterable[SubAgent]) -> None:
     """Raise ConfigError if a tool and a sub-agent, or two sub-agents, have one name."""
     names = [*tools, *(agent.name for agent in agents)]
@@ -95,9 +100,9 @@ class SubAgents:
         """Of all that spoke, each with the role of its agent."""
         return [
             trajectory
-            for agent, episode in self._called
+            for _, episode in self._called
             if episode.conversation.num_turns
-            for trajectory in episode.conversation.trajectories(reward, role=agent.role or agent.name, rewards=rewards)
+            for trajectory in episode.conversation.trajectories(reward, rewards=rewards)
         ]
 
     def _tool(self, agent: SubAgent) -> Tool:
@@ -129,6 +134,7 @@ class SubAgents:
             tools=tools,
             template_options=settings.template_options,
             rewriting=settings.rewriting,
+            role=agent.played_role,
         )
         episode = ToolEpisode(data=self._data, conversation=chat, tools=tools)
         self._called.append((agent, episode))

@@ -75,6 +75,10 @@ class DistillationWorkflow(RolloutWorkflow):
     async def __aexit__(self, *exc: object) -> None:
         await self._workflow.__aexit__(*exc)
 
+    @property
+    def declared_roles(self) -> frozenset[str] | None:
+        return self._workflow.declared_roles
+
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         episode = await self._workflow.arun_episode(engine, data)
         if episode is None:

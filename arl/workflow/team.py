@@ -52,6 +52,11 @@ class Member:
     sampling: SamplingParams | None = None
     """Unset, the team's."""
 
+    @property
+    def played_role(self) -> str:
+        """`role`, or else its name."""
+        return self.role or self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSettings:
@@ -128,8 +133,7 @@ class Team:
                 raise ConfigError(f"{name} spoke but has no reward; pass one for each member, or one for all")
             score = score_of(given)
             own = {**self.metrics, **(metrics or {})} if not made else {}
-            role = self._members[name].role or name
-            made += episode.conversation.trajectories(score.value, own, role, rewards=score.parts)
+            made += episode.conversation.trajectories(score.value, own, rewards=score.parts)
         return tuple(made)
 
     def _episode(self, name: str, said: Said) -> ToolEpisode:
@@ -145,6 +149,7 @@ class Team:
             tools=member.tools,
             template_options=settings.template_options,
             rewriting=settings.rewriting,
+            role=member.played_role,
         )
         self._episodes[name] = ToolEpisode(data={}, conversation=chat, tools=member.tools)
         return self._episodes[name]
@@ -194,6 +199,9 @@ class DebateWorkflow(_TeamWorkflow):
     def member(self, index: int) -> Member:
         """One debater. Only `others_said` sees its name."""
         return Member(name=f"debater {index + 1}", role="debater", system=self.system)
+
+    def _roles(self) -> frozenset[str]:
+        return frozenset(self.member(index).played_role for index in range(self.debaters))
 
     def others_said(self, answers: Mapping[str, str]) -> str:
         """What to tell a debater between rounds. answers: the other debaters' answers, by name."""
@@ -256,6 +264,9 @@ class SolverCheckerWorkflow(_TeamWorkflow):
     def members(self) -> tuple[Member, Member]:
         """The solver and the checker."""
         return Member(name="solver", system=self.system), Member(name="checker", system=self.checker_system)
+
+    def _roles(self) -> frozenset[str]:
+        return frozenset(member.played_role for member in self.members())
 
     def to_check(self, data: Example, answer: str, attempt: int) -> Said:
         """What to ask the checker. attempt: the number of answers it has seen before."""

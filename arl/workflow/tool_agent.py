@@ -15,7 +15,7 @@ from arl.api.types import Example, Trajectory
 from arl.rewards.score import Score
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.call_formats import CallFormat, call_format_of
-from arl.workflow.sub_agents import SubAgent, SubAgents, check_names, check_sub_agents
+from arl.workflow.sub_agents import SubAgent, SubAgents, check_names, check_sub_agents, roles_of
 from arl.workflow.team import TeamSettings
 from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, tools_by_name
@@ -95,6 +95,9 @@ class ToolAgentWorkflow(AgentWorkflow):
             return
         async with self.open_tools(data) as own:
             yield [*shared, *map(Tool.of, own)]
+
+    def _roles(self) -> frozenset[str]:
+        return super()._roles() | roles_of(self.sub_agents)
 
     def is_done(self, episode: ToolEpisode) -> bool:
         """Whether the episode ends after the calls just answered: after a call of `submit`, for instance."""

@@ -112,7 +112,9 @@ class VerifiersWorkflow(Shared, RolloutWorkflow):
                 episode = await self.env.run_slot(
                     slot,
                     self._context,
-                    on_trace=lambda trace: admitted.enter_context(self._shared.admitting(trace.id, session)),
+                    on_trace=lambda trace: admitted.enter_context(
+                        self._shared.admitting(trace.id, session, trace.agent.name)
+                    ),
                 )
         if not self.env.complete(episode):
             cause = session.errors[0] if session.errors else None

@@ -83,7 +83,7 @@ class InLetters(RolloutWorkflow):
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         prompt = (data["number"] + 1, 5)
         sampling = SamplingParams(max_new_tokens=3, grammar=Grammar(kind="regex", text="[a-z]+"))
-        answer = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling, routes_from=1))
+        answer = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling, routes_from=1, role="writer"))
         assert answer.kept_ids is not None
         return Trajectory(
             token_ids=(*prompt, *answer.output_ids),

@@ -131,7 +131,7 @@ async def test_the_same_groups_are_trained_with_workers_and_without(workflow: Ro
         controller, buffer, engine = controlled(workflow, 20, script, has_baseline=True, episode_retries=0, **settings)
         trained = await train(controller, buffer, engine, range(4))
         of_trained = {t.token_ids.item(0) for batch in trained for group in batch for t in group.trajectories}
-        asked = {(*r.input_ids, r.sampling, r.images) for r in engine.requests if r.input_ids[0] in of_trained}
+        asked = {(*r.input_ids, r.sampling, r.images, r.role) for r in engine.requests if r.input_ids[0] in of_trained}
         return trained, asked
 
     alone = await batches(workflow)

@@ -22,7 +22,7 @@ from aiohttp import web
 from arl.api.endpoint import EndpointConfig, endpoint_to_open
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError
-from arl.api.types import SamplingParams
+from arl.api.types import AGENT, SamplingParams
 from arl.api.workflow import Shared
 from arl.web.endpoint_socket import endpoint_socket, tls_of, warn_if_open
 from arl.web.server import Handler, body_of, is_same, json_response, serving
@@ -33,7 +33,7 @@ from arl.workflow.proxy import anthropic, chat, completions, responses
 from arl.workflow.proxy import embeddings as embedding
 from arl.workflow.proxy.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
 from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
-from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
+from arl.workflow.proxy.session import EpisodeSession, is_role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,8 +64,12 @@ class SharedURL:
         return f"{self.url}/v1"
 
     @contextmanager
-    def admitting(self, run_id: str, session: EpisodeSession) -> Iterator[None]:
-        """Give calls with this id (nobody can guess it) to the session, in a role of its name, within the block."""
+    def admitting(self, run_id: str, session: EpisodeSession, role: str = AGENT) -> Iterator[None]:
+        """Give calls with this id (nobody can guess it) to the session within the block.
+
+        Its turns are those of a role of its name. role: for which the model is asked.
+        """
+        session.admit(run_id, role)
         self._places[run_id] = (session, run_id)
         try:
             yield

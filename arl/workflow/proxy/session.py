@@ -16,7 +16,7 @@ from typing import Any
 
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError, PromptTooLongError, RefusedRequestError, TrajectoryError
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
 from arl.rewards.threads import together
 from arl.web.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
@@ -33,11 +33,12 @@ class Speaker:
     is_cut: the last call found no room in the context. cut_after: the turn that it continued, or else the last.
     """
 
-    def __init__(self, engine: Sampler, policy: CallPolicy) -> None:
+    def __init__(self, engine: Sampler, policy: CallPolicy, role: str = AGENT) -> None:
         self.is_cut = False
         self.cut_after: Turn | None = None
         self._engine = engine
         self._policy = policy
+        self._role = role
         self._session_id = new_id()
         self._texts = TextDialogue(policy.template)
         self._dialogues: dict[str, Dialogue] = {"texts": self._texts}
@@ -104,7 +105,11 @@ class Speaker:
             sampling = self._policy.within_context(sampling, len(input_ids))
             requests = [
                 ModelRequest(
-                    input_ids=input_ids, sampling=one, session_id=self._session_id, routes_from=prompt.num_routed
+                    input_ids=input_ids,
+                    sampling=one,
+                    session_id=self._session_id,
+                    routes_from=prompt.num_routed,
+                    role=self._role,
                 )
                 for one in _apart(sampling, n)
             ]
@@ -144,8 +149,6 @@ class Repeats:
         return self.answers[body].pop() if self.answers[body] else ()
 
 
-AGENT = "agent"
-"""The role of programs that use `base_url`."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
 log = logging.getLogger(__name__)
 
@@ -290,9 +293,13 @@ class EpisodeSession:
         dialogue, prompt = await self._speaker(role).aprompt(call)
         return len(dialogue.input_array(prompt))
 
+    def admit(self, run_id: str, role: str) -> None:
+        """Have calls of this run recorded apart. role: for which the model is asked."""
+        self._speakers[run_id] = Speaker(self._engine, self.policy, role)
+
     def _speaker(self, role: str) -> Speaker:
         if role not in self._speakers:
-            self._speakers[role] = Speaker(self._engine, self.policy)
+            self._speakers[role] = Speaker(self._engine, self.policy, role)
         return self._speakers[role]
 
     def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:

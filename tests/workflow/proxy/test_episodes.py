@@ -71,7 +71,8 @@ async def test_episodes_at_the_same_time_are_kept_apart() -> None:
 
 
 async def test_agents_with_roles_make_trajectories_of_their_own() -> None:
-    async with opened(saying("a")) as episode:
+    engine = saying("a")
+    async with opened(engine) as episode:
         for role in ("solver", "checker", "solver"):
             async with client_of(episode.session, base_url=episode.session.base_url_of(role)) as client:
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": role}])
@@ -80,6 +81,7 @@ async def test_agents_with_roles_make_trajectories_of_their_own() -> None:
             episode.session.trajectories({"checker": 0.5})
     told = [(trajectory.role, trajectory.reward, trajectory.metrics.get("rounds")) for trajectory in made]
     assert told == [("solver", 1.0, 2), ("solver", 1.0, None), ("checker", 0.5, None)]
+    assert [request.role for request in engine.requests] == ["solver", "checker", "solver"]
 
 
 @pytest.mark.parametrize("role", ["v1", "a/b", "", "a b", "ä"])

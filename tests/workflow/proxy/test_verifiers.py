@@ -72,6 +72,7 @@ async def test_turns_with_a_user_are_one_trajectory_even_if_the_template_drops_t
     assert tuple(trajectory.token_ids) == (*engine.requests[-1].input_ids, *ended("7"))
     assert "Higher." in shown(engine.requests[-1])
     assert (trajectory.role, trajectory.reward) == ("player", 1.0)
+    assert {request.role for request in engine.requests} == {"player"}
 
 
 @asynccontextmanager
