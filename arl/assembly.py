@@ -198,7 +198,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     trackers = Trackers(config.log.trackers, given.trackers)
     stack.push_async_exit(partial(_close_trackers, trackers))
     findings = await check_start(config)
-    tokens, own = TokenLedger(mask_truncated=config.algorithm.overlong.mask_truncated), given.engines
+    tokens, own = TokenLedger(), given.engines
     if own and isinstance(own.inference, CountsUnreceived):
         tokens.unreceived = own.inference.unreceived
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):

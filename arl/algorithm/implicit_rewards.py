@@ -41,11 +41,13 @@ def lesson_of(batch: Batch) -> FlatSequences:
 
 
 def _as_text(batch: Batch, **columns: torch.Tensor) -> FlatSequences:
-    """[N] Sequences with these columns, whatever temperature, ids and experts they were sampled with."""
+    """[N] Sequences with these columns, whatever temperature, ids and experts they were sampled with.
+
+    Beside arrays a temperature is no taste of the sampler's, but what the user's model takes it for: it stays.
+    """
     own = batch.sequences()
-    return replace(
-        own, columns={**own.columns, **columns}, temperatures=(1.0,) * len(batch), kept_ids=None, routes=None
-    )
+    temperatures = tuple(t.temperature if t.arrays else 1.0 for t in batch.trajectories)
+    return replace(own, columns={**own.columns, **columns}, temperatures=temperatures, kept_ids=None, routes=None)
 
 
 def outcomes_of(batch: Batch) -> list[float]:

@@ -20,16 +20,25 @@ from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
 
 def packed_tokens(sequences: Sequence[TrainSequence]) -> PackedTokens:
     """The trained tokens of these sequences, in their order."""
-    masks, numbers = [sequence.loss_mask for sequence in sequences], dict[int | tuple[int], int]()
-    # A sequence without a unit is a unit of its own.
-    keys = [s.unit if s.unit >= 0 else (i,) for i, s in enumerate(sequences)]
-    units = [numbers.setdefault(key, len(numbers)) for key in keys]
-    counts = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64)
+    counts = torch.tensor([int(sequence.loss_mask.sum()) for sequence in sequences], dtype=torch.int64)
+    sequence_ids = torch.arange(len(sequences)).repeat_interleave(counts)
     return PackedTokens(
         **{name: torch.cat([getattr(s, name)[s.loss_mask] for s in sequences]) for name in TOKEN_FIELDS},
-        sequence_ids=torch.arange(len(sequences)).repeat_interleave(counts),
-        unit_ids=torch.tensor(units, dtype=torch.int64).repeat_interleave(counts),
+        sequence_ids=sequence_ids,
+        unit_ids=unit_numbers([sequence.unit for sequence in sequences], sequence_ids),
     )
+
+
+def unit_numbers(units: Sequence[int], sequence_ids: torch.Tensor) -> torch.Tensor:
+    """int64[M]: the number of each trained token's unit, by first appearance. sequence_ids: PackedTokens'.
+
+    Units without a trained token have none, so every number is below M, as losses of units need it.
+    """
+    numbers: dict[int | tuple[int], int] = {}
+    present, counts = sequence_ids.unique_consecutive(return_counts=True)
+    keys = [units[i] if units[i] >= 0 else (i,) for i in present.tolist()]  # without a unit: one of its own
+    of_present = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
+    return of_present.repeat_interleave(counts)
 
 
 def unpacked(values: torch.Tensor, sequences: Sequence[TrainSequence], fill: float = 0.0) -> list[torch.Tensor]:

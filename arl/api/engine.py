@@ -328,7 +328,8 @@ class PackedTokens:
     sequence_ids: torch.Tensor = field(default_factory=unset)
     """int64[M], ascending: the number of each token's sequence in the microbatch, 0..S-1."""
     unit_ids: torch.Tensor = field(default_factory=unset)
-    """int64[M]: the number of each token's unit in the microbatch, 0..U-1. Unit -1 becomes a unit of one sequence."""
+    """int64[M]: the number of each token's unit, 0..U-1 among those with trained tokens in the microbatch. Unit -1
+    becomes a unit of one sequence."""
 
     def __post_init__(self) -> None:
         names = (*TOKEN_FIELDS, "sequence_ids", "unit_ids")

@@ -15,7 +15,8 @@ class Fate(StrEnum):
     TRAINED = "trained"
     """It was in a trained batch, with loss_mask 1."""
     MASKED = "masked"
-    """Its episode was trained, but not this token: loss_mask 0, a truncated trajectory, or in no trajectory."""
+    """It was in a trained batch, but not trained: loss_mask 0, in no trajectory, or in one that the algorithm leaves
+    out, as truncated or compared with nothing."""
     REJECTED = "rejected"
     """Its episode returned None, or its group was rejected."""
     DROPPED = "dropped"

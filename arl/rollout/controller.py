@@ -120,11 +120,14 @@ class RolloutController:
             error = first_error(errors)
             raise error from error.__cause__
 
-    def trained(self, groups: Iterable[Group]) -> None:
-        """Settle the examples of a trained batch: before anything is saved, as a checkpoint holds the weights too."""
-        for group in groups:
+    def trained(self, groups: Iterable[Group], is_trained: Sequence[Sequence[bool]] | None = None) -> None:
+        """Settle the examples of a trained batch: before anything is saved, as a checkpoint holds the weights too.
+
+        is_trained: for each group, whether the algorithm trained each trajectory; None: it trained all.
+        """
+        for place, group in enumerate(groups):
             self.ledger.settle(group.example_id, GroupOutcome.TRAINED, group.task)
-            self.tokens.trained(group)
+            self.tokens.trained(group, is_trained[place] if is_trained else None)
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ a start continues from a checkpoint, tokens that were open in it, or came after 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,18 +49,14 @@ class Tally:
 
 
 class TokenLedger:
-    """Accounts for the tokens of one run. All calls are made on one event loop.
+    """Accounts for the tokens of one run. All calls are made on one event loop."""
 
-    mask_truncated: truncated trajectories are not trained (algorithm.overlong.mask_truncated).
-    """
-
-    def __init__(self, *, mask_truncated: bool = False) -> None:
+    def __init__(self) -> None:
         self.unreceived = Unreceived()
         """What no response brought, as the engine that was given this counts it."""
         self.received = 0
         self.trained_again = 0
         self.unknown = 0
-        self._mask_truncated = mask_truncated
         self._open: dict[str, Spent] = {}
         self._waiting: dict[int, dict[int, Spent]] = {}
         """Group -> the index of each episode to train -> its cost."""
@@ -105,28 +101,25 @@ class TokenLedger:
         """Let the open tokens of a group's episodes, given by index, wait for `trained`."""
         self._waiting[group_id] = {index: self._open.pop(name, Spent()) for index, name in episodes.items()}
 
-    def trained(self, group: Group) -> None:
-        """Settle a group that was trained. A group from a checkpoint without a ledger is ignored."""
+    def trained(self, group: Group, is_trained: Sequence[bool] | None = None) -> None:
+        """Settle a group that was in a trained batch. A group from a checkpoint without a ledger is ignored.
+
+        is_trained: whether the algorithm trained each trajectory; None: it trained all.
+        """
         waiting = self._waiting.pop(group.group_id, None)
         if waiting is None:
             return
-        trained = self._trained_tokens(group)
+        trained = _trained_tokens(group, is_trained)
         for index, spent in waiting.items():
             tokens = min(trained[index], spent.tokens)
             self.unknown += trained[index] - tokens
-            self._tallies[Fate.TRAINED].add(spent, tokens)
-            self._tallies[Fate.MASKED].add(spent, spent.tokens - tokens, episodes=0)
+            is_masked = not trained[index]
+            self._tallies[Fate.TRAINED].add(spent, tokens, episodes=not is_masked)
+            self._tallies[Fate.MASKED].add(spent, spent.tokens - tokens, episodes=is_masked)
 
-    def replayed(self, groups: Iterable[Group]) -> None:
-        """Count groups that were trained once more."""
-        self.trained_again += sum(self._trained_tokens(group).total() for group in groups)
-
-    def _trained_tokens(self, group: Group) -> Counter[int]:
-        """Episode index -> the number of its trained tokens."""
-        trained = Counter[int]()
-        for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
-            trained[index] += 0 if self._mask_truncated and trajectory.is_truncated else trajectory.num_trained_tokens
-        return trained
+    def replayed(self, group: Group, is_trained: Sequence[bool] | None = None) -> None:
+        """Count a group that was trained once more. is_trained: as in `trained`."""
+        self.trained_again += _trained_tokens(group, is_trained).total()
 
     def counted(self) -> TokensCounted:
         return TokensCounted(
@@ -217,3 +210,12 @@ class TokenLedger:
         if (tokens := told.received - self.received) > 0:
             self.received += tokens
             self._tallies[Fate.STOPPED].tokens += tokens
+
+
+def _trained_tokens(group: Group, is_trained: Sequence[bool] | None) -> Counter[int]:
+    """Episode index -> the number of its trained tokens."""
+    trained = Counter[int]()
+    chosen = [True] * len(group.trajectories) if is_trained is None else is_trained
+    for index, trajectory, is_in in zip(group.episode_indices, group.trajectories, chosen, strict=True):
+        trained[index] += trajectory.num_trained_tokens * is_in
+    return trained

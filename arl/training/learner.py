@@ -42,7 +42,8 @@ class PreparedBatch:
     of_critic: list[FlatSequences]
     """The same for the critic: of a critic of turns the first token of each turn is trained. Empty without a critic."""
     advantages: list[float | None]
-    """For each trajectory of the new groups, the mean over its trained tokens; None without trained tokens."""
+    """[N] The mean over each trajectory's trained tokens, replayed groups last; None without trained tokens: it is not
+    trained."""
     batch: Batch
     num_new: int
     """How many of its groups are new."""
@@ -109,11 +110,10 @@ class Learner:
             if self.critic:
                 of_critic.append(self._weighed(self._valued(part)) if config.has_critic_of_turns else minibatches[-1])
             rows.append([i for group in indices for i in members[group]])
-        num_new = sum(len(group.trajectories) for group in groups)
         return PreparedBatch(
             minibatches=minibatches,
             of_critic=of_critic,
-            advantages=_mean_advantages(batch)[:num_new],
+            advantages=_mean_advantages(batch),
             batch=batch,
             num_new=len(groups),
             rows=rows,

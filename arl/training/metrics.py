@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, pstdev
 
 from arl.api.engine import PublishStats
@@ -40,20 +42,21 @@ def _episodes(groups: Sequence[Group]) -> list[list[Trajectory]]:
 
 
 def batch_metrics(
-    groups: Sequence[Group], version: int, replayed: Sequence[Group] = (), *, mask_truncated: bool = False
+    groups: Sequence[Group],
+    version: int,
+    replayed: Sequence[Group] = (),
+    is_trained: Sequence[Sequence[bool]] | None = None,
 ) -> dict[str, float]:
     """Staleness of the trained tokens at the trainer's `version`, lengths, the workflow's metrics and reward parts.
 
     replayed: groups of earlier batches, trained beside the new ones. They count in the staleness alone.
-    mask_truncated: truncated trajectories are not trained.
+    is_trained: for each of `groups`, then of `replayed`, whether the algorithm trained each trajectory; None: all.
     """
-
-    def is_trained(trajectory: Trajectory) -> bool:
-        return not (mask_truncated and trajectory.is_truncated)
-
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    all_trained = [*trajectories, *(trajectory for group in replayed for trajectory in group.trajectories)]
-    trained = [t for t in all_trained if is_trained(t) and t.oldest_version is not None]
+    taken = [*trajectories, *(trajectory for group in replayed for trajectory in group.trajectories)]
+    chosen = [True] * len(taken) if is_trained is None else [*chain.from_iterable(is_trained)]
+    sizes = [t.num_trained_tokens * is_in for t, is_in in zip(taken, chosen, strict=True)]
+    trained = [t for t, size in zip(taken, sizes, strict=True) if size]
     num_tokens = sum(t.num_trained_tokens for t in trained)
     return {
         "staleness/mean": (version * num_tokens - sum(map(_sum_of_versions, trained))) / max(num_tokens, 1),
@@ -64,8 +67,8 @@ def batch_metrics(
         "branches": fmean(len(own) - len({t.role for t in own}) for own in _episodes(groups)),
         "length/tokens": fmean(len(t.token_ids) for t in trajectories),
         "length/tokens_max": max(len(t.token_ids) for t in trajectories),
-        "length/trained_tokens": fmean(t.num_trained_tokens * is_trained(t) for t in trajectories),
-        **_lengths_by_outcome(groups, is_trained),
+        "length/trained_tokens": fmean(sizes[: len(trajectories)]),
+        **_lengths_by_outcome(groups, sizes),
         **mean_metrics(trajectories),
         **mean_rewards(_episodes(groups)),
         **_of_tasks(groups),
@@ -85,17 +88,22 @@ def _of_tasks(groups: Sequence[Group]) -> dict[str, float]:
     return found
 
 
-def _lengths_by_outcome(groups: Iterable[Group], is_trained: Callable[[Trajectory], bool]) -> dict[str, float]:
+def _lengths_by_outcome(groups: Iterable[Group], sizes: Iterable[int]) -> dict[str, float]:
     """Trained tokens of the episodes above, and of those below, their group's mean reward: each group's mean, averaged
-    over the groups with both. Within a group, for hard examples may have longer episodes, won or lost."""
-    winning, losing = list[float](), list[float]()
+    over the groups with both. Within a group, for hard examples may have longer episodes, won or lost.
+
+    sizes: the trained tokens of each trajectory. Episodes without any count in their group's mean reward alone.
+    """
+    winning, losing, left = list[float](), list[float](), iter(sizes)
     for group in groups:
-        episodes = _episodes([group])
-        tokens = [sum(t.num_trained_tokens for t in episode if is_trained(t)) for episode in episodes]
-        rewards = [episode_reward(episode) for episode in episodes]
+        tokens = Counter[int]()
+        for index, size in zip(group.episode_indices, left, strict=False):
+            tokens[index] += size
+        rewards = [episode_reward(episode) for episode in _episodes([group])]
         middle = fmean(rewards)
         above, below = [
-            [n for n, reward in zip(tokens, rewards, strict=True) if sign * (reward - middle) > 0] for sign in (1, -1)
+            [n for n, reward in zip(tokens.values(), rewards, strict=True) if n and sign * (reward - middle) > 0]
+            for sign in (1, -1)
         ]
         if above and below:
             winning.append(fmean(above))

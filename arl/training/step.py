@@ -23,7 +23,7 @@ class Step:
     replayed: Sequence[Group]
     """Groups of earlier batches, trained with the new ones."""
     advantages: Sequence[float | None]
-    """See PreparedBatch."""
+    """Of the trajectories of `groups`, then of those of `replayed`; see PreparedBatch."""
     began: float
     """When the wait for the batch began."""
     taken: float
@@ -34,6 +34,12 @@ class Step:
     failed: list[Candidate] = field(default_factory=list[Candidate])
     """Failed episodes that trackers get with the step."""
 
+    @property
+    def is_trained(self) -> list[list[bool]]:
+        """For each of `groups`, then each of `replayed`: whether the algorithm trained each of its trajectories."""
+        left = iter(self.advantages)
+        return [[next(left) is not None for _ in group.trajectories] for group in (*self.groups, *self.replayed)]
+
 
 def log_step(
     log: RunLog,
@@ -42,14 +48,13 @@ def log_step(
     version: int,
     known: Mapping[str, float],
     tokens: TokensCounted,
-    is_masked: bool,
 ) -> StepStats:
     """Log the step that led to `version`. It touches only its arguments, because the event loop goes on.
 
-    known: metrics computed before. is_masked: truncated trajectories were not trained.
+    known: metrics computed before.
     """
     rewards = episode_rewards(step.groups)
-    numbers = batch_metrics(step.groups, version - 1, step.replayed, mask_truncated=is_masked)
+    numbers = batch_metrics(step.groups, version - 1, step.replayed, step.is_trained)
     metrics = {"version": version, **reward_metrics(rewards), **numbers, **known}
     stats = StepStats(
         version=version,

@@ -216,12 +216,15 @@ class Trainer:
 
     def _settle(self) -> None:
         """Mark the batch as trained if the engine has trained it, even if the step was cancelled meanwhile."""
-        if self._open_step and self.learner.version > self.version:
+        step = self._open_step
+        if step and self.learner.version > self.version:
             self.version = self.learner.version
-            self.rollout.trained(self._open_step.groups)
-            self.rollout.tokens.replayed(self._open_step.replayed)
-            self.replay.add(self._open_step.groups, self.version)
-            self._open_step.trained = time.monotonic()
+            is_trained, num_new = step.is_trained, len(step.groups)
+            self.rollout.trained(step.groups, is_trained[:num_new])
+            for group, own in zip(step.replayed, is_trained[num_new:], strict=True):
+                self.rollout.tokens.replayed(group, own)
+            self.replay.add(step.groups, self.version)
+            step.trained = time.monotonic()
 
     async def _catch_up(self) -> None:
         """Log and publish a step that was cancelled after its training had begun."""
@@ -449,11 +452,10 @@ class Trainer:
             **self.rollout.counters(),
             **self.inference_engine.counters(),
         }
-        is_masked = self.config.algorithm.overlong.mask_truncated
         if self.log.tracks(self.version):
             step.failed += self.rollout.failures.take()
         tokens = self.rollout.tokens.counted()
-        stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, tokens, is_masked)
+        stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, tokens)
         report_step(self.events, step, self.version, known["time/train_s"])
         self.events.emit(tokens)
         self._open_step, self._recorded_at, self.last_step = None, now, stats

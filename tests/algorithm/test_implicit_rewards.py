@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from advantage_cases import group, random_groups, returns, rows_of, trajectory
@@ -131,6 +132,13 @@ def test_a_reward_model_reads_text_at_temperature_1_over_the_whole_vocabulary_an
     ] * 2
     lesson = lesson_of(batch)
     assert [(s.temperature, s.kept_ids, int(s.loss_mask.sum())) for s in lesson] == [(1.0, None, 0), (1.0, None, 2)]
+
+
+def test_beside_arrays_a_temperature_stays_as_it_is_the_users_models_own():
+    arrays = {"latents": np.zeros((4, 2))}
+    batch = Batch.of([group(trajectory(1.0, temperature=0.7, arrays=arrays), trajectory(0.0, temperature=0.7))])
+    for sequences in (read_sequences(batch), lesson_of(batch)):
+        assert [s.temperature for s in sequences] == [0.7, 1.0]
 
 
 # Advantages

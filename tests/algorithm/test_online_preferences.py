@@ -16,6 +16,7 @@ from arl.algorithm.advantages import arranged, with_advantages
 from arl.algorithm.batch import Batch, loss_weights
 from arl.algorithm.comparisons import comparison_metrics, reference_points
 from arl.algorithm.losses.reinforcement import PolicyLoss
+from arl.algorithm.trained_tokens import packed_tokens
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.train_sequence import TOKEN_FIELDS
@@ -251,6 +252,23 @@ def test_almost_impossible_episodes_leave_everything_finite_and_a_loss_never_wai
     found = PolicyLoss.of(config)(TokenOutputs(logprobs=current, entropy=numbers, values=numbers), tokens)
     found.loss.sum().backward()
     assert found.loss.shape == (6,)
+
+
+@every_case
+def test_episodes_that_are_not_compared_change_nothing_beside_those_that_are(config: AlgorithmConfig):
+    """As a train engine of one process takes them: all sequences together."""
+    rewards = (1.0, *[0.5] * 5, 0.0)
+    for order in (rewards, rewards[::-1], sorted(rewards, key=lambda r: abs(r - 0.4))):
+        sequences = prepared([of_rewards(*order)], config).sequences()
+        found = []
+        for chosen in (sequences, [s for s in sequences if s.loss_mask.any()]):
+            tokens = packed_tokens(chosen)
+            current = tokens.behavior_logprobs - 0.1
+            losses = PolicyLoss.of(config, version=3)(
+                TokenOutputs(logprobs=current, entropy=torch.zeros_like(current), values=current), tokens
+            )
+            found.append((tokens.unit_ids.tolist(), losses.loss.tolist()))
+        assert found[0] == found[1]
 
 
 @every_case

@@ -285,15 +285,28 @@ def test_held_out_episodes_and_those_that_the_end_of_a_run_stops_have_fates_too(
     assert controller.tokens.tally(Fate.STOPPED).tokens > 0
 
 
-def test_tokens_of_truncated_trajectories_are_masked_if_these_are_not_trained() -> None:
-    for mask_truncated, expected in ((False, {"trained": 5, "masked": 2}), (True, {"trained": 2, "masked": 5})):
-        ledger = TokenLedger(mask_truncated=mask_truncated)
-        for episode, tokens in (("7.0", 4), ("7.2", 3)):
-            ledger.answered(episode, tokens, 1.0)
-        ledger.hold(7, {0: "7.0", 2: "7.2"})
-        parts = trajectory((0, 0, 0), is_truncated=True), trajectory((0, 0))
-        ledger.trained(grouped(*parts, number=7, episode_indices=(0, 2)))
-        assert (fates(ledger), ledger.received, ledger.unknown) == (expected, 7, 0)
+@pytest.mark.parametrize(
+    ("is_trained", "expected"),
+    [
+        (None, {"trained": (5, 2), "masked": (2, 0)}),
+        ((False, True), {"trained": (2, 1), "masked": (5, 1)}),
+        ((False, False), {"masked": (7, 2)}),
+    ],
+)
+def test_tokens_and_episodes_that_the_algorithm_leaves_out_are_masked(
+    is_trained: tuple[bool, ...] | None, expected: dict[str, tuple[int, int]]
+) -> None:
+    ledger = TokenLedger()
+    for episode, tokens in (("7.0", 4), ("7.2", 3)):
+        ledger.answered(episode, tokens, 1.0)
+    ledger.hold(7, {0: "7.0", 2: "7.2"})
+    group = grouped(trajectory((0, 0, 0)), trajectory((0, 0)), number=7, episode_indices=(0, 2))
+    ledger.trained(group, is_trained)
+    told = ledger.counted().fates
+    assert {fate: (tally.tokens, tally.episodes) for fate, tally in told.items()} == expected
+    assert (ledger.received, ledger.unknown) == (7, 0)
+    ledger.replayed(group, is_trained)
+    assert ledger.trained_again == expected.get("trained", (0, 0))[0]
 
 
 def test_a_token_that_is_trained_in_two_trajectories_is_counted_once() -> None:
@@ -301,7 +314,7 @@ def test_a_token_that_is_trained_in_two_trajectories_is_counted_once() -> None:
     ledger.answered("0.0", 3, 1.0)
     ledger.hold(0, {0: "0.0"})
     ledger.trained(grouped(trajectory((0, 0, 0)), trajectory((0, 0)), episode_indices=(0, 0)))
-    ledger.replayed([grouped(trajectory((0, 0, 0)))])
+    ledger.replayed(grouped(trajectory((0, 0, 0))))
     assert (fates(ledger), ledger.unknown, ledger.trained_again) == ({"trained": 3}, 2, 3)
 
 

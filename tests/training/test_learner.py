@@ -53,15 +53,16 @@ def test_each_epoch_has_every_group_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_preparing_a_batch_trains_nothing_and_tells_the_advantages_of_new_trajectories_that_are_trained() -> None:
+def test_preparing_a_batch_trains_nothing_and_tells_the_advantages_of_trajectories_that_are_trained() -> None:
     learner = Learner(engine := ScriptedTrainEngine(), preset("grpo", overlong={"mask_truncated": True}))
     wrong, right = pair(1).trajectories
     masked = replace(pair(1), trajectories=(replace(wrong, is_truncated=True), right))
-    lower, higher, cut, uncut = learner.prepare([pair(0), masked], [pair(100)]).advantages
+    lower, higher, cut, uncut, *replayed = learner.prepare([pair(0), masked], [pair(100)]).advantages
     assert (learner.version, engine.batches) == (0, [])
     assert (lower, higher) == pytest.approx((-1.0, 1.0), abs=0.5)
     assert lower == -(higher or 0)
     assert (cut is None, uncut is None) == (True, False)
+    assert [advantage is None for advantage in replayed] == [False, False]
 
 
 @pytest.mark.parametrize(("name", "trained"), [("online_dpo", 2), ("kto", 4)])

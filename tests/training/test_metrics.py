@@ -218,7 +218,7 @@ BRANCHED = trajectory(), trajectory(), trajectory(role="checker"), trajectory()
         ),
         (
             [grouped(trajectory((5, 5)), CUT)],
-            {"mask_truncated": True},
+            {"is_trained": [[True, False]]},
             {"truncated": 0.5, "staleness/max": 1, "length/trained_tokens": 1.0},
         ),
         (
@@ -252,10 +252,20 @@ BRANCHED = trajectory(), trajectory(), trajectory(role="checker"), trajectory()
             {"length/winning_tokens": (2 + 6) / 2, "length/losing_tokens": (5 + 1) / 2},
         ),
         ([grouped(ONE, ONE)], {}, {"length/winning_tokens": None, "length/losing_tokens": None}),
+        (
+            [grouped(ONE, trajectory((3,), reward=0.5), trajectory((3,) * 4, reward=0.6), trajectory(reward=0.1))],
+            {"is_trained": [[True, False, True, False]]},
+            {
+                "length/winning_tokens": 4,
+                "length/losing_tokens": 2,
+                "length/trained_tokens": 1.5,
+                "staleness/mean": 17 / 6,
+            },
+        ),
     ],
     ids=[
         *("staleness", "replayed groups", "masked", "equal and truncated", "branches", "workflow's", "reward parts"),
-        *("lengths of wins and losses", "all equal"),
+        *("lengths of wins and losses", "all equal", "a pair of four"),
     ],
 )
 def test_metrics_of_a_batch(groups: list[Group], options: dict[str, Any], expected: dict[str, float | None]) -> None:

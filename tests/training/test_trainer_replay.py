@@ -2,14 +2,16 @@
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from one_turn import OneTurn
 from training.trainer_run import running, trained_examples
 
-from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.engine import Sampler, UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import ModelRequest
+from arl.api.types import Example, ModelRequest, Trajectory
 from arl.eventlog.run_record import read_run
 from arl.rollout.outcome import GroupOutcome
 from arl.training.run_files import read_jsonl
@@ -78,3 +80,31 @@ async def test_groups_of_earlier_batches_are_trained_again_and_booked_once_also_
     assert len(ledger.outcomes(0)[GroupOutcome.TRAINED]) == 20
     assert summary["episodes_trained"] == 40
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 11))
+
+
+class Ranked(OneTurn):
+    """Episodes are good, middling and bad by turns."""
+
+    num_begun = 0
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        number, self.num_begun = self.num_begun, self.num_begun + 1
+        return replace(await super().arun_episode(engine, data), reward=1 - number % 3 / 2)
+
+
+async def test_episodes_that_dpo_does_not_compare_are_booked_as_masked_in_new_groups_and_replayed_ones(
+    tmp_path: Path,
+) -> None:
+    rollout = {"group_size": 3, "max_staleness": 3, "replay_groups": 1, "replay_min_reward": -1.0}
+    engine, algorithm = ScriptedTrainEngine(), {"preset": "online_dpo"}
+    async with running(tmp_path, engine, workflow=Ranked(), algorithm=algorithm, rollout=rollout) as trainer:
+        steps = [step async for step in trainer]
+        counted = trainer.rollout.tokens.counted()
+    num_new = 2 * 3
+    rows = [[int(s.loss_mask.sum()) for part in batch for s in part] for batch in engine.batches]
+    assert all(sorted(row[:num_new]) == [0, 0, 3, 3, 3, 3] for row in rows)
+    told = {fate: (counted.fates[fate].tokens, counted.fates[fate].episodes) for fate in ("trained", "masked")}
+    assert told == {"trained": (len(rows) * 12, len(rows) * 4), "masked": (len(rows) * 6, len(rows) * 2)}
+    assert counted.trained_again == sum(sum(row[num_new:]) for row in rows) > 0
+    assert [step.metrics["length/trained_tokens"] for step in steps] == [2.0] * 4
+    assert [step.metrics["length/winning_tokens"] for step in steps] == [3.0] * 4

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from arl.algorithm.flat_sequences import FlatSequences, of_each, runs
 from arl.algorithm.packing import balanced_shares, pack
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, last_trained, prefix_order
+from arl.algorithm.trained_tokens import unit_numbers
 from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.kept_ids import KeptIds
 from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
@@ -146,7 +147,7 @@ def _packed(
         tokens=PackedTokens(
             **{name: of_trained[name] for name in TOKEN_FIELDS},
             sequence_ids=sequence_ids.to(device),
-            unit_ids=_unit_numbers(flat.units)[sequence_ids].to(device),
+            unit_ids=unit_numbers(flat.units, sequence_ids).to(device),
         ),
         kept_ids=flat.kept_ids and flat.kept_ids.take(places.numpy()),
         routes=None if routes is None else ReplayedRoutes(routes, device),
@@ -158,13 +159,6 @@ def empty_microbatch(device: torch.device) -> Microbatch:
     """One untrained token, for a rank without work: collectives must match."""
     token = TrainSequence(token_ids=torch.zeros(1, dtype=torch.int64), loss_mask=torch.zeros(1, dtype=torch.bool))
     return build_microbatch([token], device)
-
-
-def _unit_numbers(units: Sequence[int]) -> torch.Tensor:
-    """[S] The number of each sequence's unit in this microbatch, by first appearance."""
-    numbers: dict[int | tuple[int], int] = {}
-    keys = [unit if unit >= 0 else (index,) for index, unit in enumerate(units)]
-    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
 class KeptValues:
