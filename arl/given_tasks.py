@@ -264,6 +264,7 @@ def group_rules(algorithm: AlgorithmConfig, task: RunTask) -> GroupRules:
         keep=task.keep,
         drop_equal_rewards=algorithm.dynamic_sampling,
         compares_parts=isinstance(advantage, ReturnsAdvantage) and advantage.separate_rewards,
+        compares_totals=algorithm.compares_episodes,
         compares_turns=isinstance(advantage, GiGPOAdvantage),
         compares_tokens=isinstance(advantage, DistillationAdvantage),
         has_baseline=algorithm.needs_greedy_episode,

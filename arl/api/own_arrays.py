@@ -47,12 +47,19 @@ def arrays_flaw(arrays: Arrays, num_rows: int, rows: str) -> str | None:
 
 
 def kept_arrays(arrays: Arrays) -> Arrays:
-    """The arrays as records keep them: contiguous, read-only, and copied unless they are both."""
+    """The arrays as records keep them: plain, contiguous, in native byte order, and read-only.
+
+    One that is all of this, and owns its memory, is kept. Others are copied: what they view may change, as a mapped
+    file may.
+    """
     import numpy as np
 
     kept: dict[str, Array] = {}
     for name, given in arrays.items():
-        array = np.ascontiguousarray(given)
-        kept[name] = array.copy() if array is given and given.flags.writeable else array
+        flags, is_plain = given.flags, type(given) is np.ndarray and given.dtype.isnative
+        if is_plain and flags.owndata and flags.c_contiguous and not flags.writeable:
+            kept[name] = given
+            continue
+        kept[name] = np.array(given, dtype=given.dtype.newbyteorder("="), order="C", subok=False)
         kept[name].flags.writeable = False
     return kept

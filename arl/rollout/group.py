@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import fsum, isclose
 from statistics import fmean
 from typing import Any
 
 from arl.api.config import RolloutConfig
-from arl.api.types import Group
+from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.ledger import Issue
@@ -38,6 +40,8 @@ class GroupRules:
     """Reject a group whose rewards show the advantages no difference."""
     compares_parts: bool = False
     """Advantages look at a trajectory's named rewards one by one (GDPO)."""
+    compares_totals: bool = False
+    """Advantages compare episodes by the sum of all their rewards (pairs and labels)."""
     compares_turns: bool = False
     """Advantages compare turns that were taken in equal states (GiGPO)."""
     compares_tokens: bool = False
@@ -275,8 +279,11 @@ def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
     """Whether advantages see no difference between the trajectories of each role.
 
     They see outcome rewards and, if the rules say so, named ones. Any process reward is a difference, since its place
-    counts. If turns are compared, so is a turn's distance from an outcome other than 0.
+    counts. If turns are compared, so is a turn's distance from an outcome other than 0. If totals are compared, only
+    their difference counts.
     """
+    if rules.compares_totals:
+        return all(_differ_by_rounding(totals) for totals in _totals_by_role(group))
     trajectories = group.trajectories
     parts = [tuple(sorted(t.rewards.items())) if rules.compares_parts else () for t in trajectories]
     seen = {(t.role, t.reward, part) for t, part in zip(trajectories, parts, strict=True)}
@@ -284,3 +291,18 @@ def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
         return False
     turns = [(t.role, turn.state) for t in trajectories if t.reward for turn in t.turns if turn.state is not None]
     return not rules.compares_turns or len(turns) == len(set(turns))
+
+
+def _totals_by_role(group: Group) -> Iterable[list[float]]:
+    """For each role, each episode's outcome, the mean over its trajectories, plus all its process rewards."""
+    members = defaultdict[str, dict[int, list[Trajectory]]](dict)
+    for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+        members[trajectory.role].setdefault(index, []).append(trajectory)
+    for episodes in members.values():
+        yield [
+            fmean(t.reward for t in own) + fsum(r for t in own for r in t.process_rewards) for own in episodes.values()
+        ]
+
+
+def _differ_by_rounding(numbers: Sequence[float]) -> bool:
+    return isclose(min(numbers), max(numbers), rel_tol=2**-50)

@@ -2,10 +2,12 @@
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from records import grouped, trajectory
 
 from arl.algorithm.batch import Batch
@@ -33,6 +35,27 @@ def test_a_trajectory_keeps_a_read_only_copy() -> None:
     given += 1
     assert (kept.sum(), kept.dtype, kept.flags.writeable) == (0, np.float64, False)
     assert trajectory((0, 0), arrays={"latents": kept}).arrays["latents"] is kept
+
+
+def test_what_a_view_or_a_mapped_file_shows_later_does_not_change_a_trajectory(tmp_path: Path) -> None:
+    memory = np.zeros((3, 2))
+    view = memory.view()
+    view.flags.writeable = False
+    mapped = np.memmap(tmp_path / "x", dtype=np.float64, mode="w+", shape=(3, 2))
+    read = np.memmap(tmp_path / "x", dtype=np.float64, mode="r", shape=(3, 2))
+    kept = trajectory((0, 0), arrays={"view": view, "mapped": mapped, "read": read}).arrays
+    memory += 1
+    mapped += 1
+    mapped.flush()
+    assert {type(array) for array in kept.values()} == {np.ndarray}
+    assert [array.sum() for array in kept.values()] == [0, 0, 0]
+
+
+def test_a_trajectory_keeps_numbers_in_the_byte_order_that_torch_takes() -> None:
+    given = {"x": np.arange(3, dtype=">f4"), "y": np.arange(6, dtype=">i8").reshape(2, 3).T}
+    kept = trajectory((0, 0), arrays=given).arrays
+    assert [torch.tensor(array).tolist() for array in kept.values()] == [array.tolist() for array in given.values()]
+    assert [array.flags.c_contiguous for array in kept.values()] == [True, True]
 
 
 @pytest.mark.parametrize(
