@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from jinja2 import Template, TemplateError
 
 from arl.api.errors import ModelError
+from arl.api.images import Image
 from arl.api.types import StopReason
+from arl.workflow.content import images_in
 from arl.workflow.messages import Message, ToolSpecs, normalised, plain, text_content
+from arl.workflow.placing import PLACEHOLDER, blind
 from arl.workflow.rendering.incremental import CLOCK, loop_context
 from arl.workflow.rendering.stretches import is_plain
 from arl.workflow.rendering.watching import watched
@@ -65,8 +68,8 @@ class ChatTemplate:
 
     Only the template writes control tokens: special ones, and those around turns. What messages and tools say is text:
     `render` puts a cut into `<|im_end|>` of a tool's result, and `encode` tokenizes the parts separately. Other texts
-    get the tokenizer's own tokens. In what assistants said, only the tokens around turns become text, because others
-    (Llama's <|python_tag|>) were sampled.
+    get the tokenizer's own tokens. In what assistants said, only the tokens around turns and the placeholder of images
+    become text, because others (Llama's <|python_tag|>) were sampled.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
@@ -91,13 +94,33 @@ class ChatTemplate:
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
-        shown, specs = self.as_texts(map(normalised, messages)), self.specs_as_texts(tools)
+        said = [normalised(message) for message in messages]
+        shown, specs = self.as_texts(said), self.specs_as_texts(tools)
         self.check_shows(shown, specs)
-        return self.render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
+        text = self.render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
+        self.check_images(text, len(images_in(said)))
+        return text
 
     def as_texts(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """`normalised` messages, with cuts in the texts of control tokens."""
+        """`normalised` messages, with cuts in the texts of control tokens, and without what their images show.
+
+        Raises ImageError for images if the template has no place for them.
+        """
         return [self._as_text(message, by=message["role"]) for message in messages]
+
+    @cached_property
+    def image_token_id(self) -> int | None:
+        """The placeholder, which the template writes once for each image; None if it shows no images."""
+        is_shown = PLACEHOLDER in str(self.tokenizer.chat_template)
+        return next((i for i, text in self._special.items() if text == PLACEHOLDER), None) if is_shown else None
+
+    def check_images(self, text: str, num_images: int) -> None:
+        """Raise ModelError unless a rendering shows so many images."""
+        if self.image_token_id is not None and (num_shown := text.count(PLACEHOLDER)) != num_images:
+            raise ModelError(
+                f"the model's chat template shows {num_shown} images of messages with {num_images}; it may show "
+                "none in messages of some roles (system, tool), so put them into a user's message"
+            )
 
     def specs_as_texts(self, tools: ToolSpecs) -> list[Any]:
         return [self._as_text(plain(tool)) for tool in tools]
@@ -198,6 +221,10 @@ class ChatTemplate:
             if not self._added_pattern.search(said):
                 return said
             return self._controls[by == "assistant"].sub(self._cut, said)
+        if isinstance(said, Image):
+            if self.image_token_id is None:
+                raise blind(self.tokenizer)
+            return True
         if isinstance(said, dict):
             items = cast("dict[Any, Any]", said).items()
             return {self._as_text(name, by): self._as_text(value, by) for name, value in items}
@@ -215,11 +242,11 @@ class ChatTemplate:
 
     @cached_property
     def _controls(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """The texts of control tokens, and of those among them that make turns.
+        """The texts of control tokens, and of those among them that make turns or stand for an image.
 
-        These are what the template writes around turns, special or not, and the ends of a text. A token that is not
-        special and stands only before an assistant's words (GLM's and DeepSeek's </think>) does not end what an
-        assistant said: templates look for it there.
+        Those that make turns are what the template writes around turns, special or not, and the ends of a text. A token
+        that is not special and stands only before an assistant's words (GLM's and DeepSeek's </think>) does not end
+        what an assistant said: templates look for it there.
         """
         roles = ("user", "assistant", "user")
         special = set(self._special.values())
@@ -233,7 +260,8 @@ class ChatTemplate:
         found = [self._added_pattern.findall(part) for part in text.split(_MARKER)]
         turns = {token for part in found for token in part if token.strip()} | {str(token) for token in named if token}
         around = {token for i, part in enumerate(found) if i != 1 for token in part}
-        return _any_of(special | turns), _any_of(turns & (special | around))
+        placeholder = set[str]() if self.image_token_id is None else {PLACEHOLDER}
+        return _any_of(special | turns), _any_of(turns & (special | around) | placeholder)
 
     def text_of(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> str:
         """The sampled text, without the token that ended it."""

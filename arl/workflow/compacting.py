@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import AGENT
+from arl.workflow.content import images_in, text_part
 from arl.workflow.conversation import Conversation, check_entries, trajectories
 from arl.workflow.messages import Message
 
@@ -105,12 +106,14 @@ class Compaction:
         return num_tokens > latest or (self.compact_at is not None and num_tokens >= self.compact_at)
 
     def begun(self, messages: Sequence[Message], summary: str) -> list[Message]:
-        """The messages of a fresh context: the task, with the summary below its last message."""
+        """The messages of a fresh context: the task with its images, and the summary below its last message."""
         shown, last = self.handover.replace("{summary}", summary), messages[-1]
         if last["role"] != "user":
             return [*messages, {"role": "user", "content": shown}]
         content: Any = last.get("content") or ""
-        joined = f"{content}\n\n{shown}" if isinstance(content, str) else [*content, {"type": "text", "text": shown}]
+        below = f"\n\n{shown}"
+        part = text_part(below if images_in([last]) else shown)  # without images, templates get parts as lines
+        joined = content + below if isinstance(content, str) else [*content, part]
         return [*messages[:-1], {**last, "content": joined}]
 
     def _asking(self, template: ChatTemplate) -> int:
@@ -126,9 +129,10 @@ class Compaction:
 class CompactingConversation(Conversation):
     """A Conversation of any length: before its context is full, the model summarises it, and a fresh context begins.
 
-    A fresh context has the system prompt, the tools, the task (the messages of the beginning) and the last summary.
-    `messages`, `token_ids` and `loss_mask` are of the present context; `num_turns`, turn_rewards and states are of all
-    turns but the summaries.
+    A fresh context has the system prompt, the tools, the task (the messages of the beginning, with their images) and
+    the last summary. It shows later images no more, except those of messages that it shows once more. `messages`,
+    `token_ids` and `loss_mask` are of the present context; `num_turns`, turn_rewards and states are of all turns but
+    the summaries.
 
     If new messages leave no room to ask for a summary after them, the summary is of what came before, and the fresh
     context shows the last turn and these messages after it. If even they do not fit, the context is full (is_full).

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
 from arl.workflow.chat_template import template_of
-from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
+from arl.workflow.content import with_read_images
+from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, images_of, unanswered
 from arl.workflow.messages import Message
 
 if TYPE_CHECKING:
@@ -42,17 +43,18 @@ class Conversation:
         session_id: str | None = None,
         role: str = AGENT,
     ) -> None:
-        """Start from `messages`. The template shows `tools` and gets `template_options`.
+        """Start from `messages`, whose images are read now. The template shows `tools` and gets `template_options`.
 
         rewriting: what to do when the template rewrites an earlier turn: "branch" into a new trajectory, "keep" the
         sampled tokens in view, or raise an "error". session_id: keeps all turns on one server; a new id if unset.
-        role: of the agent that speaks, whose policy answers. Raises ModelError if the tokenizer has no chat template.
+        role: of the agent that speaks, whose policy answers. Raises ModelError if the tokenizer has no chat template,
+        and ImageError for an image that cannot be read.
         """
         self._dialogue = Dialogue(template_of(tokenizer, template_options), rewriting=rewriting)
         self._tools = tuple(tool.spec for tool in tools)
         self.session_id = session_id or new_id()
         self.role = role
-        self._messages: list[Message] = list(messages)
+        self._messages: list[Message] = [with_read_images(message) for message in messages]
         self._last: Turn | None = None
         self._num_unanswered = 0
 
@@ -85,15 +87,18 @@ class Conversation:
         )
 
     def add(self, *messages: Message) -> None:
-        """Append messages of the environment: tool results, user turns. The model reads them before its next turn."""
+        """Append messages of the environment: tool results, user turns. The model reads them before its next turn.
+
+        Raises ImageError for an image that cannot be read.
+        """
         if any(message["role"] == "assistant" for message in messages):
             raise ValueError(
                 "an assistant's message cannot be added; sample it (agenerate), or demonstrate it (demonstrate)"
             )
-        self._messages.extend(messages)
+        self._messages += [with_read_images(message) for message in messages]
 
     async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
-        """Let the model speak. Raises the errors of `engine.agenerate`, and ModelError as `Dialogue.prompt` does.
+        """Let the model speak. Raises the errors of `engine.agenerate`, and those of `Dialogue.prompt`.
 
         If a later prompt does not fit into the model's context, the turn has no tokens and an empty text, is_full is
         set, and the trajectories are truncated. If the first prompt does not fit, raises PromptTooLongError.
@@ -119,6 +124,7 @@ class Conversation:
             session_id=self.session_id,
             routes_from=prompt.num_routed,
             role=self.role,
+            images=prompt.all_images,
         )
         return await engine.agenerate(request)
 
@@ -301,6 +307,7 @@ def _trajectory(
         temperature=_temperature(path.owned[0]),
         kept_ids=kept_ids(parts),
         routes=routes(parts),
+        images=images_of(path.turns),
     )
 
 

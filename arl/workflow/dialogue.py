@@ -22,10 +22,13 @@ from typing import TYPE_CHECKING, Literal
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.content import images_in
 from arl.workflow.messages import HistoryKeys, Message, ToolSpecs, history_key, normalised, plain, tools_key
+from arl.workflow.placing import placed
 from arl.workflow.rendering.history import History
 
 if TYPE_CHECKING:
+    from arl.api.images import PlacedImage
     from arl.workflow.turn_columns import Ids, TokenLine
 
 _LONG_PROMPT = 20_000
@@ -92,6 +95,10 @@ class Prompt:
     """Equal for equal histories of messages and tools."""
     num_prefilled: int = 0
     """The last of given_ids are the beginning of the answer, which the model continues."""
+    images: tuple[PlacedImage, ...] = ()
+    """What the model sees at the placeholders of given_ids. Their places are those in input_ids."""
+    num_images: int = 0
+    """The number of images in the messages said so far."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -122,6 +129,13 @@ class Prompt:
     @property
     def input_ids(self) -> tuple[int, ...]:
         return (*(self.parent.token_ids if self.parent else ()), *self.given_ids)
+
+    @property
+    def all_images(self) -> tuple[PlacedImage, ...]:
+        """What the model sees at the placeholders of input_ids, in order."""
+        if not self.num_images:
+            return ()
+        return (*(images_of(self.parent.path) if self.parent else ()), *self.images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,6 +188,11 @@ class Turn:
         return tuple(chain.from_iterable(part for turn in self.path for part in (turn.given_ids, turn.output_ids)))
 
 
+def images_of(path: Sequence[Turn]) -> tuple[PlacedImage, ...]:
+    """What the model sees at the placeholders on a path that begins at the root, in order."""
+    return tuple(chain.from_iterable(turn.prompt.images for turn in path))
+
+
 def unanswered(prompt: Prompt) -> Turn:
     """The turn for a prompt without room for an answer: truncated, without tokens, and not recorded."""
     nothing = ModelResponse(output_ids=(), output_logprobs=(), output_versions=(), stop_reason="length")
@@ -208,7 +227,8 @@ class Dialogue:
 
         after: the turn that the messages continue, if the caller knows it; else the last recorded turn that they
         continue, if any. The turn's messages are used as they were recorded. Raises ModelError for messages that the
-        template refuses, and for rewritten turns if rewriting is "error".
+        template refuses, and for rewritten turns if rewriting is "error"; ImageError for images that cannot be read, or
+        that the model does not see.
         """
         said = after or self._continued(messages, tools)
         num_known = said.prompt.num_messages + 1 if said else 0
@@ -219,12 +239,15 @@ class Dialogue:
         else:
             specs, key = plain(tools), history_key(tools_key(tools), (*said.messages, *new) if said else new)
         text, history = self._rendered(said, new, specs)
+        num_images = (said.prompt.num_images if said else 0) + len(images_in(new))
+        self.template.check_images(text, num_images)
         shown = Shown(text)
         parent, given_ids = self._place(said, shown, text)
         if said and parent is not said and self._rewriting != "branch":
             if self._rewriting == "error":
                 raise _rewritten(parent, said)
             parent, given_ids = said, self._kept(said, new, specs)
+        given_ids, images = self._seen(given_ids, parent, said, new) if num_images else (given_ids, ())
         begun = self.template.encode_said(prefill) if prefill else ()
         return Prompt(
             parent=parent,
@@ -237,13 +260,25 @@ class Dialogue:
             history=history,
             key=key,
             num_prefilled=len(begun),
+            images=images,
+            num_images=num_images,
         )
+
+    def _seen(
+        self, given_ids: tuple[int, ...], parent: Turn | None, said: Turn | None, new: Sequence[Message]
+    ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+        """given_ids with all placeholders of their images, and these: the last ones of the messages."""
+        assert self.template.image_token_id is not None, "the template has shown images"
+        if not (num_given := given_ids.count(self.template.image_token_id)):
+            return given_ids, ()
+        images = images_in((*said.messages, *new) if said else new)
+        return placed(given_ids, images[-num_given:], self._line_to(parent)[1], self.template.tokenizer)
 
     async def aprompt(
         self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None, prefill: str = ""
     ) -> Prompt:
-        """As `prompt`; a long one is rendered on a thread, so that the event loop goes on."""
-        is_long = len(messages) * _MESSAGE >= _LONG_PROMPT
+        """As `prompt`; a long one, or one with images, is made on a thread, so that the event loop goes on."""
+        is_long = len(messages) * _MESSAGE >= _LONG_PROMPT or images_in(messages)
         if not is_long and sum(_MESSAGE + len(m.get("content") or "") for m in messages) < _LONG_PROMPT:
             return self.prompt(messages, tools, after=after, prefill=prefill)
         call = functools.partial(self.prompt, messages, tools, after=after, prefill=prefill)

@@ -9,22 +9,28 @@ from itertools import takewhile
 from typing import Any, cast
 
 from arl.api.errors import ModelError
+from arl.api.images import Image
+from arl.workflow.content import content_of, with_read_images
 
 Message = Mapping[str, Any]
-"""A chat message as templates take it: `role`, `content`, and other fields of the role (`tool_calls`, for instance)."""
+"""A chat message: `role`, `content`, and other fields of the role (`tool_calls`, for instance). The content is a text,
+or parts: texts, and images in the forms that content.py reads."""
 
 ToolSpecs = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 def normalised(message: Message) -> dict[str, Any]:
-    """A copy in the form that templates take: text instead of parts, objects instead of JSON arguments.
+    """A copy in one form: text, or parts with Images, as `content_of` has it; objects instead of JSON arguments.
 
-    Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises
-    ModelError for parts other than text.
+    Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises as
+    content_of does.
     """
-    copied = {name: plain(value) for name, value in message.items() if value is not None}
-    copied["content"] = text_content(message)
+    content = content_of(message)
+    copied: dict[str, Any] = {
+        name: content if name == "content" else plain(value) for name, value in message.items() if value is not None
+    }
+    copied["content"] = content
     calls = copied.pop("tool_calls", None)
     if calls:
         copied["content"] = copied["content"] or None
@@ -33,20 +39,11 @@ def normalised(message: Message) -> dict[str, Any]:
 
 
 def text_content(message: Message) -> str:
-    """The message's content as one string. Raises ModelError for parts other than text."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise ModelError(f"a message's content is a {type(content).__name__}; it must be text, or parts of type text")
-    texts: list[str] = []
-    for part in cast("Sequence[Any]", content):
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ModelError(f"a message's content has a part of type {kind!r}; only text can be shown to the model")
-        texts.append(text)
-    return "\n".join(texts)
+    """The content of a message without images as one string. Raises ModelError for one with images."""
+    content = content_of(message)
+    if not isinstance(content, str):
+        raise ModelError("a message's content has an image where only text can stand")
+    return content
 
 
 def plain(value: Any) -> Any:
@@ -107,7 +104,7 @@ class HistoryKeys:
         same = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(known, messages, strict=False)))
         made = known[:same]
         key = made[-1][1] if made else begin
-        for message in messages[same:]:
+        for message in map(with_read_images, messages[same:]):
             key = history_key(key, [message])
             copy = plain(message)
             made.append((copy if _is_text(copy) else None, key))
@@ -116,20 +113,23 @@ class HistoryKeys:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether all in it is text, and equal only to what is the same: 1 equals True."""
+    """Whether all in it is text or an Image, and equal only to what is the same: 1 equals True."""
     if isinstance(value, dict | list):
         items = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
         return all(map(_is_text, items))
-    return value is None or isinstance(value, str)
+    return value is None or isinstance(value, str | Image)
 
 
 def _identity(message: Message) -> bytes:
-    role, content = str(message["role"]), text_content(message)
+    role, content, shown = str(message["role"]), content_of(message), list[str]()
+    if not isinstance(content, str):
+        parts = [("text", part["text"]) if "text" in part else ("image", part["image"].digest) for part in content]
+        content, shown = "", [word for part in parts for word in part]
     calls: list[Any] = []
     if role == "assistant":
         content = content.strip()
         calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
-    parts = [part.encode(errors="replace") for part in (role, content, str(message.get("name") or ""))]
+    parts = [part.encode(errors="replace") for part in (role, content, str(message.get("name") or ""), *shown)]
     return b"".join(len(part).to_bytes(8) + part for part in parts) + (_json(calls) if calls else b"")
 
 

@@ -220,7 +220,7 @@ TWO_CALLS = {**calling(), "tool_calls": calling()["tool_calls"] * 2}
 @pytest.mark.parametrize(
     ("tokenizer", "tools", "messages", "reason"),
     [
-        (CHATML, [], [user([{"type": "image_url", "image_url": {}}])], "part of type 'image_url'; only text"),
+        (CHATML, [], [user([{"type": "audio", "audio": "a"}])], "part of type 'audio'; only text"),
         (CHATML, [], [user([3])], "part of type 'int'"),
         (CHATML, [], [user(3)], "content is a int"),
         (MISTRAL, [], [user("one"), user("two")], r"does not take these messages: .*roles must alternate"),

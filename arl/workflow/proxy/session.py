@@ -110,6 +110,7 @@ class Speaker:
                     session_id=self._session_id,
                     routes_from=prompt.num_routed,
                     role=self._role,
+                    images=prompt.all_images,
                 )
                 for one in _apart(sampling, n)
             ]
