@@ -32,8 +32,10 @@ MAX_PIXELS = 50_000_000
 MAX_BYTES = 50_000_000
 """The most bytes of an image's file."""
 
-_KEPT_FORMATS = {"PNG", "JPEG", "WEBP"}
+_KEPT_FORMATS = ("PNG", "JPEG", "WEBP")
 """Files that every server reads. Others are written as PNG."""
+_READ_FORMATS = (*_KEPT_FORMATS, "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG2000", "PPM", "TGA", "TIFF")
+"""Those that hold pixels. Pillow would let Ghostscript run the program that an EPS file is."""
 _DEEP = ("I", "F")
 """Beginnings of the modes with more than 8 bits a channel."""
 _ORIENTATION = 0x0112
@@ -57,7 +59,8 @@ class Image:
         """The image of a path, a data URL, a file's bytes, a PIL image, or a row of a dataset's image column.
 
         Equal images are one object. A file of RGB pixels stays as it is. Other files become PNG: transparent parts
-        become white, an orientation that the camera noted is applied, and of an animation the first frame is taken.
+        become white, an orientation that the camera noted is applied, damaged EXIF data are left out, and of an
+        animation the first frame is taken.
         Raises ImageError for a file that is missing, damaged, too large, or has more than 8 bits a channel, and for
         web addresses.
         """
@@ -203,13 +206,16 @@ def _opened(data: bytes, what: str) -> Picture:
     except ImportError as error:
         raise ImageError(f"images need Pillow; run: {install_command('vision')}") from error
     try:
-        picture = Pictures.open(io.BytesIO(data))
+        Pictures.init()
+        formats = [name for name in _READ_FORMATS if name in Pictures.OPEN]
+        picture = Pictures.open(io.BytesIO(data), formats=formats)
         _check_pixels(picture, what)
         picture.load()
     except ImageError:
         raise
     except Exception as error:  # Pillow's readers of damaged files raise almost anything
-        reason = "it is empty" if not data else "it is damaged, or no image" if "BytesIO" in str(error) else error
+        unknown = f"it is damaged, or not one of {', '.join(_READ_FORMATS)}"
+        reason = "it is empty" if not data else unknown if "BytesIO" in str(error) else error
         raise ImageError(f"cannot read {what}: {reason}") from error
     return picture
 
@@ -228,8 +234,16 @@ def _is_plain(picture: Picture) -> bool:
         and picture.format in _KEPT_FORMATS
         and not getattr(picture, "is_animated", False)
         and "transparency" not in picture.info
-        and picture.getexif().get(_ORIENTATION, 1) == 1
+        and _orientation(picture) == 1
     )
+
+
+def _orientation(picture: Picture) -> int | None:
+    """EXIF's number for the way the camera was held, 1 for upright; None if the EXIF data are damaged."""
+    try:
+        return picture.getexif().get(_ORIENTATION, 1)
+    except Exception:  # noqa: BLE001 - Pillow's reader of damaged data raises almost anything
+        return None
 
 
 def _rgb(picture: Picture, what: str) -> Picture:
@@ -243,7 +257,8 @@ def _rgb(picture: Picture, what: str) -> Picture:
             'values to 0..255, and convert("RGB")'
         )
     try:
-        picture = ImageOps.exif_transpose(picture)
+        if _orientation(picture) is not None:
+            picture = ImageOps.exif_transpose(picture)
         if "A" in picture.mode or "a" in picture.mode or "transparency" in picture.info:
             picture = picture.convert("RGBA")
             white = Pictures.new("RGBA", picture.size, "white")

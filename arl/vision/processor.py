@@ -83,6 +83,11 @@ class ImageProcessor:
         except ValueError as error:
             raise ImageError(f"{self.model} cannot see {image!r}: {error}") from error
         grid: Grid = tuple(int(n) for n in made["image_grid_thw"][0])  # pyright: ignore[reportAssignmentType] - three
+        if grid != (wanted := self.grid(image)):
+            raise ImageError(
+                f"the image processor of {self.model} makes {grid} patches of {image!r} instead of {wanted}: arl needs "
+                "do_resize, and the image sizes of Qwen's processors, in preprocessor_config.json"
+            )
         values = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
         pixels = Pixels(values=values, grid=grid, num_placeholders=len(values) // self._merge_size**2)
         with self._lock:

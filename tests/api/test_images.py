@@ -65,6 +65,13 @@ def test_the_orientation_that_a_camera_noted_is_applied() -> None:
     assert (image.width, image.height) == (3, 5)
 
 
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_exif_data_that_are_damaged_are_left_out(format: str) -> None:
+    image = Image.of(file_of(picture(), format, exif=b"Exif\0\0 no TIFF header", lossless=True))
+    assert image.picture().tobytes() == picture().tobytes()
+    assert not image.picture().getexif()
+
+
 @pytest.mark.parametrize("mode", ["I;16", "F", "I"])
 def test_a_mode_of_more_than_8_bits_is_refused(mode: str) -> None:
     with pytest.raises(ImageError, match="more than 8 bits"):
@@ -76,6 +83,7 @@ def test_a_mode_of_more_than_8_bits_is_refused(mode: str) -> None:
     [
         (b"", "empty"),
         (b"not an image", "damaged"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "not one of PNG, JPEG"),
         (file_of(picture(size=(64, 64)))[:-40], "cannot read the image"),
         ("/nowhere/a.png", "/nowhere/a.png: No such file"),
         ("https://example.org/a.png", "download it first"),

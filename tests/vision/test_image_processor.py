@@ -1,5 +1,7 @@
 """Placeholders, pixels and positions, against transformers' own."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,16 @@ def test_a_processor_that_counts_otherwise_is_noticed(model: Path) -> None:
         processor.check(tokens, ())
     with pytest.raises(ImageError, match="other than the placeholder"):
         processor.check([5] * len(tokens), placed)
+
+
+def test_a_processor_that_does_not_scale_as_qwens_is_named(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "unscaled")
+    file = tmp_path / "unscaled" / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
+    processor = ImageProcessor(tmp_path / "unscaled")
+    with pytest.raises(ImageError, match="arl needs do_resize"):
+        processor.pixels(image_of((256, 160)))
+    assert processor.pixels(image_of((32, 16))).num_placeholders == 2
 
 
 def test_an_image_of_an_impossible_shape_is_named(model: Path) -> None:

@@ -176,8 +176,7 @@ class RayTrainEngine:
 
     def _divide(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
         flat = FlatSequences.of(sequences)
-        if flat.images:  # if a rank refused its share, the others would wait
-            check_images(flat, self._model, self._processor)
+        check_images(flat, self._model, self._processor)  # if a rank refused its share, the others would wait
         return divide(flat, self._num_shares, share_prefixes=self._config.share_prefixes)
 
     @cached_property

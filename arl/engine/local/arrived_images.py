@@ -47,7 +47,8 @@ class ArrivedImages:
         """files: data URLs, or base64. Raises RequestError."""
         if places and len(places) != len(files):
             raise RequestError(f"image_places has {len(places)} entries for {len(files)} of image_data")
-        urls = (file if file.startswith(("data:", "http:", "https:")) else f"data:;base64,{file}" for file in files)
+        whole = ("data:", "http://", "https://")
+        urls = (file if file.startswith(whole) else f"data:;base64,{file}" for file in files)
         images = [self._read(url) for url in urls]
         placed = zip(images, places or [None] * len(images), strict=True)
         return [SentImage(image=image, place=place) for image, place in placed]
@@ -55,9 +56,8 @@ class ArrivedImages:
     def framed(self, sent: FramedImage) -> SentImage:
         """Raises RequestError, with status GONE for an image that is not kept any more."""
         place = sent.start, sent.stop
-        if (kept := self._kept.get(sent.digest)) is not None:
-            self._kept.move_to_end(sent.digest)
-            return SentImage(image=kept[0], place=place)
+        if (kept := self._kept_image(sent.digest)) is not None:
+            return SentImage(image=kept, place=place)
         if not sent.data:
             raise RequestError(f"the image {sent.digest.hex()[:12]} is not kept any more", GONE)
         image = self._read(sent.data, sent.digest.hex())
@@ -66,6 +66,17 @@ class ArrivedImages:
         while self._num_bytes > _KEPT_BYTES and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1][1]
         return SentImage(image=image, place=place)
+
+    def _kept_image(self, digest: bytes) -> Future[Image] | None:
+        """One that could not be read is not kept: another client may have sent it wrongly."""
+        image, num_bytes = self._kept.pop(digest, (None, 0))
+        if image is None:
+            return None
+        if image.done() and image.exception() is not None:
+            self._num_bytes -= num_bytes
+            return None
+        self._kept[digest] = image, num_bytes
+        return image
 
     def view(self, input_ids: Any, images: Sequence[SentImage]) -> Future[View] | None:
         """Fails with RequestError if the images do not fit the tokens. Raises RequestError for tokens without them."""

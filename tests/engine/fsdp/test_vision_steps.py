@@ -22,6 +22,7 @@ from arl.algorithm.batch import weigh_tokens
 from arl.api.engine_config import LoRAConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ImageError, ModelError
 from arl.api.train_sequence import TrainSequence
+from arl.engine.fsdp import ray_engine
 from arl.engine.fsdp.exported_weights import export_weights
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.vision.processor import ImageProcessor
@@ -326,6 +327,31 @@ def test_images_that_do_not_fit_their_tokens_are_refused_before_anything_is_comp
     with pytest.raises(ImageError, match="where no image was given"):
         engine.forward([replace(sequence, images=())])
     assert engine.num_computed == 0
+
+
+class UnaskedRanks:
+    """Ranks that have been built and get no other call."""
+
+    def train(self, method: str, *arguments: Any, **options: Any) -> list[int]:
+        assert method == "open_store", method
+        return [1]
+
+    def train_alike(self, method: str, *arguments: Any, **options: Any) -> list[None]:
+        assert method == "build", method
+        return [None]
+
+
+@pytest.mark.parametrize("has_an_image", [True, False])
+def test_ranks_get_no_shares_of_a_batch_that_one_of_them_would_refuse(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch, has_an_image: bool
+) -> None:
+    monkeypatch.setattr(ray_engine, "_start_ranks", lambda *_: (UnaskedRanks(), None, ""))
+    processor = ImageProcessor(seeing)
+    text, forgotten = sequence_of(processor, 5), replace(sequence_of(processor, 5, ONE, 3), images=())
+    others = [sequence_of(processor, 5, ONE)] if has_an_image else []
+    engine = ray_engine.RayTrainEngine(seeing, TrainConfig(num_ranks=2))
+    with pytest.raises(ImageError, match="where no image was given"):
+        engine.forward([text, forgotten, *others])
 
 
 def test_a_placeholder_that_the_model_wrote_is_a_token_as_any_other(seeing: Path, make: MakeEngine) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import struct
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from sighted import SEEING_FAMILIES, Part, SeeingReference, laid_out, noise, wri
 
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import PromptTooLongError, RefusedRequestError
-from arl.api.images import PlacedImage
+from arl.api.images import Image, PlacedImage
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.sglang_client import SGLangClient
@@ -110,6 +112,17 @@ async def test_an_image_that_the_server_keeps_no_more_is_sent_again(
     assert sizes == [[len(once.data)], [len(between.data)], [0], [len(once.data)]]
 
 
+async def test_an_image_that_was_sent_wrongly_can_be_sent_again(
+    engine: RemoteInferenceEngine, reference: SeeingReference
+) -> None:
+    right = noise(30, 30, 8)
+    wrong = Image(ONE.data, right.digest, right.width, right.height)
+    asked = request(reference, [1], right, [4])
+    with pytest.raises(RefusedRequestError, match="and was sent as"):
+        await engine.agenerate(replace(asked, images=(replace(asked.images[0], image=wrong),)))
+    check(reference, asked, await engine.agenerate(asked))
+
+
 async def test_the_server_counts_the_images_that_its_tower_computed(
     engine: RemoteInferenceEngine, reference: SeeingReference, client: Client
 ) -> None:
@@ -179,10 +192,19 @@ async def test_images_that_do_not_fit_their_tokens_are_refused_and_not_tried_aga
     check(reference, whole, await engine.agenerate(whole))
 
 
+def _png_of(width: int, height: int) -> bytes:
+    """The beginning of a file that has so many pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + struct.pack(">I", 99) + b"IDAT"
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
 async def test_what_is_no_image_is_refused_in_a_sentence(client: Client, reference: SeeingReference) -> None:
     tokens, _ = laid_out(reference.processor, [5], ONE)
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"image_data": ["data:image/png;base64,AAAA"]}, "cannot read the image: it is damaged, or no image"),
+        ({"image_data": ["data:image/png;base64,AAAA"]}, "cannot read the image: it is damaged, or not one of PNG"),
+        ({"image_data": [base64.b64encode(_png_of(1 << 15, 1 << 15)).decode()]}, "(1073741824 pixels) exceeds limit"),
+        ({"image_data": ["http:pictures"]}, "is no base64"),
         ({"image_data": ["http://pictures/1.png"]}, "arl fetches nothing from the web"),
         ({"image_data": [ONE.data_url] * 2}, "the tokens have placeholders for 1 images, and 2 were given"),
         ({"image_data": [ONE.data_url], "image_places": [[1, 2], [3, 4]]}, "image_places has 2 entries for 1"),
