@@ -4,6 +4,8 @@ run_dir/checkpoints/version-00000040/state.json      totals, dataset cursor, led
                                      groups.npz      finished groups that wait for a batch
                                      replay.npz      trained groups that may be trained again
                                      engine/         the files of the train engine
+
+The images of groups are in run_dir/images (arl.api.image_store), and are on the disk before a checkpoint has its name.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from typing import Any
 from zipfile import BadZipFile
 
 from arl.api.engine import Saving
-from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
+from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError, ImageError
+from arl.api.image_store import ImageStore
 from arl.api.types import Group
 from arl.offload import force_to_disk
-from arl.training.flat_groups import read_groups, write_groups
+from arl.training.flat_groups import images_of, read_groups, write_groups
 from arl.training.run_dir import checkpoint_of, saved_versions
 
 log = logging.getLogger(__name__)
@@ -58,11 +61,13 @@ class RunState:
 
 class Checkpoints:
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
-        """keep: how many stay on the disk. identity: settings that must not change for a run to continue.
+        """directory: run_dir/checkpoints. keep: how many stay on the disk. identity: settings that must not change for
+        a run to continue.
 
         NAME_digest may describe the contents behind NAME: if the digest is the same, NAME may change.
         """
         self._directory = directory
+        self._images = ImageStore(directory.parent)
         self._keep = keep
         self._identity = identity
         self._begun = count()
@@ -94,6 +99,7 @@ class Checkpoints:
                 if self._path(version).exists():
                     shutil.rmtree(aside)
                     return
+                self._images.keep(images_of((*state.groups, *state.replay)))
                 for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
                     with (aside / name).open("wb") as file:
                         write_groups(file, groups)
@@ -115,6 +121,7 @@ class Checkpoints:
         for pattern in (f"{_ASIDE}*", f"{_RETIRED}*"):
             for left_by_a_kill in self._directory.glob(pattern):
                 shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        self._images.remove_unfinished()
         version = self.newest_version()
         if version is None:
             return None
@@ -148,7 +155,9 @@ class Checkpoints:
     def _groups(self, file: Path) -> list[Group]:
         try:
             with file.open("rb") as stream:
-                return read_groups(stream)
+                return read_groups(stream, self._images.image)
+        except ImageError as error:
+            raise DamagedCheckpointError(f"{file} cannot be read: {error}") from error
         except UNREADABLE as error:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
 

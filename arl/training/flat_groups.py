@@ -1,14 +1,14 @@
 """Finished groups as flat arrays: the form in which they cross to another process, and lie in a checkpoint.
 
-header      JSON: what is not per token, a list for each field of the groups and of their trajectories
-arrays      one for each field of the tokens: all trajectories end to end; the files of all images, each once;
-            and Trajectory.arrays (flat_arrays.py)
+header      JSON: what is not per token, a list for each field of the groups and of their trajectories; images by digest
+arrays      one for each field of the tokens: all trajectories end to end; and Trajectory.arrays (flat_arrays.py)
+images      beside the two: a checkpoint's are in the run's ImageStore, and a batch takes its own along, each once
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, BinaryIO, TypeVar
@@ -23,6 +23,8 @@ from arl.api.types import Group, Trajectory, TurnSpan
 from arl.training.flat_arrays import flatten_arrays, is_flat_array, restore_arrays
 
 Array = npt.NDArray[Any]
+FindImage = Callable[[str, int, int], Image]
+"""digest, width, height -> the image."""
 _RecordT = TypeVar("_RecordT")
 
 _GROUP_FIELDS = ("group_id", "example_id", "stamp", "episode_indices", "greedy_rewards", "example", "task")
@@ -39,8 +41,6 @@ _EMPTY = {
 
 _LENGTHS = {"token_rewards": "num_token_rewards", "kept_ids": "num_kept_bytes", "routes": "num_route_bytes"}
 """The field with the number of each trajectory's entries, where it is not the number of its tokens."""
-_IMAGES = "images"
-"""The array of the images' files, if there are any."""
 _ADDED = {"routes"}
 """Arrays that files of earlier versions lack, as no trajectory had them."""
 
@@ -52,7 +52,7 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     kept = fields["kept_ids"] = [_encoded(t.kept_ids) for t in trajectories]
     routes = fields["routes"] = [_encoded(t.routes) for t in trajectories]
     rows = {name: [row for row in fields.pop(name) if row is not None] for name in _EMPTY}
-    images = {placed.image: None for t in trajectories for placed in t.images}
+    images = images_of(groups)
     numbers = {image: number for number, image in enumerate(images)}
     fields |= {
         "images": [[(numbers[p.image], p.start, p.stop) for p in t.images] for t in trajectories],
@@ -64,21 +64,38 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     }
     of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
     about: dict[str, Any] = {"groups": of_groups, "trajectories": fields}
-    files = [np.frombuffer(image.data, np.uint8) for image in images]
-    if files:
-        about["images"] = [(image.width, image.height, len(image.data)) for image in images]
+    if images:
+        about["images"] = [(image.digest, image.width, image.height) for image in images]
     known_own, own = flatten_arrays(fields.pop("arrays"))
     if known_own:
         about["arrays"] = known_own
     header = json.dumps(about, default=dict).encode()
     columns = {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
-    return header, columns | own | ({_IMAGES: np.concatenate(files)} if files else {})
+    return header, columns | own
 
 
-def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
+def images_of(groups: Iterable[Group]) -> list[Image]:
+    """The images that trajectories of these groups show, each once."""
+    return [*{placed.image: None for group in groups for t in group.trajectories for placed in t.images}]
+
+
+def images_named(header: bytes, find: FindImage) -> tuple[Image, ...]:
+    """The images that a header names."""
+    return _images(json.loads(header), find)
+
+
+def _images(known: Mapping[str, Any], find: FindImage) -> tuple[Image, ...]:
+    return tuple(find(*reference) for reference in known.get("images", []))
+
+
+def _no_images(digest: str, width: int, height: int) -> Image:
+    raise ValueError(f"the image {digest} is needed, but no images were given")
+
+
+def restore(header: bytes, arrays: Mapping[str, Array], find: FindImage = _no_images) -> list[Group]:
     """The groups that `flatten` took. Their columns are read-only views of `arrays`, which are not checked again.
 
-    Raises ValueError, KeyError or TypeError if the two do not fit together.
+    Raises ValueError, KeyError or TypeError if the two do not fit together, and what `find` raises.
     """
     known = json.loads(header)
     fields = known["trajectories"]
@@ -88,7 +105,7 @@ def restore(header: bytes, arrays: Mapping[str, Array]) -> list[Group]:
         fields[name] = _views(name, arrays.get(name, empty), lengths)
     fields["kept_ids"] = [None if kept is None else KeptIds.of_bytes(kept.tobytes()) for kept in fields["kept_ids"]]
     fields["routes"] = [None if routes is None else Routes.decode(routes.data) for routes in fields["routes"]]
-    images = _images(known.get("images", []), arrays)
+    images = _images(known, find)
     placed = fields.get("images", [[]] * len(fields["length"]))
     fields["images"] = [tuple(PlacedImage(image=images[i], start=a, stop=b) for i, a, b in own) for own in placed]
     fields["arrays"] = restore_arrays(known.get("arrays", {}), fields["length"], arrays)
@@ -121,18 +138,22 @@ class FlatBatch:
     arrays: dict[str, Array]
     num_new: int
     """The first groups are new, the others replayed."""
+    images: tuple[Image, ...] = ()
+    """Those that the header names."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> FlatBatch:
-        header, arrays = flatten([*groups, *replayed])
-        return cls(header=header, arrays=arrays, num_new=len(groups))
+        members = [*groups, *replayed]
+        header, arrays = flatten(members)
+        return cls(header=header, arrays=arrays, num_new=len(groups), images=tuple(images_of(members)))
 
     @property
     def num_bytes(self) -> int:
-        return len(self.header) + sum(array.nbytes for array in self.arrays.values())
+        files = sum(len(image.data) for image in self.images)
+        return len(self.header) + sum(array.nbytes for array in self.arrays.values()) + files
 
     def write(self, file: BinaryIO, about: bytes) -> None:
-        """Write the batch as an .npz, and something about it."""
+        """Write the batch without its images as an .npz, and something about it."""
         texts = {"about": np.frombuffer(about, np.uint8), "header": np.frombuffer(self.header, np.uint8)}
         np.savez(file, allow_pickle=False, **texts, **self.arrays)
 
@@ -145,39 +166,31 @@ class FlatBatch:
 
     def groups(self) -> tuple[list[Group], list[Group]]:
         """The new and the replayed groups."""
-        groups = restore(self.header, self.arrays)
+        by_digest = {image.digest: image for image in self.images}
+        groups = restore(self.header, self.arrays, lambda digest, *_: by_digest[digest])
         return groups[: self.num_new], groups[self.num_new :]
 
 
 def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
-    """Write `groups` as an .npz."""
+    """Write `groups` as an .npz, without their images."""
     header, arrays = flatten(groups)
     np.savez(file, allow_pickle=False, header=np.frombuffer(header, np.uint8), **arrays)
 
 
-def read_groups(file: BinaryIO) -> list[Group]:
-    """Read the groups that `write_groups` wrote. Raises one of checkpoint.UNREADABLE for anything else."""
+def read_groups(file: BinaryIO, find: FindImage = _no_images) -> list[Group]:
+    """Read the groups that `write_groups` wrote. Raises one of checkpoint.UNREADABLE for anything else.
+
+    find: the images by digest, as ImageStore.image does; its errors pass.
+    """
     with np.load(file, allow_pickle=False) as arrays:
         if missing := {"header", *_EMPTY} - _ADDED - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        names = [name for name in arrays.files if name in (*_EMPTY, _IMAGES) or is_flat_array(name)]
-        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in names})
+        names = [name for name in arrays.files if name in _EMPTY or is_flat_array(name)]
+        return restore(arrays["header"].tobytes(), {name: arrays[name] for name in names}, find)
 
 
 def _encoded(record: KeptIds | Routes | None) -> Array | None:
     return None if record is None else np.frombuffer(record.encode(), np.uint8)
-
-
-def _images(sizes: Sequence[tuple[int, int, int]], arrays: Mapping[str, Array]) -> list[Image]:
-    """sizes: width, height and bytes of each."""
-    if not sizes:
-        return []
-    ends = list(accumulate((length for _, _, length in sizes), initial=0))
-    data = arrays[_IMAGES].tobytes()
-    if ends[-1] != len(data):
-        raise ValueError(f"images have {len(data)} bytes instead of {ends[-1]}")
-    rows = zip(pairwise(ends), sizes, strict=True)
-    return [Image.kept(data[start:end], width, height) for (start, end), (width, height, _) in rows]
 
 
 def _views(name: str, array: Array, lengths: Sequence[int]) -> list[Array | None]:

@@ -1,7 +1,8 @@
 """Records everything on which a step's numbers depend, so that the step can be trained again: run_dir/recording.
 
 run_dir/recording/step-00000017.npz    the batch that was trained on the weights of version 17 (flat_groups.py), and
-                                       `about`: settings, versions of packages, weights before and after, metrics
+                                       `about`: settings, versions of packages, weights before and after, metrics;
+                                       its images are in run_dir/images
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from zlib import crc32
 import numpy as np
 
 from arl.api.config import Config
-from arl.api.errors import RecordingError
+from arl.api.errors import ImageError, RecordingError
+from arl.api.image_store import ImageStore
 from arl.api.installing import __version__
 from arl.api.settings import settings_without_masked
 from arl.api.weight_prints import TensorPrint
 from arl.training.checkpoint import UNREADABLE
-from arl.training.flat_groups import FlatBatch
+from arl.training.flat_groups import FlatBatch, images_named
 from arl.training.kept_tokens import ReportedBatch
 from arl.training.run_dir import usable
 
@@ -75,7 +77,7 @@ class RecordedStep:
     metrics: Mapping[str, float]
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+        """Write the file, whole or not at all, without its images. Raises OSError."""
         about = {
             "format": FORMAT,
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("batch", "after", "build")},
@@ -91,7 +93,7 @@ class RecordedStep:
 
     @classmethod
     def read(cls, path: Path) -> RecordedStep:
-        """Raises RecordingError, which names the file and says what is wrong with it."""
+        """path: in run_dir/recording. Raises RecordingError, which names the file and says what is wrong with it."""
         try:
             with path.open("rb") as file:
                 text, header, arrays = FlatBatch.read(file)
@@ -106,9 +108,13 @@ class RecordedStep:
         if about.pop("checksum") != _checksum(header, arrays):
             raise RecordingError(f"{path} holds another batch than was recorded: its checksum differs")
         names = {f.name for f in fields(cls)} - {"batch", "after", "build"}
+        try:
+            images = images_named(header, ImageStore(path.parents[1]).image)
+        except ImageError as error:
+            raise RecordingError(f"{path} cannot be replayed: {error}") from error
         return cls(
             **{name: about[name] for name in names},
-            batch=FlatBatch(header=header, arrays=arrays, num_new=about["num_new"]),
+            batch=FlatBatch(header=header, arrays=arrays, num_new=about["num_new"], images=images),
             build=Build(**about["build"]),
             after={name: TensorPrint(bits=b, norm=n, projection=p) for name, (b, n, p) in about["after"].items()},
         )
@@ -119,6 +125,7 @@ class Recorder:
 
     def __init__(self, config: Config, model_digest: str | None) -> None:
         self._directory = config.run_dir / DIRECTORY
+        self._images = ImageStore(config.run_dir)
         known = {name: getattr(config, name) for name in Config.model_fields}  # a subclass may have more
         self._settings = settings_without_masked(Config.model_construct(**known))
         self._model_digest = model_digest
@@ -140,6 +147,7 @@ class Recorder:
         )
         try:
             self._directory.mkdir(exist_ok=True)
+            self._images.keep(batch.images)
             step.write(step_file(self._directory, version))
         except OSError as error:
             log.error(

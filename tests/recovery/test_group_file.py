@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 from dataclasses import replace
 from itertools import count
 
@@ -17,7 +18,7 @@ from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import COLUMNS, MAX_REWARD, Group, Trajectory, TurnSpan
 from arl.training.checkpoint import UNREADABLE
-from arl.training.flat_groups import flatten, read_groups, restore, write_groups
+from arl.training.flat_groups import FlatBatch, flatten, read_groups, restore, write_groups
 
 numbers = st.floats(-MAX_REWARD, MAX_REWARD)
 
@@ -116,9 +117,10 @@ def written(what: list[Group]) -> io.BytesIO:
 @given(groups())
 @settings(deadline=None)
 def test_groups_come_back_as_they_were(what: list[Group]):
-    assert read_groups(written(what)) == what
+    by_digest = {image.digest: image for image in IMAGES}
+    assert read_groups(written(what), lambda digest, *_: by_digest[digest]) == what
     header, arrays = flatten(what)
-    assert restore(header, arrays) == what
+    assert restore(header, arrays, lambda digest, *_: by_digest[digest]) == what
     assert {type(header), *map(type, arrays.values())} == {bytes, np.ndarray}
 
 
@@ -217,10 +219,17 @@ def test_files_from_before_routes_existed_are_read() -> None:
     assert read_groups(file) == [group]
 
 
-def test_an_image_that_many_trajectories_show_is_in_a_file_once() -> None:
+def test_a_batch_has_each_image_once_and_its_file_names_it_alone() -> None:
     image = Image.of(Pictures.effect_noise((200, 200), 100))
     shows = trajectory(images=(PlacedImage(image=image, start=0, stop=1),))
     groups = [grouped(*[shows] * 4)] * 3
-    header, arrays = flatten(groups)
-    assert len(arrays["images"]) == len(image.data)
-    assert all(t.images[0].image is image for group in restore(header, arrays) for t in group.trajectories)
+    batch = FlatBatch.of(groups[1:], groups[:1])
+    assert batch.images == (image,)
+    assert len(image.data) < batch.num_bytes < len(image.data) + 10_000
+    sent = pickle.loads(pickle.dumps(batch))
+    assert sent.groups() == (groups[1:], groups[:1])
+    assert len({id(placed.image) for group in sent.groups()[0] for t in group.trajectories for placed in t.images}) == 1
+    file = written(groups)
+    assert len(file.getbuffer()) < len(image.data) / 2
+    with pytest.raises(ValueError, match=f"the image {image.digest} is needed"):
+        read_groups(file)

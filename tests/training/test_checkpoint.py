@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import grouped, trajectory
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.api.images import Image, PlacedImage
 from arl.api.scripted import ScriptedTrainEngine
+from arl.api.types import Group
 from arl.training.checkpoint import FORMAT, Checkpoints, RunState
 
 IDENTITY = {"model": "m", "seed": 0}
@@ -82,6 +85,53 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_the_one_before_and_no_r
     with pytest.raises(CheckpointError, match=said):
         checkpoints(tmp_path).begin(2, save_engine, RunState(values={})).wait()
     assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
+
+
+def seen(number: int) -> Group:
+    image = Image.kept(b"\x89PNG" + bytes([number]) * 1000, 4, 2)
+    shows = trajectory(images=(PlacedImage(image=image, start=0, stop=1),))
+    return grouped(shows, shows, number=number)
+
+
+def test_a_checkpoint_names_its_images_which_are_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rename, there = tmp_path / "checkpoints", Path.rename, list[set[bytes]]()
+
+    def renamed(old: Path, new: Path) -> Path:
+        there.append({path.read_bytes() for path in tmp_path.glob("images/*/*")})
+        return rename(old, new)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    state = RunState(values={}, groups=[seen(1), seen(2)], replay=[seen(2), seen(3)])
+    checkpoints(directory).begin(1, ScriptedTrainEngine().save, state).wait()
+    assert there == [{seen(number).trajectories[0].images[0].image.data for number in (1, 2, 3)}]
+    assert b"\x89PNG" not in b"".join(path.read_bytes() for path in directory.rglob("*.npz"))
+    loaded = checkpoints(directory).load_newest(lambda _: None)
+    assert loaded is not None
+    assert (loaded.groups, loaded.replay) == (state.groups, state.replay)
+
+
+@pytest.mark.parametrize(("damage", "said"), [(Path.unlink, "is missing from"), (Path.touch, "is damaged")])
+def test_a_checkpoint_whose_image_is_missing_or_damaged_says_which_and_what_to_do(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    directory, one = tmp_path / "checkpoints", seen(1)
+    checkpoints(directory).begin(1, ScriptedTrainEngine().save, RunState(values={}, groups=[one])).wait()
+    (path,) = tmp_path.glob("images/*/*")
+    path.write_bytes(b"")
+    damage(path)
+    digest = one.trajectories[0].images[0].image.digest
+    with pytest.raises(CheckpointError, match=rf"groups\.npz .*{digest}.* {said}.*; put .* delete .*version-00000001"):
+        checkpoints(directory).load_newest(lambda _: None)
+
+
+def test_a_disk_that_is_full_for_images_is_the_checkpoints_error(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    (tmp_path / "images").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"version 1 .*images.*; earlier ones are untouched"):
+        checkpoints(directory).begin(1, ScriptedTrainEngine().save, RunState(values={}, groups=[seen(1)])).wait()
+    assert not [*directory.iterdir()]
 
 
 @pytest.mark.parametrize("second_version", [1, 2])

@@ -1,0 +1,113 @@
+"""The images of a run as files, each once: what the run writes refers to them by digest.
+
+run_dir/images/ab/abcdef....png    named by the SHA-256 of the file; .jpg and .webp, too
+
+A file is on the disk before anything refers to it. It is never changed, and stays as long as the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from arl.api.errors import ImageError
+from arl.api.images import Image
+
+DIRECTORY = "images"
+
+_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ASIDE = ".writing-"
+
+
+class ImageStore:
+    """The images that a run keeps. Several objects, threads and processes may keep the same ones."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.directory = run_dir / DIRECTORY
+        self._kept: set[str] = set()
+        """Digests of images that this object knows to be on the disk."""
+
+    def keep(self, images: Iterable[Image]) -> None:
+        """Write those that are not there. When it returns, all would survive a power cut. Raises OSError."""
+        new = {image.digest: image for image in images if not self._is_kept(image)}
+        if not new:
+            return
+        paths = [self._path_of(image) for image in new.values()]
+        for path, image in zip(paths, new.values(), strict=True):
+            if _holds(path, image):
+                _force_to_disk(path)  # somebody else may only just have written it
+            else:
+                self._write(path, image)
+        for directory in {*(path.parent for path in paths), self.directory, self.directory.parent}:
+            _force_to_disk(directory)
+        self._kept |= new.keys()
+
+    def image(self, digest: str, width: int, height: int) -> Image:
+        """Read an image. Raises ImageError if its file is missing, damaged or cannot be read."""
+        path = self.path(digest)
+        if path is None:
+            raise ImageError(f"the image {digest:.64} is missing from {self.directory}; put its file back")
+        try:
+            image = Image.kept(path.read_bytes(), width, height)
+        except OSError as error:
+            raise ImageError(f"the image {path} cannot be read: {error.strerror or error}") from error
+        if image.digest != digest:
+            raise ImageError(f"the image {path} is damaged: its SHA-256 is {image.digest}; put the right file back")
+        return image
+
+    def path(self, digest: str) -> Path | None:
+        """The file of an image; None if there is none, and for anything that is no digest."""
+        if not _DIGEST.fullmatch(digest):
+            return None
+        paths = (self._named(digest, suffix) for suffix in _SUFFIXES.values())
+        return next((path for path in paths if path.is_file()), None)
+
+    def remove_unfinished(self) -> None:
+        """Remove what a kill left half-written. Only the process that trains in the directory may call it."""
+        for path in self.directory.glob(f"{_ASIDE}*"):
+            with suppress(OSError):
+                path.unlink()
+
+    def _is_kept(self, image: Image) -> bool:
+        """Also looks for the file, which somebody may have deleted."""
+        return image.digest in self._kept and self._path_of(image).exists()
+
+    def _path_of(self, image: Image) -> Path:
+        return self._named(image.digest, _SUFFIXES[image.kind])
+
+    def _named(self, digest: str, suffix: str) -> Path:
+        return self.directory / digest[:2] / f"{digest}{suffix}"
+
+    def _write(self, path: Path, image: Image) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.directory / f"{_ASIDE}{image.digest}-{os.getpid()}-{threading.get_ident()}"
+        try:
+            with aside.open("wb") as file:
+                file.write(image.data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+
+
+def _holds(path: Path, image: Image) -> bool:
+    try:
+        return path.read_bytes() == image.data
+    except FileNotFoundError:
+        return False
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
