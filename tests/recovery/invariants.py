@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.events import BatchTrained, RunBegan
+from arl.api.image_store import ImageStore
 from arl.eventlog.records import GroupRecord
 from arl.eventlog.run_record import RunRecord
 from arl.rollout.ledger import ExampleLedger
@@ -57,7 +58,7 @@ def check_ledger(checkpoint: Path, seen: Sequence[Sequence[int]], num_examples: 
     assert state["version"] == len(seen)
     ledger = with_outcomes(state["rollout"]["ledger"])
     with (checkpoint / "groups.npz").open("rb") as file:
-        waiting = {group.example_id for group in read_groups(file)}
+        waiting = {group.example_id for group in read_groups(file, ImageStore(checkpoint.parents[1]).image)}
     pending = {(epoch, index) for epoch, index, *_ in ledger["pending"]}
     open_ones = {(epoch, i) for epoch, marks in enumerate(ledger["outcomes"]) for i, m in enumerate(marks) if m == "."}
     assert waiting <= pending <= open_ones

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from scripted_launch import small, use_fakes
 import arl.assembly
 from arl.api.config import Config
 from arl.api.engine import Sampler
+from arl.api.images import Image, PlacedImage
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import Example, ModelRequest, Trajectory
@@ -72,14 +74,22 @@ class Writing:
         self._done.result()
 
 
+IMAGES = [Image.kept(b"\x89PNG" + bytes([number]) * 100, 4, 2) for number in range(2)]
+
+
+def seen_of(number: int) -> tuple[PlacedImage, ...]:
+    """What an episode of the example of this number sees."""
+    return (PlacedImage(image=IMAGES[number % 2], start=0, stop=1),)
+
+
 class Moody(OneTurn):
-    """Rejects example 5 and fails on example 3."""
+    """Shows one of two images. Rejects example 5 and fails on example 3."""
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         trajectory = await super().arun_episode(engine, data)
         if data["number"] == 3:
             raise RuntimeError("always fails")
-        return None if data["number"] == 5 else trajectory
+        return None if data["number"] == 5 else replace(trajectory, images=seen_of(data["number"]))
 
 
 def slow_engine() -> ScriptedEngine:

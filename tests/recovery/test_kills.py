@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from nursery import Nursery
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
+from recovery.lives import seen_of
 
+from arl.api.image_store import ImageStore
 from arl.api.types import Group
 from arl.eventlog.run_record import read_run
 from arl.training.flat_groups import read_groups
@@ -61,7 +63,7 @@ def check(run_dir: Path) -> int:
     assert len(seen) == version
     ledger = check_ledger(directory, seen, NUM_EXAMPLES)
     with (directory / "replay.npz").open("rb") as file:
-        check_replay(ledger, read_groups(file), version)
+        check_replay(ledger, read_groups(file, ImageStore(run_dir).image), version)
     check_logs(run_dir, seen)
     check_positions(run_dir, json.loads((directory / "state.json").read_text())["logs"], version)
     return version
@@ -72,6 +74,7 @@ def check_replay(ledger: dict[str, Any], groups: list[Group], version: int) -> N
     assert all(ledger["outcomes"][epoch][index] == "t" for epoch, index in (group.example_id for group in groups))
     assert all(version - group.oldest_version <= 4 for group in groups)
     assert len({group.group_id for group in groups}) == len(groups)
+    assert all(t.images == seen_of(group.example_id[1]) for group in groups for t in group.trajectories)
 
 
 def check_logs(run_dir: Path, seen: list[list[int]]) -> None:
@@ -102,7 +105,7 @@ def check_positions(run_dir: Path, positions: dict[str, int], version: int) -> N
 def test_killed_before_each_operation_on_a_file(lives: Lives):
     """From the first of a start, over two checkpoints that are written and the older ones that are deleted."""
     versions = [0]
-    for operation in range(75):
+    for operation in range(90):
         lives.begin(steps=10**6, killed_at=operation)
         assert lives.end() == -signal.SIGKILL
         versions.append(check(lives.run_dir))
