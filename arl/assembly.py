@@ -47,6 +47,7 @@ from arl.rollout.failure_log import FailureLog
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
 from arl.run_engines import evaluation_servers_of, open_engines, weight_transport
+from arl.sent_object import check_is_no_import
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
 from arl.training.checkpoint import Checkpoints
@@ -106,6 +107,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
     arl started and writes END.json. Raises the ArlError of a part that could not start (RunFileError while another run
     trains in run_dir), and out of the block the first error of the run.
     """
+    check_is_no_import()
     own = Given(
         workflow=workflow,
         dataset=dataset,

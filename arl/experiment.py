@@ -28,6 +28,7 @@ from arl.given_tasks import Given, check_choice
 from arl.json_console import is_json, json_console, tell
 from arl.offload import offload
 from arl.remarks import remarks
+from arl.sent_object import check_is_no_import
 from arl.tracking.ready_made import check_trackers
 from arl.training.best_model import BEST
 from arl.training.display import hide_progress_bars
@@ -123,6 +124,7 @@ class Experiment(Generic[ConfigT]):
                 "it trains when it is loaded; put the line that trains under `if __name__ == '__main__':`, and write "
                 "at the top level: experiment = Experiment(config=..., prepare=...), see docs/running.md"
             )
+        check_is_no_import()  # before run_dir is taken, which the run that the script started holds
         with json_console(config.log.format == "json"):
             async with OpenRun(config) as held:  # before `prepare`, which may write there
                 return await self._train(config, held)

@@ -12,6 +12,15 @@ from typing import Any, NamedTuple
 from arl.api.errors import ConfigError
 
 
+def check_is_no_import(process: str = "the trainer's process or a worker") -> None:
+    """Raise ConfigError where a run would start in a process that imports the run's script. process: which may be."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise ConfigError(
+            f"a process that imports this script, such as {process}, would start a run of its own; put the code that "
+            'starts the run under `if __name__ == "__main__":`'
+        )
+
+
 class SentObject(NamedTuple):
     """It pickles by itself, whatever module the object is from."""
 
@@ -26,11 +35,7 @@ class SentObject(NamedTuple):
 
         Raises ConfigError if it cannot travel.
         """
-        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-            raise ConfigError(
-                f"a process that imports this script, such as {where}, would start a run of its own; put the code "
-                'that starts the run under `if __name__ == "__main__":`'
-            )
+        check_is_no_import(where)
         data = multiprocessing.spawn.get_preparation_data(where)
         main = {name: value for name, value in data.items() if name != "authkey"}
         try:

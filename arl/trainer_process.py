@@ -123,11 +123,13 @@ def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
 def load_learner(config: Config, load: Callable[..., TrainEngine] | None = None) -> Learner:
     """The policy's engine; and beside it a critic's or a reward model's, if any. A failure closes what was built.
 
-    load: loads each engine instead of load_train_engine, from the same arguments.
+    load: loads each engine instead of load_train_engine, from the same arguments. What it takes for models is not
+    looked at.
     """
     from arl.training.learner import Learner
 
-    _check_tokens_beside(config)
+    if load is None:
+        _check_models_beside(config)
     with ExitStack() as stack:
         engines: dict[str, TrainEngine] = {}
         for role, (model, train, head) in _loads(config).items():
@@ -149,8 +151,13 @@ def load_learner(config: Config, load: Callable[..., TrainEngine] | None = None)
     return learner
 
 
-def _check_tokens_beside(config: Config) -> None:
-    """Raise ConfigError for a critic or reward model whose tokens differ from the policy's; it may know more tokens."""
+def _check_models_beside(config: Config) -> None:
+    """Raise ConfigError for a critic or reward model that cannot read what the policy does.
+
+    Its tokens must be the policy's; it may know more. It must see if the policy does.
+    """
+    from arl.vision.processor import sees_images
+
     for role in config.algorithm.trained_models[1:]:
         model = getattr(config.algorithm, role).model
         if model is None:
@@ -162,6 +169,12 @@ def _check_tokens_beside(config: Config) -> None:
                 f"algorithm.{role}.model {model} has other tokens than {config.model}: {token!r} is "
                 f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a {role.replace('_', ' ')} of the "
                 "same family"
+            )
+        if sees_images(config.model) and not sees_images(model):
+            remedy = "use an advantage estimator without a critic" if role == "critic" else "name one that sees"
+            raise ConfigError(
+                f"{config.model} sees images, and algorithm.{role}.model {model} does not; {remedy}, or train a model "
+                "of texts"
             )
 
 

@@ -29,11 +29,12 @@ from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
 from arl.assembly import _check, _GivenRun, launch
 from arl.engine.tiny import write_tiny_model
+from arl.engine.tiny_vision import write_tiny_vision_model
 from arl.eventlog.run_record import read_run
 from arl.given_tasks import Given, RunTask, given_tasks
 from arl.rewards import NumericMatch
 from arl.run_engines import _check_room
-from arl.trainer_process import _check_tokens_beside, load_train_engine
+from arl.trainer_process import _check_models_beside, load_train_engine
 from arl.training.run_end import how_it_ended
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
@@ -275,9 +276,21 @@ def test_a_critic_or_reward_model_of_another_tokenizer_is_refused_and_one_that_k
         return Config.model_validate({"model": str(model), "algorithm": algorithm})
 
     for name in (None, str(more)):
-        _check_tokens_beside(with_one_beside(name))
+        _check_models_beside(with_one_beside(name))
     with pytest.raises(ConfigError, match=rf"{role}.model {other} has other tokens than {model}: .* same family"):
-        _check_tokens_beside(with_one_beside(str(other)))
+        _check_models_beside(with_one_beside(str(other)))
+
+
+@pytest.mark.parametrize(("preset", "role"), [("ppo", "critic"), ("prime", "reward_model")])
+def test_a_critic_or_reward_model_of_texts_is_refused_beside_a_policy_that_sees(
+    model: Path, tmp_path: Path, preset: str, role: str
+) -> None:
+    seeing, blind = write_tiny_vision_model(tmp_path / "seeing"), shutil.copytree(model, tmp_path / "blind")
+    AutoTokenizer.from_pretrained(seeing).save_pretrained(blind)
+    settings = {"model": str(seeing), "algorithm": {"preset": preset, role: {"model": str(blind)}}}
+    with pytest.raises(ConfigError, match=rf"seeing sees images, and algorithm.{role}.model {blind} does not; "):
+        _check_models_beside(Config.model_validate(settings))
+    _check_models_beside(Config.model_validate(settings | {"model": str(blind)}))
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def _controller(seen: RunLife, latency_s: float, notes: list[str]) -> Controller
 
 def _memory(seen: RunLife, notes: list[str]) -> MemoryCosts:
     beside = [role for role in ("critic", "reward_model") if seen.setting("algorithm", role) is not None]
-    has_kl = seen.setting("algorithm", "kl", "coefficient", default=0) > 0
+    has_reference = seen.setting("algorithm", "kl", "coefficient", default=0) > 0
+    has_reference |= seen.setting("algorithm", "loss", "kind") in ("dpo", "kto")
     try:
         memory = model_memory(
             Path(seen.setting("model", default="")),
@@ -156,7 +157,7 @@ def _memory(seen: RunLife, notes: list[str]) -> MemoryCosts:
             trains_adapter=seen.setting("train", "lora") is not None,
             freezes_tower=bool(seen.setting("train", "freeze_vision_tower")),
             num_models=1 + len(beside),
-            num_references=int(has_kl) + ("reward_model" in beside),
+            num_references=int(has_reference) + ("reward_model" in beside),
         )
     except (OSError, ValueError) as error:
         notes.append(f"memory is not told, as the model's files are not here: {error}")

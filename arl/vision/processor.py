@@ -41,6 +41,13 @@ class Pixels:
     num_placeholders: int
 
 
+def sees_images(model: str | Path) -> bool:
+    """Whether a model is one of FAMILIES. model: a directory or a name on the hub. Raises ModelError."""
+    from transformers import AutoConfig
+
+    return _part(AutoConfig, model, "its config").model_type in FAMILIES
+
+
 class ImageProcessor:
     """A model's image processor. Threads may share it."""
 

@@ -258,14 +258,16 @@ class MadeRun:
         has_cpu_times: bool = True,
         resumed_from: int = 0,
         warm_up_s: float = 0.0,
+        **others: Any,
     ) -> None:
         """wall: what a clock on the wall shows when the processes have worked so many seconds. warm_up_s: seconds that
-        the first step is said to have taken longer."""
+        the first step is said to have taken longer. others: settings."""
         most_running = self.costs.decode.max_running_requests
         settings: dict[str, Any] = {
             "rollout": {"batch_size": self.batch_size, "group_size": self.group_size, "max_staleness": 2},
             "engine": {"kind": "local", "device": "cpu", "num_threads": 1, "max_running_requests": most_running},
             "train": {"device": "cpu", "num_threads": 1, "num_ranks": 1},
+            **others,
         }  # fmt: skip
         last = max(record.t for record in self.records)
         with EventLog(run_dir, EventsConfig()).open() as log:

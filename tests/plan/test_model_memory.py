@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_log import MadeRun, known_costs
@@ -54,6 +55,23 @@ def test_a_reward_model_is_a_second_model_with_a_reference_of_its_own_which_adap
     )
     assert beside.trainer_state == (2 * 16 + 4) / 16 * alone.trainer_state
     assert adapters.trainer_state == 2 * 4 / 16 * alone.trainer_state
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "held"),
+    [
+        ({"kl": {"coefficient": 0.0}, "loss": {"kind": "clip"}}, 16),
+        ({"kl": {"coefficient": 0.1}, "loss": {"kind": "clip"}}, 20),
+        ({"kl": {"coefficient": 0.0}, "loss": {"kind": "dpo"}}, 20),
+        ({"kl": {"coefficient": 0.0}, "loss": {"kind": "kto"}}, 20),
+    ],
+)
+def test_a_run_holds_a_reference_if_its_kl_or_its_loss_asks_for_one(
+    model: Path, tmp_path: Path, algorithm: dict[str, Any], held: int
+):
+    MadeRun(known_costs()).write(tmp_path, model=str(model), algorithm=algorithm)
+    parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    assert fitted(tmp_path).memory.trainer_state == held * parameters
 
 
 def test_without_a_dtype_servers_take_that_of_the_models_config(model: Path, tmp_path: Path):

@@ -1,5 +1,8 @@
 """launch with engines of a user's own: what it refuses and closes, and what an episode must return to them."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from arl.api.types import Trajectory
 from arl.api.unreceived import Loss, Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner
+from arl.trainer_process import load_learner
 from arl.training.run_files import read_jsonl
 
 
@@ -92,6 +96,49 @@ async def test_a_loader_that_cannot_travel_is_refused_by_name(tmp_path: Path) ->
         async with arl.launch(small(tmp_path), workflow=OneTurn(), dataset=EXAMPLES, engines=engines):
             pass
     assert are_closed(engines)
+
+
+def test_models_beside_the_policy_are_for_the_loader_alone_to_read() -> None:
+    """They may be no language models, and have no tokenizer."""
+    loaded = list[tuple[str, str]]()
+
+    def load(model: str, settings: arl.TrainConfig, *, seed: int, head: str) -> ScriptedTrainEngine:
+        loaded.append((model, head))
+        return ScriptedTrainEngine()
+
+    algorithm = {"preset": "prime", "reward_model": {"model": "my judge"}}
+    load_learner(arl.Config.model_validate({"model": "my model", "algorithm": algorithm}), load).close()
+    assert loaded == [("my model", "policy"), ("my judge", "policy")]
+
+
+UNGUARDED = """
+import asyncio, sys
+from pathlib import Path
+import arl
+from arl.api.scripted import ScriptedTrainEngine
+from arl.extending import OwnEngines
+from training.test_own_engines import EXAMPLES, OneTurn, own, small
+
+class Load:
+    def __call__(self, model, settings, *, seed, head):
+        return ScriptedTrainEngine()
+
+async def main():
+    async with arl.launch(small(Path(sys.argv[1])), workflow=OneTurn(), dataset=EXAMPLES, engines=own(Load())):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_a_script_whose_run_starts_on_import_is_told_to_put_it_under_main(tmp_path: Path) -> None:
+    """The trainer's process imports the script for its loader."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "run"]
+    ran = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert 'put the code that starts the run under `if __name__ == "__main__":`' in ran.stderr.splitlines()[-1]
 
 
 class Returning(RolloutWorkflow):

@@ -95,8 +95,8 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
 def _check_sees_for(head: Head, name: str | Path) -> None:
     if head == "value":
         raise ModelError(
-            f"{name} sees images, and arl has no value head for such models: as a critic or a reward model, name one "
-            "of texts, or use an advantage estimator without a critic"
+            f"{name} sees images, and arl has no value head for such models; use an advantage estimator without a "
+            "critic, or train a model of texts"
         )
 
 

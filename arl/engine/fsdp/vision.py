@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.errors import ConfigError, ImageError
 from arl.api.images import Image
 from arl.api.types import NOT_SAMPLED
 from arl.engine.fsdp.vision_attention import VISION_ATTENTION
-from arl.engine.model_files import load_part
-from arl.vision.processor import FAMILIES, ImageProcessor
+from arl.vision.processor import ImageProcessor, sees_images
 
 
 def vision_tower(model: nn.Module) -> PreTrainedModel | None:
@@ -53,8 +52,7 @@ def tower_blocks(model: nn.Module) -> list[nn.Module]:
 
 def image_processor(model: str | Path) -> ImageProcessor | None:
     """None if the model sees nothing. Raises ModelError."""
-    sees = load_part(AutoConfig, model, "its config").model_type in FAMILIES
-    return ImageProcessor(model) if sees else None
+    return ImageProcessor(model) if sees_images(model) else None
 
 
 class RowImages:
