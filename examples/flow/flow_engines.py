@@ -174,16 +174,15 @@ class FlowTrainEngine:
 
     def __init__(self, model: str, settings: arl.TrainConfig, *, seed: int, head: extending.Head) -> None:
         """An extending.TrainEngineLoader. seed: unused, as nothing here is random."""
-        if head != "policy" or settings.lora or settings.dtype != "float32" or settings.device != "cpu":
-            raise extending.ConfigError("a flow policy has no critic and no adapters, and trains in float32 on a CPU")
+        _check(settings, head)
         torch.set_num_threads(settings.num_threads)
         self._velocity = Velocity().read(model)
         self._reference: Velocity | None = None
         self._settings = settings.optimizer
         options: Any = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
-        self._optimizer = torch.optim.AdamW(self._velocity.parameters(), **options)
-        if settings.optimizer.schedule != "constant" or settings.optimizer.warmup_steps:
-            raise extending.ConfigError("a flow policy is trained with a constant learning rate")
+        parameters = [*self._velocity.parameters()]
+        biases = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+        self._optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.ndim > 1]}, biases], **options)
         self.version = 0
         self.kept: list[dict[str, torch.Tensor]] = []
 
@@ -257,6 +256,20 @@ class FlowTrainEngine:
             raise extending.CheckpointError(f"{directory} holds no flow policy of this size: {error}") from error
 
     def close(self) -> None: ...
+
+
+def _check(settings: arl.TrainConfig, head: extending.Head) -> None:
+    """Raise ConfigError for what this engine cannot honour."""
+    if head != "policy":
+        raise extending.ConfigError(f"a flow policy has no critic; leave out what asks for a head of kind {head}")
+    honoured = {"optimizer", "num_threads", "max_recoveries"}
+    plain = arl.TrainConfig(**settings.model_dump(include=honoured))
+    if others := [name for name in arl.TrainConfig.model_fields if getattr(settings, name) != getattr(plain, name)]:
+        raise extending.ConfigError(
+            f"train.{others[0]} is set, and a flow policy takes {', '.join(sorted(honoured))} alone; leave it out"
+        )
+    if settings.optimizer.schedule != "constant" or settings.optimizer.warmup_steps:
+        raise extending.ConfigError("a flow policy is trained with a constant learning rate")
 
 
 def outputs_of(velocity: Velocity, sequences: Sequence[extending.TrainSequence]) -> extending.TokenOutputs:

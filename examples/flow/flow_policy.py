@@ -5,7 +5,7 @@
 
 The model draws points for eight prompts. Half of its points lie near, half far out, as in its data; the reward prefers
 those far out. Each denoising step is an action, and a group's episodes begin from one noise, as DanceGRPO's do. In 60
-steps the reward rises from about 0.4 to above 0.9. docs/extending.md walks through these three files.
+steps the held-out reward rises from 0.51 to above 0.9. docs/extending.md walks through these three files.
 """
 
 from __future__ import annotations

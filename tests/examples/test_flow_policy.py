@@ -240,6 +240,16 @@ async def test_what_the_engines_cannot_honour_is_refused(model: Path, tmp_path: 
             await sampler.agenerate(replace(request, sampling=sampling))
     with pytest.raises(extending.ConfigError, match="constant learning rate"):
         engine_of(model, optimizer={"warmup_steps": 5})
+    for name, value in (
+        ("lora", {}),
+        ("dtype", "bfloat16"),
+        ("device", "cuda"),
+        ("max_tokens_per_microbatch", 64),
+        ("compile", True),
+        ("freeze_vision_tower", True),
+    ):
+        with pytest.raises(extending.ConfigError, match=f"train.{name} is set, and a flow policy takes max_recoveries"):
+            engine_of(model, **{name: value})
     with pytest.raises(extending.ConfigError, match="no critic"):
         FlowTrainEngine(str(model), arl.TrainConfig(), seed=0, head="value")
     with pytest.raises(extending.ConfigError, match="no values here"):
@@ -249,6 +259,21 @@ async def test_what_the_engines_cannot_honour_is_refused(model: Path, tmp_path: 
     await sampler.aclose()
     with pytest.raises(extending.EngineClosedError):
         await sampler.agenerate(replace(request, sampling=arl.SamplingParams(max_new_tokens=2)))
+
+
+async def test_weight_decay_shrinks_matrices_alone(model: Path) -> None:
+    def trained(weight_decay: float) -> dict[str, torch.Tensor]:
+        engine = engine_of(model, optimizer={"lr": 1e-2, "weight_decay": weight_decay})
+        learner = Learner(engine, preset("grpo"))
+        learner.train(learner.prepare(groups))
+        return engine._velocity.state_dict()
+
+    groups = await drawn_groups(model)
+    plain, decayed = trained(0.0), trained(0.5)
+    before = Velocity().read(model).state_dict()
+    for name, tensor in before.items():
+        shrunk = plain[name] - (1e-2 * 0.5 * tensor if tensor.ndim > 1 else 0)
+        assert torch.allclose(decayed[name], shrunk, atol=1e-7), name
 
 
 async def test_a_loaded_engine_continues_to_the_bit_and_another_one_does_not_look_the_same(
