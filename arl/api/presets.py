@@ -86,7 +86,7 @@ _OF_PPO: Mapping[str, Preset] = {
         advantage={"kind": "gae", "level": "turn", "discount": 0.99, "lam": 0.9},
         loss={"kind": "gspo", "level": "turn", "clip_low": 0.2, "clip_high": 0.2},
         critic={"value_clip": 0.2},
-        minibatches=4,
+        minibatches=4,  # not the paper's, which names discount and lam
     ),
 }
 
