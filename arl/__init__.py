@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from arl.api.config import Config
     from arl.api.engine import Sampler
     from arl.api.engine_config import OptimizerConfig, TrainConfig
-    from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
+    from arl.api.errors import ArlError, DatasetError, ImageError, PromptTooLongError, ToolError
     from arl.api.grammar import Grammar
+    from arl.api.images import Image
     from arl.api.installing import __version__
     from arl.api.run_tasks import Task, TaskRecord
     from arl.api.scripted import ScriptedEngine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from arl.data.loading import load_dataset, load_splits
     from arl.engine.model_files import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+    from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
     from arl.eventlog.run_record import read_run
     from arl.experiment import Experiment, ExperimentConfig, Setup
     from arl.rehearsal import dry_run
@@ -60,8 +62,9 @@ _HOMES = {
     "arl.api.config": "Config",
     "arl.api.engine": "Sampler",
     "arl.api.engine_config": "OptimizerConfig TrainConfig",
-    "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
+    "arl.api.errors": "ArlError DatasetError ImageError PromptTooLongError ToolError",
     "arl.api.grammar": "Grammar",
+    "arl.api.images": "Image",
     "arl.api.installing": "__version__",
     "arl.api.scripted": "ScriptedEngine",
     "arl.api.run_tasks": "Task TaskRecord",
@@ -73,6 +76,7 @@ _HOMES = {
     "arl.data.loading": "load_dataset load_splits",
     "arl.engine.model_files": "load_tokenizer",
     "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
+    "arl.engine.tiny_vision": "TinyVision write_tiny_vision_model",
     "arl.eventlog.run_record": "read_run",
     "arl.experiment": "Experiment ExperimentConfig Setup",
     "arl.extending": "",

@@ -20,7 +20,7 @@ from arl.api.engine import InferenceEngine
 from arl.api.engine_config import (
     AdapterWeightsConfig,
 )
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, ImageError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage
@@ -31,10 +31,11 @@ from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.data.lazy_rows import NamedRows
+from arl.data.streamed_rows import StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.eventlog.cpu_watch import CpuWatch, num_cores
 from arl.eventlog.writer import EventLog
-from arl.given_tasks import Given, RunTasks, check_settings, given_tasks, group_rules, ledger_of
+from arl.given_tasks import Given, RunTask, RunTasks, check_settings, given_tasks, group_rules, ledger_of
 from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
@@ -61,6 +62,7 @@ from arl.training.run_end import OpenRun
 from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
 from arl.workers.episode_workers import EpisodeWorkers
+from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
 log = logging.getLogger(__name__)
@@ -175,6 +177,7 @@ def _check(config: Config, given: _GivenRun) -> None:
         )
     is_distilled = isinstance(config.algorithm.advantage, DistillationAdvantage)
     for task in given.tasks.tasks:
+        _check_sees(task)
         if is_distilled and isinstance(task.workflow, DistillationWorkflow) and task.workflow.keep_reward:
             raise ConfigError(
                 f"the {task.called('workflow')} keeps its own rewards beside the teacher's (keep_reward=True), and "
@@ -187,6 +190,21 @@ def _check(config: Config, given: _GivenRun) -> None:
             "removes most of what a few steps change; weights.transport=adapter publishes the adapters themselves",
             config.weights.transport,
         )
+
+
+def _check_sees(task: RunTask) -> None:
+    """Raise ImageError if the task's first example has images, and the model sees none."""
+    if not isinstance(task.workflow, AgentWorkflow):
+        return
+    rows = task.dataset
+    try:
+        messages = task.workflow.messages(rows.head(1)[0] if isinstance(rows, StreamedRows) else rows[0])
+    except Exception:  # noqa: BLE001 - the user's code, whose failures fail episodes
+        return
+    try:
+        task.workflow.check_sees(messages)
+    except ImageError as error:
+        raise ImageError(f"{task.called('the first example')}: {error}") from error
 
 
 async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played: RolloutWorkflow) -> Trainer:

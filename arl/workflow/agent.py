@@ -16,9 +16,12 @@ from arl.rewards.score import Score
 from arl.rewards.threads import THREADS, together
 from arl.workflow.chat_template import template_of
 from arl.workflow.compacting import Compaction, conversation_of
+from arl.workflow.content import holds_image
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
+from arl.workflow.example_images import IMAGE_COLUMNS, with_images
 from arl.workflow.messages import Message
+from arl.workflow.placing import blind, processor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +49,9 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     """The system prompt, unless the example's messages have one."""
     prompt: PromptFunction | None = None
     """Makes the messages from an example. If unset, they are the column `messages`, `prompt` or `question`."""
+    image_columns: Sequence[str] = IMAGE_COLUMNS
+    """The first of these columns that an example has holds its images, which go to the places of `<image>` in its
+    messages, or before their text. Messages that have images of their own stay as they are."""
     template_options: Mapping[str, Any] | None = None
     """Passed to the chat template, `{"enable_thinking": False}` for instance."""
     rewriting: Rewriting = "branch"
@@ -65,14 +71,29 @@ class AgentWorkflow(Shared, RolloutWorkflow):
             await opened.enter_async_context(reward)
 
     def messages(self, data: Example) -> Sequence[Message]:
-        """The messages that an episode begins with. Raises DatasetError for an example without any."""
+        """The messages that an episode begins with.
+
+        Raises DatasetError for an example without any, or with other images than places; ImageError for an image of a
+        column that cannot be read.
+        """
         given = self.prompt(data) if self.prompt is not None else _of_columns(data)
-        return with_system(self.system, given)
+        return with_images(data, with_system(self.system, given), self.image_columns)
 
     def check_example(self, data: Example) -> None:
-        """Raise DatasetError for an example without messages, RewardError for one without a reference answer."""
-        self.messages(data)
+        """Raise DatasetError for an example without messages, RewardError for one without a reference answer.
+
+        Raises ImageError for images if the model sees none.
+        """
+        self.check_sees(self.messages(data))
         self._score.check_example(data)
+
+    def check_sees(self, messages: Sequence[Message]) -> None:
+        """Raise ImageError if messages have images, and the model is one of texts."""
+        if not any(map(holds_image, messages)):
+            return
+        if template_of(self.tokenizer, self.template_options).image_token_id is None:
+            raise blind(self.tokenizer)
+        processor_of(self.tokenizer)
 
     def conversation(self, data: Example, tools: Sequence[Tool] = ()) -> Conversation:
         return conversation_of(

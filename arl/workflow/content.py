@@ -61,10 +61,17 @@ def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Image]:
     return [image for image in found if isinstance(image, Image)]
 
 
-def text_and_images(text: str, images: Sequence[Image]) -> Content:
-    """A content with the images before the text."""
-    shown = [image_part(image) for image in images]
-    return [*shown, *([text_part(text)] if text else [])] if images else text
+def holds_image(message: Mapping[str, Any]) -> bool:
+    """Whether its content has an image, read or not."""
+    content = message.get("content")
+    parts = cast("Sequence[Any]", content) if isinstance(content, list | tuple) else ()
+    return any(isinstance(part, Mapping) and any(part.get(name) is not None for name in _SOURCES) for part in parts)
+
+
+def joined(contents: Iterable[Content]) -> Content:
+    """One content of several, without anything between them."""
+    parts = [part for content in contents for part in ([text_part(content)] if isinstance(content, str) else content)]
+    return parts if any("image" in part for part in parts) else "".join(part["text"] for part in parts)
 
 
 def text_part(text: str) -> dict[str, Any]:

@@ -70,5 +70,5 @@ def blind(tokenizer: PreTrainedTokenizerBase) -> ImageError:
     return ImageError(
         f"the messages have images, and the chat template of {tokenizer.name_or_path or 'this model'} has no place for "
         f"them (it does not write {PLACEHOLDER}): it is a model of texts. Use a vision model, such as a Qwen2.5-VL or "
-        "Qwen3-VL, or leave the images out"
+        "Qwen3-VL, or leave the images out (image_columns=() of a workflow ignores columns of images)"
     )

@@ -22,9 +22,10 @@ from arl.rewards.score import Score, score_of
 from arl.rewards.threads import together
 from arl.workflow.agent import AgentWorkflow, with_system
 from arl.workflow.call_formats import CallFormat, call_format_of
+from arl.workflow.content import content_of, joined
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
-from arl.workflow.messages import Message, text_content
+from arl.workflow.messages import Message
 from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
@@ -272,8 +273,10 @@ class SolverCheckerWorkflow(_TeamWorkflow):
         """What to ask the checker. attempt: the number of answers it has seen before."""
         if attempt:
             return f"The next answer:\n{answer}\n\nACCEPT or REJECT?"
-        question = "\n\n".join(text_content(m) for m in self.messages(data) if m["role"] == "user")
-        return f"Question:\n{question}\n\nAnswer:\n{answer}\n\nACCEPT or REJECT?"
+        asked = [content_of(message) for message in self.messages(data) if message["role"] == "user"]
+        question = [part for content in asked for part in ("\n\n", content)][1:]
+        said = joined(("Question:\n", *question, f"\n\nAnswer:\n{answer}\n\nACCEPT or REJECT?"))
+        return said if isinstance(said, str) else [{"role": "user", "content": said}]
 
     def objection(self, verdict: str) -> str:
         """What to tell the solver after a rejection."""

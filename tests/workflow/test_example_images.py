@@ -1,0 +1,137 @@
+"""Images of examples: from their columns to their places in the messages, and into episodes."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_answers import TOKENIZER
+from scripted_launch import small
+from sighted import noise
+from sighted_chats import SMALL, WIDE, seeing, their_tokens
+
+from arl.api.errors import ArlError, DatasetError, ImageError
+from arl.api.images import Image
+from arl.api.scripted import ScriptedEngine
+from arl.assembly import launch
+from arl.data.row_digests import fingerprint
+from arl.rewards.adapt import InlineReward
+from arl.workflow.agent import SingleTurnWorkflow
+from arl.workflow.content import image_part, images_in, text_part
+from arl.workflow.team import SolverCheckerWorkflow
+
+SEEING = seeing("qwen2_5_vl")
+
+
+def likes_all(answer: str, data: Any) -> float:
+    return 1.0
+
+
+def agent(tokenizer: Any = SEEING, **fields: Any) -> SingleTurnWorkflow:
+    return SingleTurnWorkflow(tokenizer, InlineReward(likes_all), **fields)
+
+
+def asked(*parts: Image | str) -> list[Any]:
+    return [
+        {"role": "user", "content": [image_part(p) if isinstance(p, Image) else text_part(p) for p in parts]},
+    ]
+
+
+FOUR_FORMS = [SMALL, SMALL.picture(), {"bytes": SMALL.data, "path": None}, SMALL.data_url]
+
+
+@pytest.mark.parametrize("form", FOUR_FORMS, ids=lambda form: type(form).__name__)
+def test_without_a_marker_images_come_before_the_text(form: Any) -> None:
+    assert agent().messages({"question": "what?", "image": form}) == asked(SMALL, "what?")
+    assert agent().messages({"question": "what?", "images": [form, WIDE]}) == asked(SMALL, WIDE, "what?")
+
+
+PLACES: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"question": "<image>\nor <image>?"}, asked(SMALL, "\nor ", WIDE, "?")),
+    ({"prompt": [{"role": "user", "content": "a <image><image>"}]}, asked("a ", SMALL, WIDE)),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, text_part("or <image>?")]}]},
+        asked(SMALL, "or ", WIDE, "?"),
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "image": None}] * 2}]}, asked(SMALL, WIDE)),
+]
+
+
+@pytest.mark.parametrize(("row", "messages"), PLACES)
+def test_each_marker_and_each_empty_part_is_a_place(row: dict[str, Any], messages: list[Any]) -> None:
+    assert agent().messages({**row, "images": [SMALL, WIDE]}) == messages
+    as_pandas_has_it = np.empty(2, object)
+    as_pandas_has_it[:] = [SMALL, WIDE]
+    assert agent().messages({**row, "images": as_pandas_has_it}) == messages
+
+
+def test_what_an_assistant_said_has_no_places() -> None:
+    chat = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "<image>"}, *asked("?")]
+    made = agent().messages({"messages": chat, "image": SMALL})
+    assert images_in(made) == [SMALL]
+    assert made[1:] == chat[1:]
+
+
+def test_markers_without_images_are_text_and_messages_with_images_stay() -> None:
+    for row in ({"question": "an <image> tag"}, {"question": "an <image> tag", "images": []}):
+        assert agent().messages(row) == [{"role": "user", "content": "an <image> tag"}]
+    own = asked(WIDE, "<image>")
+    assert agent().messages({"messages": own, "images": [SMALL]}) == own
+    assert agent(prompt=lambda data: own).messages({"image": SMALL}) == own
+    assert agent(image_columns=()).messages({"question": "?", "image": 3}) == [{"role": "user", "content": "?"}]
+    assert images_in(agent(image_columns=("photo",)).messages({"question": "?", "photo": SMALL})) == [SMALL]
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "reason"),
+    [
+        ({"question": "<image>?", "images": [SMALL, WIDE]}, DatasetError, "begins '<image>.' has 2 images .* 1 places"),
+        ({"question": "<image><image>", "image": SMALL}, DatasetError, "has 1 images .*, and 2 places"),
+        (
+            {"question": "how many?", "images": [SMALL, "/no/such.png"]},
+            ImageError,
+            "image 1 of the example that begins",
+        ),
+        ({"question": "?", "image": np.zeros((4, 4, 3), np.uint8)}, ImageError, "an image is of type ndarray"),
+        ({"messages": [{"role": "system", "content": "a"}], "image": SMALL}, DatasetError, "no message of a user"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_an_error_that_quotes_it(
+    row: dict[str, Any], error: type[ArlError], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        agent().check_example(row)
+
+
+async def test_an_episode_shows_them() -> None:
+    engine = ScriptedEngine.saying(SEEING, "a cat")
+    (made,) = await agent().arun_episode(engine, {"question": "<image>: what?", "image": SMALL.picture()})
+    ids, images = their_tokens("qwen2_5_vl", asked(SMALL, ": what?"))
+    assert list(engine.requests[0].input_ids) == ids
+    assert [one.image for one in made.images] == images == [SMALL]
+
+
+async def test_a_checker_sees_the_images_of_the_question() -> None:
+    engine = ScriptedEngine.saying(SEEING, "a cat", "ACCEPT")
+    workflow = SolverCheckerWorkflow(SEEING, InlineReward(likes_all))
+    made = await workflow.arun_episode(engine, {"question": "<image>: what?", "image": SMALL})
+    assert [[one.image for one in trajectory.images] for trajectory in made] == [[SMALL], [SMALL]]
+    assert "Question:\n" in SEEING.decode(engine.requests[1].input_ids)
+
+
+def test_rows_with_pictures_survive_pickling_and_have_a_fingerprint() -> None:
+    rows = [{"question": f"{i}?", "image": noise(16, 16, i).picture()} for i in range(3)]
+    copies = pickle.loads(pickle.dumps(rows))
+    for row, copy in zip(rows, copies, strict=True):
+        assert agent().messages(copy) == agent().messages(row)
+    assert fingerprint(copies) == fingerprint(rows)
+    assert len(fingerprint(rows)) == 3
+
+
+async def test_a_run_of_a_text_model_whose_first_example_has_an_image_does_not_start(tmp_path: Path) -> None:
+    rows = [{"question": "what?", "image": SMALL}]
+    with pytest.raises(ImageError, match="the first example: the messages have images, and the chat template of"):
+        async with launch(small(tmp_path / "run"), workflow=agent(TOKENIZER), dataset=rows):
+            pass
+    assert not (tmp_path / "run").exists()
