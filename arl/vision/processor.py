@@ -101,6 +101,18 @@ class ImageProcessor:
             self._remember(image.digest, pixels)
         return pixels
 
+    def scaled(self, image: Image) -> Image:
+        """A PNG of the size to which `pixels` scales the image, with the same pixels; the image itself if it is one.
+
+        Raises ImageError, as num_placeholders does.
+        """
+        _, rows, columns = self.grid(image)
+        side = self._processor.patch_size
+        size = columns * side, rows * side
+        if (image.width, image.height) == size and image.kind == "image/png":
+            return image
+        return Image.of(image.picture().resize(size, self._processor.resample))
+
     def grid(self, image: Image) -> Grid:
         """Without reading its pixels. Raises ImageError, as num_placeholders does."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize

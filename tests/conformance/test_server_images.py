@@ -15,8 +15,7 @@ from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.model_files import served_model
 
-# None of these sizes is scaled: SGLang and vLLM scale with torchvision, which rounds otherwise than PIL.
-ONE, SAME_SIZE, WIDE = noise(56, 28, 0), noise(56, 28, 1), noise(112, 56, 2)
+ONE, SAME_SIZE, WIDE = noise(75, 40, 0), noise(75, 40, 1), noise(120, 64, 2)
 TEXT, MORE = list(b"What is this"), list(b"?!")
 MARKS: dict[str, Any] = {
     "embedded": [],
@@ -24,8 +23,8 @@ MARKS: dict[str, Any] = {
     "vllm": [pytest.mark.vllm, pytest.mark.timeout(300)],
 }
 
-TOLERANCES = {"embedded": 1e-4, "sglang": 3e-4, "vllm": 0.1}
-"""vLLM's towers differ from transformers' (docs/vllm_protocol.md). Other images or weights change logprobs by units."""
+TOLERANCES = {"embedded": 1e-4, "sglang": 3e-4, "vllm": 3e-4}
+"""Images that a server scales itself change logprobs by up to 0.3, other images or weights by units."""
 
 pytestmark = pytest.mark.parametrize(
     "server",

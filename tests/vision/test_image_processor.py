@@ -1,5 +1,6 @@
 """Placeholders, pixels and positions, against transformers' own."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_an_images_size_tells_its_grid_and_its_placeholders(model: Path, size: t
     pixels = processor.pixels(image_of(size))
     assert processor.grid(image_of(size)) == pixels.grid
     assert processor.num_placeholders(image_of(size)) == pixels.num_placeholders == len(pixels.values) // 4
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+def test_a_scaled_image_is_a_png_with_the_same_pixels_which_needs_no_scaling(
+    model: Path, size: tuple[int, int], format: str
+) -> None:
+    processor, written = ImageProcessor(model), io.BytesIO()
+    image_of(size).picture().save(written, format)
+    image = Image.of(written.getvalue())
+    scaled = processor.scaled(image)
+    assert np.array_equal(processor.pixels(scaled).values, processor.pixels(image).values)
+    assert (scaled.kind, scaled.height, scaled.width) == ("image/png", *(8 * n for n in processor.grid(image)[1:]))
+    assert processor.scaled(scaled) is scaled
 
 
 def laid_out(processor: ImageProcessor, images: list[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -52,6 +53,7 @@ from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.roster import Roster, RosterFiles
+from arl.engine.client.scaled_images import ScaledImages
 from arl.engine.client.server_client import MIXTURE, Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch
@@ -97,7 +99,8 @@ class RemoteInferenceEngine:
         events: Events = NOWHERE,
         files: RosterFiles | None = None,
     ) -> None:
-        """model: what the servers should serve. Without it, token ids and the servers' model are not checked.
+        """model: what the servers should serve. Without it, token ids and the servers' model are not checked, and stock
+        servers scale images themselves, otherwise than a trainer.
 
         processes: of the servers that arl started, to start one again that hangs. events: gets what happens to servers.
         files: through which servers join and leave meanwhile.
@@ -119,6 +122,7 @@ class RemoteInferenceEngine:
         self._patience = Patience(self._pool, self._upkeep.abort)
         self._roster = Roster(self._pool, config, files, self.add_server, self.remove_server) if files else None
         self._check = WeightCheck(self._pool)
+        self._scaled_images = ScaledImages(self._model.name) if self._model.model_type in FAMILIES else None
         self._connections: Connections | None = None
         self._is_closed = False
         self._numbers = itertools.count()
@@ -168,10 +172,11 @@ class RemoteInferenceEngine:
         server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server; ImageError for images to a model of texts.
         """
+        self._check_images(request)
+        request = await self._scaled(request)
         replays_truncation = self._config.replay_truncation
         partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
         self._check_tokens(request, partial)
-        self._check_images(request)
         try:
             with self._pool.clock.request():
                 await self._complete(request, partial)
@@ -429,6 +434,13 @@ class RemoteInferenceEngine:
                 f"request {request.rid} has {len(request.images)} images, and {self._model.name} is a {kind}, which "
                 f"takes none that arl knows; those of {', '.join(FAMILIES)} do"
             )
+
+    async def _scaled(self, request: ModelRequest) -> ModelRequest:
+        """The request, with images that no server has to scale."""
+        are_exact = all(server.client.is_embedded for server in self._pool.servers)
+        if not request.images or are_exact or self._scaled_images is None:
+            return request
+        return replace(request, images=await self._scaled_images.of(request.images))
 
     def _check_open(self) -> Connections:
         if self._is_closed:

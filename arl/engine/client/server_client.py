@@ -167,6 +167,8 @@ class ServerClient(JsonClient):
     greeting_timeout_s: ClassVar[float] = 10.0
     """The longest that a healthy server takes to describe itself and to sample a first token."""
     meets_by_id = False
+    is_embedded = False
+    """It is arl's own."""
     routes_flag: ClassVar[str] = "--enable-return-routed-experts"
     """The option with which a server returns routes."""
     memory_flag: ClassVar[str]

@@ -1,6 +1,8 @@
 """Requests with images to servers that expand placeholders themselves: what they are sent, and what they must have made
 of it."""
 
+import asyncio
+import threading
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,28 +15,40 @@ from arl.api.engine import ServedModel
 from arl.api.errors import ImageError, RefusedRequestError, ServerError
 from arl.api.images import PlacedImage
 from arl.api.types import ModelRequest, SamplingParams
+from arl.engine.client import scaled_images
 from arl.engine.client.image_prompts import check_prompt
+from arl.engine.client.scaled_images import ScaledImages
 from arl.engine.client.server_client import GenerateCall
 from arl.engine.client.vllm_client import VLLMClient
+from arl.engine.tiny_vision import write_tiny_vision_model
+from arl.vision.processor import ImageProcessor
 
 PAD, ONE, OTHER = 32, noise(16, 16, 0), noise(16, 16, 1)
 IDS = [5, 6, PAD, PAD, PAD, 7, PAD, PAD, 8]
 IMAGES = (PlacedImage(image=ONE, start=2, stop=5), PlacedImage(image=OTHER, start=6, stop=8))
 CONTRACTED = [5, 6, PAD, 7, PAD, 8]
-SEEING = ServedModel(name="the model", model_type="qwen3_vl")
 
 
 def seeing(**fields: Any) -> ModelRequest:
     return replace(ask(), **{"input_ids": IDS, "images": IMAGES, **fields})
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """Its image processor scales neither ONE nor OTHER."""
+    directory = write_tiny_vision_model(tmp_path_factory.mktemp("sees") / "model", family="qwen3_vl")
+    return ServedModel(name=str(directory), model_type="qwen3_vl")
+
+
 def expanded(answer: dict[str, Any]) -> None:
     answer["prompt_token_ids"] = IDS
 
 
-async def test_sglang_gets_each_image_with_one_placeholder_and_is_asked_for_the_prompt(server: Server) -> None:
+async def test_sglang_gets_each_image_with_one_placeholder_and_is_asked_for_the_prompt(
+    server: Server, model: ServedModel
+) -> None:
     server.distortions.append(expanded)
-    async with over(server, model=SEEING) as engine:
+    async with over(server, model=model) as engine:
         await engine.agenerate(seeing())
     (sent,) = server.requests
     assert sent["input_ids"] == CONTRACTED
@@ -42,8 +56,34 @@ async def test_sglang_gets_each_image_with_one_placeholder_and_is_asked_for_the_
     assert sent["return_prompt_token_ids"] is True
 
 
-async def test_texts_ask_for_nothing_of_images(server: Server) -> None:
-    async with over(server, model=SEEING) as engine:
+@pytest.mark.parametrize("is_embedded", [False, True])
+async def test_stock_servers_get_images_that_they_need_not_scale(
+    server: Server, model: ServedModel, is_embedded: bool
+) -> None:
+    server.info |= {"frames": 0} if is_embedded else {}
+    server.distortions.append(expanded)
+    images = tuple(replace(placed, image=noise(40, 25, number)) for number, placed in enumerate(IMAGES))
+    async with over(server, model=model) as engine:
+        await engine.agenerate(seeing(images=images))
+    processor = ImageProcessor(model.name)
+    shown = [placed.image if is_embedded else processor.scaled(placed.image) for placed in images]
+    assert server.requests[0]["image_data"] == [image.data_url for image in shown]
+
+
+async def test_a_caller_that_gives_up_leaves_others_their_images(model: ServedModel) -> None:
+    scaled, others_are_done = ScaledImages(model.name), threading.Event()
+    for _ in range(2):  # both threads have other work
+        scaled_images._SCALING.submit(others_are_done.wait)
+    given_up, *others = [asyncio.create_task(scaled.of(IMAGES)) for _ in range(3)]
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.sleep(0)
+    others_are_done.set()
+    assert await asyncio.gather(*others) == [IMAGES, IMAGES]
+
+
+async def test_texts_ask_for_nothing_of_images(server: Server, model: ServedModel) -> None:
+    async with over(server, model=model) as engine:
         await engine.agenerate(ask())
     assert not {"image_data", "return_prompt_token_ids"} & set(server.requests[0])
 
@@ -60,16 +100,16 @@ async def test_texts_ask_for_nothing_of_images(server: Server) -> None:
     ],
 )
 async def test_a_server_that_made_other_tokens_of_the_prompt_is_named(
-    server: Server, prompt: list[int], message: str
+    server: Server, model: ServedModel, prompt: list[int], message: str
 ) -> None:
     server.distortions.append(lambda answer: answer.update(prompt_token_ids=prompt))
-    async with over(server, model=SEEING) as engine:
+    async with over(server, model=model) as engine:
         with pytest.raises(RefusedRequestError, match=message):
             await engine.agenerate(seeing())
     assert len(server.requests) == 1
 
 
-async def test_an_interrupted_response_goes_on_with_its_images(server: Server) -> None:
+async def test_an_interrupted_response_goes_on_with_its_images(server: Server, model: ServedModel) -> None:
     def cut(answer: dict[str, Any]) -> None:
         expanded(answer)
         answer["output_ids"] = answer["output_ids"][:1]
@@ -81,34 +121,36 @@ async def test_an_interrupted_response_goes_on_with_its_images(server: Server) -
         answer["prompt_token_ids"] = [*IDS, server.requests[1]["input_ids"][-1]]
 
     server.distortions += [cut, whole]
-    async with over(server, model=SEEING) as engine:
+    async with over(server, model=model) as engine:
         response = await engine.agenerate(seeing())
     again = server.requests[1]
     assert again["input_ids"] == [*CONTRACTED, response.output_ids[0]]
     assert again["image_data"] == [ONE.data_url, OTHER.data_url]
 
 
-async def test_a_placeholder_that_the_model_sampled_is_refused_before_it_is_sent(server: Server) -> None:
-    async with over(server, model=SEEING) as engine:
+async def test_a_placeholder_that_the_model_sampled_is_refused_before_it_is_sent(
+    server: Server, model: ServedModel
+) -> None:
+    async with over(server, model=model) as engine:
         with pytest.raises(RefusedRequestError, match="32, 1 times where no image lies"):
             await engine.agenerate(seeing(input_ids=[*IDS, PAD]))
     assert server.requests == []
 
 
-async def test_a_model_of_texts_gets_no_images(server: Server) -> None:
-    async with over(server, model=replace(SEEING, model_type="qwen3")) as engine:
-        with pytest.raises(ImageError, match="has 2 images, and the model is a qwen3, which takes none that arl knows"):
+async def test_a_model_of_texts_gets_no_images(server: Server, model: ServedModel) -> None:
+    async with over(server, model=replace(model, model_type="qwen3")) as engine:
+        with pytest.raises(ImageError, match=r"has 2 images, and .*model is a qwen3, which takes none that arl knows"):
             await engine.agenerate(seeing())
     assert server.requests == []
 
 
 @pytest.mark.parametrize(("wanted", "served"), [("qwen3_vl", "qwen3"), ("qwen3", "qwen3_vl")])
 async def test_a_server_of_texts_for_a_model_that_sees_is_named_at_the_start(
-    server: Server, wanted: str, served: str
+    server: Server, model: ServedModel, wanted: str, served: str
 ) -> None:
     server.info["model_type"] = served
     with pytest.raises(ServerError, match=f"the model type is .*{wanted}.* {served}|{served}.*{wanted}"):
-        async with over(server, model=replace(SEEING, model_type=wanted)):
+        async with over(server, model=replace(model, model_type=wanted)):
             pass
 
 
