@@ -20,6 +20,7 @@ from arl.api.placed import Finding, PlacedPart, SharedPath
 if TYPE_CHECKING:
     import numpy as np
 
+    from arl.api.images import Image
     from arl.api.types import Trajectory
 
 SCHEMA = 1
@@ -470,6 +471,9 @@ class TokenFrame(msgspec.Struct, frozen=True, kw_only=True):
     """As in TokensKept."""
     num_tokens: int
     frame: bytes
+    images: Sequence[Image] = ()
+    """What the frame names, each once: the log keeps their files before it. Empty in a frame that crosses from the
+    trainer's process, as the episodes' has them."""
 
 
 class Events(Protocol):

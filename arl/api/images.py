@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from arl.api.errors import ImageError
 from arl.api.installing import install_command
@@ -127,7 +127,16 @@ class PlacedImage:
     stop: int
 
 
-def placement_flaw(images: Sequence[PlacedImage], num_tokens: int) -> str | None:
+class Placed(Protocol):
+    """Something that lies at the tokens [start, stop)."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+def placement_flaw(images: Sequence[Placed], num_tokens: int) -> str | None:
     """Why these images cannot lie among so many tokens; None if they can: in order, apart, and within them."""
     end = 0
     for number, placed in enumerate(images):

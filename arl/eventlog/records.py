@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from arl.api.events import TrainedSummary, TrajectorySummary
+from arl.api.image_store import ImageStore
+from arl.api.images import Image, placement_flaw
 from arl.eventlog.segments import TokenRow, UnpackedTokens
 
 Place = tuple[int, int, int, int]
@@ -105,6 +107,36 @@ class TokenRecord:
     row: TokenRow
     columns: dict[str, np.ndarray]
     """token_ids, loss_mask, behavior_logprobs, versions; and what training computed, nan at tokens it did not train."""
+    images: Sequence[LoggedImage] = ()
+    """What the model saw, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoggedImage:
+    """An image among tokens, as the log names it: those in [start, stop) are its placeholders."""
+
+    digest: str
+    width: int
+    height: int
+    start: int
+    stop: int
+    store: ImageStore
+
+    @property
+    def image(self) -> Image:
+        """Read from the disk. Raises ImageError if its file is missing or damaged."""
+        return self.store.image(self.digest, self.width, self.height)
+
+
+def logged_images(row: TokenRow, store: ImageStore) -> list[LoggedImage]:
+    """The images of a trajectory. Raises ValueError for a damaged row."""
+    images = [
+        LoggedImage(digest=digest, width=width, height=height, start=start, stop=stop, store=store)
+        for digest, width, height, start, stop in row.images
+    ]
+    if flaw := placement_flaw(images, row.tokens):
+        raise ValueError(flaw)
+    return images
 
 
 def token_record(frame: UnpackedTokens, place: int) -> TokenRecord:

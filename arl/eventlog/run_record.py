@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from arl.api import events
 from arl.api.errors import RunFileError
 from arl.api.events import Event
+from arl.api.image_store import ImageStore
 from arl.api.notebook import run_html
 from arl.eventlog import tables
 from arl.eventlog.reading import LogFiles
-from arl.eventlog.records import EpisodeRecord, GroupRecord, TokenRecord, token_record
+from arl.eventlog.records import EpisodeRecord, GroupRecord, TokenRecord, logged_images, token_record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +35,8 @@ class RunRecord:
         self.system: list[tuple[int, Event]] = []
         """(life, record): everything but groups and episodes."""
         self.files = LogFiles(run_dir / "events")
+        self.images = ImageStore(run_dir)
+        """The images that its trajectories name."""
         self.last: float | None = None
         """The time of the newest record."""
         self._episodes: dict[tuple[int, str], EpisodeRecord] = {}
@@ -123,7 +126,9 @@ class RunRecord:
         for _, (life, segment, offset, place) in sorted(episode.places.items()):
             frame = self.files.tokens(life, segment, offset)
             try:
-                found.append(token_record(frame, place))
+                record = token_record(frame, place)
+                record.images = logged_images(record.row, self.images)
+                found.append(record)
             except (ValueError, TypeError, LookupError) as error:
                 raise RunFileError(f"the tokens of episode {episode.episode} are damaged: {error}") from error
         return found

@@ -175,6 +175,8 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The key of the state in which each turn was taken; empty if none has one."""
     temperature: float = 1.0
     is_truncated: bool = False
+    images: list[tuple[str, int, int, int, int]] = []
+    """(digest, width, height, start, stop) of each: its file in the run's ImageStore, and its placeholders."""
 
 
 class _Columns(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,6 +80,7 @@ class _OpenFrame:
             rows=[(episode, number) for episode, number, _ in rows],
             num_tokens=self._num_tokens,
             frame=packed_frame(packer, raw, len(rows), t, t),
+            images=[*{placed.image: None for one in members for placed in one.images}],
         )
 
 
@@ -98,4 +99,5 @@ def _token_row(episode: str, number: int, trajectory: Trajectory, *, is_trained:
         states=states if any(state is not None for state in states) else [],
         temperature=trajectory.temperature,
         is_truncated=trajectory.is_truncated,
+        images=[(p.image.digest, p.image.width, p.image.height, p.start, p.stop) for p in trajectory.images],
     )

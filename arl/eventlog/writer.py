@@ -1,4 +1,4 @@
-"""EventLog: writes the records of a run to run_dir/events, on a thread of its own.
+"""EventLog: writes the records of a run to run_dir/events, and images that they name, on a thread of its own.
 
     emit, keep (any thread, nobody waits) --> three queues --every half second--> frames --> segments, old ones deleted
     flush (a checkpoint waits)            --> at once, and to the disk
@@ -30,6 +30,7 @@ import msgspec
 
 from arl.api.config import EventsConfig
 from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokenFrame, TokensKept, Warned
+from arl.api.image_store import ImageStore
 from arl.eventlog.json_values import encodable
 from arl.eventlog.segment_files import SegmentFiles
 from arl.eventlog.segments import Stream
@@ -64,6 +65,7 @@ class EventLog:
     def __init__(self, run_dir: Path, config: EventsConfig, watch: Callable[[], Event | None] = lambda: None) -> None:
         """watch: asked for a record now and then, and at the end, on the log's thread: twice a second at first."""
         self.directory = run_dir / "events"
+        self._images = ImageStore(run_dir)
         self._watch = watch
         self._began = self._watched_at = -math.inf
         self._config = config
@@ -211,6 +213,7 @@ class EventLog:
             raise
         try:
             while frames:
+                self._images.keep(frames[0].images)
                 segment, offset = files.append_packed("tokens", frames[0].frame)
                 self._put(TokensKept(segment=segment, offset=offset, rows=frames[0].rows))
                 self._uncount([frames.popleft()])

@@ -253,6 +253,7 @@ def _seen(request: ModelRequest, response: ModelResponse) -> Trajectory:
         versions=np.concatenate([none.astype(np.int32) + NOT_SAMPLED, np.array(response.output_versions, np.int32)]),
         reward=0.0,
         temperature=response.temperature,
+        images=request.images,
         arrays={
             name: np.concatenate([request.arrays[name], rows])
             for name, rows in response.arrays.items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import EventsConfig
@@ -82,7 +83,8 @@ def reported(trained: TrainedBatch, groups: Sequence[Group], pack: Pack) -> Repo
     names, tokens = [row for group in groups for row in named(group)], list[TokenFrame]()
     if kept.rows:
         try:
-            tokens.extend(pack([KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns)]))
+            packed = pack([KeptTokens(rows=[names[row] for row in kept.rows], trained=kept.columns)])
+            tokens.extend(structs.replace(frame, images=()) for frame in packed)
         except Exception as error:  # noqa: BLE001 (a log must not end the training)
             log.warning("the event log does not get the tokens of %d trajectories: %s", len(kept.rows), error)
     return ReportedBatch(metrics=trained.metrics, numbers=kept.numbers, tokens=tokens)

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from arl.api.events import BatchTrained, Events, TrainedSummary
 from arl.api.token_records import TokensCounted
 from arl.api.types import Group, StepStats
@@ -86,5 +88,7 @@ def report_step(events: Events, step: Step, version: int, seconds: float) -> Non
             trajectories=[TrainedSummary(*name[:2], *own) for name, own in zip(names, reported.numbers, strict=False)],
         )
     )
+    images = {name[:2]: [placed.image for placed in name[2].images] for name in names if name[2].images}
     for tokens in reported.tokens:
-        events.keep(tokens)
+        own = {image: None for row in tokens.rows for image in images.get(row, ())}
+        events.keep(structs.replace(tokens, images=[*own]) if own else tokens)
