@@ -66,6 +66,8 @@ class ImageProcessor:
         """The placeholder."""
         self.vision_start_token_id: int = config.vision_start_token_id
         """Stands before the placeholders of an image."""
+        self.vision_end_token_id: int = config.vision_end_token_id
+        """Stands behind them."""
         self._processor = _part(AutoImageProcessor, model, "its image processor", backend="pil")
         self._merge_size: int = self._processor.merge_size
         self._remembered: OrderedDict[str, Pixels] = OrderedDict()

@@ -51,11 +51,13 @@ class View:
 def check_images(processor: ImageProcessor, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> None:
     """Raise ImageError unless the tokens have a placeholder for each vector of these images, and no others.
 
-    A model can sample the placeholder's token; then it is a token like others. But one that follows <|vision_start|>
-    belongs to an image that was forgotten.
+    A model can sample the placeholder's token; then it is a token like others. But those between <|vision_start|> and
+    <|vision_end|> belong to an image that was forgotten.
     """
     is_word = token_ids == processor.image_token_id
-    is_word[1:] &= token_ids[:-1] != processor.vision_start_token_id
+    for start, stop in _tagged(token_ids, processor):
+        if stop < len(token_ids) and token_ids[stop] == processor.vision_end_token_id:
+            is_word[start:stop] = False
     for placed in images:
         is_word[placed.start : placed.stop] = False
     processor.check(np.where(is_word, -1, token_ids), images)
@@ -63,10 +65,12 @@ def check_images(processor: ImageProcessor, token_ids: np.ndarray, images: Seque
 
 def placed_in_order(token_ids: Any, images: Sequence[Image], processor: ImageProcessor) -> list[PlacedImage]:
     """Each image on the next placeholders after <|vision_start|>. An image too many or too few is left to `check`."""
-    ids = np.asarray(token_ids)
+    tagged = _tagged(np.asarray(token_ids), processor)
+    return [PlacedImage(image=image, start=a, stop=b) for image, (a, b) in zip(images, tagged, strict=False)]
+
+
+def _tagged(ids: np.ndarray, processor: ImageProcessor) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the placeholders after each <|vision_start|>, in order."""
     starts = np.flatnonzero((ids[:-1] == processor.vision_start_token_id) & (ids[1:] == processor.image_token_id)) + 1
-    is_other = np.append(ids != processor.image_token_id, True)
-    return [
-        PlacedImage(image=image, start=int(start), stop=int(start + is_other[start:].argmax()))
-        for image, start in zip(images, starts, strict=False)
-    ]
+    stops = np.flatnonzero(np.append(ids != processor.image_token_id, True))
+    yield from zip(starts.tolist(), stops[np.searchsorted(stops, starts)].tolist(), strict=True)

@@ -14,7 +14,7 @@ import pytest
 from embedded_server import server_here
 from protocol_client import Client
 from reference import close
-from sighted import SEEING_FAMILIES, Part, SeeingReference, laid_out, noise, write_sighted
+from sighted import SEEING_FAMILIES, START, Part, SeeingReference, laid_out, noise, write_sighted
 
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import PromptTooLongError, RefusedRequestError
@@ -167,6 +167,15 @@ async def test_a_response_that_was_interrupted_goes_on_with_its_images(
     response = await running
     assert response.sends > 1
     check(reference, asked, response)
+
+
+async def test_a_tag_and_a_placeholder_that_were_sampled_are_tokens_like_others(
+    engine: RemoteInferenceEngine, reference: SeeingReference
+) -> None:
+    pair = [START, reference.processor.image_token_id]
+    for parts in ([[*pair, 7], ONE, pair], [[*pair, 7]], [pair]):
+        asked = request(reference, [5], *parts)
+        check(reference, asked, await engine.agenerate(asked))
 
 
 def shifted(request: ModelRequest, start: int, stop: int) -> ModelRequest:
