@@ -127,7 +127,7 @@ class PlacedImage:
     stop: int
 
 
-class Placed(Protocol):
+class ImagePlace(Protocol):
     """Something that lies at the tokens [start, stop)."""
 
     @property
@@ -136,7 +136,7 @@ class Placed(Protocol):
     def stop(self) -> int: ...
 
 
-def placement_flaw(images: Sequence[Placed], num_tokens: int) -> str | None:
+def placement_flaw(images: Sequence[ImagePlace], num_tokens: int) -> str | None:
     """Why these images cannot lie among so many tokens; None if they can: in order, apart, and within them."""
     end = 0
     for number, placed in enumerate(images):
