@@ -11,6 +11,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import cast
 
 import aiohttp
 import numpy as np
@@ -41,10 +42,19 @@ _HEARTBEAT_S = 30.0
 """A connection that is dropped silently is noticed after this time and half of it."""
 
 
+class _Socket(aiohttp.ClientWebSocketResponse):
+    def let_go(self) -> None:
+        """Close the connection at once, without a farewell to the server, however `receive` has ended.
+
+        After an end that is an error, `close` would leave it for the garbage collector, which warns.
+        """
+        self._response.close()
+
+
 class FrameClient:
     """One connection, made by `opened`. `run` sends and reads until it ends; then `is_open` is False for ever."""
 
-    def __init__(self, session: aiohttp.ClientSession, connection: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, session: aiohttp.ClientSession, connection: _Socket) -> None:
         self.is_open = True
         self._session = session
         self._socket = connection
@@ -63,11 +73,11 @@ class FrameClient:
     async def opened(cls, url: str, api_key: str | None, timeout_s: float) -> FrameClient | None:
         """Connect; None if the server refuses, or something before it stalls. Raises OSError if it is not reached."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
+        session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers, ws_response_class=_Socket)
         try:
             async with asyncio.timeout(timeout_s):
                 opening = session.ws_connect(url + PATH, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
-                return cls(session, await opening)
+                return cls(session, cast("_Socket", await opening))
         except (aiohttp.WSServerHandshakeError, TimeoutError):
             await session.close()
             return None
@@ -93,6 +103,7 @@ class FrameClient:
         if (sock := self._socket.get_extra_info("socket")) is not None:
             with suppress(OSError):  # it is not connected any more
                 sock.shutdown(socket.SHUT_RDWR)  # else it would wait until the server has read what was sent
+        self._socket.let_go()
         await self._session.close()
 
     def takes_blame(self) -> bool:

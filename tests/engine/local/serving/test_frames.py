@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import hashlib
 import socket
 from collections.abc import AsyncIterator
@@ -268,6 +269,31 @@ async def test_a_connection_to_a_server_that_reads_nothing_can_be_closed() -> No
         taken[0].cancel()
 
 
+@pytest.mark.parametrize("end", ["cancelled", "closed", "cut"])
+async def test_however_a_connection_ends_it_holds_no_socket_that_nobody_closes(end: str) -> None:
+    """Else the garbage collector finds it, and warns in whatever runs then."""
+    taken: list[asyncio.Task[None]] = []
+
+    def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(asyncio.ensure_future(stalled(reader, writer)))
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        connection = await FrameClient.opened(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 10.0)
+        assert connection is not None
+        running = asyncio.ensure_future(connection.run())
+        await asyncio.sleep(0)  # it reads
+        if end == "cancelled":
+            running.cancel()
+        elif end == "closed":
+            await connection.aclose()
+        else:
+            taken[0].cancel()
+        await asyncio.wait([running])
+        taken[0].cancel()
+    held = [one for one in gc.get_objects() if type(one) is aiohttp.connector.Connection and one.protocol is not None]
+    assert held == []
+
+
 async def test_a_client_that_was_closed_leaves_no_connection_behind(shared_url: str, client: Client) -> None:
     spawned: list[object] = []
     async with Connections() as connections:
@@ -440,6 +466,8 @@ class Pipe:
 
     def get_extra_info(self, name: str) -> None:
         return None
+
+    def let_go(self) -> None: ...
 
 
 @pytest.mark.parametrize("comes", ["result", "end"])
