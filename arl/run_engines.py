@@ -28,6 +28,7 @@ from arl.api.engine_config import (
 from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import Events
 from arl.api.own_engines import OwnEngines
+from arl.api.types import SamplingParams
 from arl.api.unreceived import Unreceived
 from arl.engine.model_files import model_digest
 from arl.engine.weights.delta import DeltaTransport
@@ -43,6 +44,9 @@ from arl.training.recording import Recorder
 from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
 from arl.workflow.agent import AgentWorkflow
+from arl.workflow.compacting import Compaction
+from arl.workflow.sub_agents import all_agents
+from arl.workflow.tool_agent import ToolAgentWorkflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +166,21 @@ def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
     if not isinstance(workflow, AgentWorkflow) or limit is None:
         return
     remedy = "lower it" + (", or set engine.context_length" if limit == of_server else "")
-    if workflow.sampling.max_new_tokens >= limit:
-        raise ConfigError(
-            f"{task.called('max_new_tokens')} is {workflow.sampling.max_new_tokens}, and prompt and answer have room "
-            f"for {limit} tokens together; {remedy}"
+    agents: list[tuple[str, SamplingParams | None, Compaction | None]] = [("", workflow.sampling, workflow.compaction)]
+    if isinstance(workflow, ToolAgentWorkflow):
+        called = all_agents(workflow.sub_agents)
+        agents += [(f" of the sub-agent {agent.name}", agent.sampling, agent.compaction) for agent in called]
+    for whose, sampling, compaction in agents:
+        wanted = (
+            ("max_new_tokens", sampling and sampling.max_new_tokens, limit - 1),
+            ("compaction.context_length", compaction and compaction.context_length, limit),
         )
-    if (compaction := workflow.compaction) is not None and compaction.context_length > limit:
-        raise ConfigError(
-            f"{task.called('compaction.context_length')} is {compaction.context_length}, and prompt and answer have "
-            f"room for {limit} tokens together; {remedy}"
-        )
+        for name, num_tokens, most in wanted:
+            if num_tokens is not None and num_tokens > most:
+                raise ConfigError(
+                    f"{task.called(name + whose)} is {num_tokens}, and prompt and answer have room for {limit} tokens "
+                    f"together; {remedy}"
+                )
 
 
 async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]) -> None:

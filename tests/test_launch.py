@@ -38,7 +38,10 @@ from arl.trainer_process import _check_models_beside, load_train_engine
 from arl.training.run_end import how_it_ended
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
+from arl.workflow.compacting import Compaction
+from arl.workflow.sub_agents import SubAgent
 from arl.workflow.teachers import DistillationWorkflow
+from arl.workflow.tool_agent import ToolAgentWorkflow
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
 
@@ -312,6 +315,27 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused(
     workflow = SingleTurnWorkflow(TOKENIZER, NumericMatch(), sampling=sampling)
     with pytest.raises(ConfigError, match=f"max_new_tokens is 4096.*{advice}") if advice else nullcontext():
         _check_room(config, RunTask(workflow=workflow, dataset=[{}], eval_dataset=None), of_model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sampling": SamplingParams(max_new_tokens=800)}, "max_new_tokens of the sub-agent clerk is 800"),
+        (
+            {"compaction": Compaction(context_length=900, summary_tokens=90)},
+            "compaction.context_length of the sub-agent clerk is 900",
+        ),
+        ({"compaction": Compaction(context_length=800, summary_tokens=90)}, None),
+    ],
+)
+def test_what_leaves_no_room_in_a_sub_agents_context_is_refused(settings: dict[str, Any], said: str | None) -> None:
+    clerk = SubAgent(name="clerk", description="Files.", **{"sampling": SamplingParams(max_new_tokens=9), **settings})
+    reader = SubAgent(name="reader", description="Reads.", sub_agents=[clerk])
+    sampling = SamplingParams(max_new_tokens=9)
+    workflow = ToolAgentWorkflow(TOKENIZER, NumericMatch(), sampling=sampling, sub_agents=[reader])
+    config = Config.model_validate({"model": "m", "engine": {"context_length": 800}})
+    with pytest.raises(ConfigError, match=f"{said}, and prompt and .* 800 tokens") if said else nullcontext():
+        _check_room(config, RunTask(workflow=workflow, dataset=[{}], eval_dataset=None), None)
 
 
 def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> None:

@@ -9,7 +9,7 @@ episode's reward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from arl.api.errors import ConfigError, PromptTooLongError, ToolError
 from arl.workflow.agent import with_system
 from arl.workflow.call_formats import call_format_of
 from arl.workflow.chat_template import template_of
-from arl.workflow.compacting import Compaction, conversation_of
+from arl.workflow.compacting import CompactingConversation, Compaction, conversation_of
 from arl.workflow.team import Member, TeamSettings
 from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import Tool
@@ -64,7 +64,14 @@ def check_sub_agents(agents: Iterable[SubAgent], settings: TeamSettings, depth: 
 
 def roles_of(agents: Iterable[SubAgent]) -> frozenset[str]:
     """The roles of the agents, and of those that they may call."""
-    return frozenset(role for agent in agents for role in (agent.played_role, *roles_of(agent.sub_agents)))
+    return frozenset(agent.played_role for agent in all_agents(agents))
+
+
+def all_agents(agents: Iterable[SubAgent]) -> Iterator[SubAgent]:
+    """The agents, each followed by those that it may call."""
+    for agent in agents:
+        yield agent
+        yield from all_agents(agent.sub_agents)
 
 
 def check_names(tools: Iterable[str], agents: Iterable[SubAgent]) -> None:
@@ -90,16 +97,20 @@ class SubAgents:
     @property
     def metrics(self) -> dict[str, float]:
         """Sums over all calls, those of nested sub-agents included."""
-        episodes = [episode for _, episode in self._called]
-        turns = sum(episode.conversation.num_turns for episode in episodes)
-        calls = sum(len(episode.results) for episode in episodes)
-        counts = {"sub_agent_calls": len(episodes), "sub_agent_turns": turns, "sub_agent_tool_calls": calls}
+        chats = [episode.conversation for _, episode in self._called]
+        counts = {
+            "sub_agent_calls": len(chats),
+            "sub_agent_turns": sum(chat.num_turns for chat in chats),
+            "sub_agent_tool_calls": sum(len(episode.results) for _, episode in self._called),
+            "sub_agent_compactions": sum(len(c.summaries) for c in chats if isinstance(c, CompactingConversation)),
+            "sub_agent_contexts_full": sum(chat.is_full for chat in chats),
+        }
         return {name: float(count) for name, count in counts.items()}
 
     def trajectories(self, reward: float, rewards: Mapping[str, float]) -> list[Trajectory]:
-        """Of all that spoke, each with the role of its agent."""
+        """Of all that spoke, each with the role of its agent. They have no metrics, which are the caller's."""
         return [
-            trajectory
+            replace(trajectory, metrics={})
             for _, episode in self._called
             if episode.conversation.num_turns
             for trajectory in episode.conversation.trajectories(reward, rewards=rewards)

@@ -83,6 +83,7 @@ class ToolAgentWorkflow(AgentWorkflow):
         await super()._open(opened)
         self._opened = [Tool.of(tool) for source in self._sources for tool in await opened.enter_async_context(source)]
         tools_by_name([*self._shared, *self._opened])
+        check_names([tool.name for tool in (*self._shared, *self._opened)], self.sub_agents)
 
     @asynccontextmanager
     async def episode_tools(self, data: Example) -> AsyncIterator[list[Tool]]:

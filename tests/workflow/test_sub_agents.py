@@ -2,6 +2,8 @@
 
 import asyncio
 import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +90,7 @@ async def test_a_sub_agent_without_an_answer_is_an_error_that_its_caller_reads(
     main, *reader = await agent().arun_episode(engine, QUESTION)
     assert f"<tool_response>\n{told}" in seen_by(engine)
     assert (main.reward, main.metrics["tool_errors"], main.metrics["sub_agent_turns"]) == (1.0, 1, turns)
+    assert (main.metrics["context_full"], main.metrics["sub_agent_contexts_full"]) == (0, turns == 1)
     assert sum(len(t.turns) for t in reader) == turns
 
 
@@ -133,7 +136,10 @@ async def test_sub_agents_may_have_their_own_and_sampling_and_contexts_that_end(
         f"{calling('fetch', page='a')}<|im_end|>the sum<|im_end|>",
         "filed<|im_end|>",
     ]
-    assert made[0].metrics["sub_agent_calls"] == 2
+    counts = {"sub_agent_calls": 2, "sub_agent_compactions": 1, "sub_agent_contexts_full": 0, "context_full": 0}
+    assert counts.items() <= made[0].metrics.items()
+    assert "compactions" not in made[0].metrics
+    assert [t.metrics for t in made[1:]] == [{}] * 3  # else they would count in the means over episodes
 
 
 def test_settings_that_make_no_sense_are_errors() -> None:
@@ -150,6 +156,16 @@ def test_settings_that_make_no_sense_are_errors() -> None:
     ):
         with pytest.raises(ConfigError, match=complaint):
             agent(*sub_agents, tools=[FETCH])
+
+
+async def test_a_source_of_tools_with_a_sub_agents_name_is_refused_when_it_opens() -> None:
+    @asynccontextmanager
+    async def source() -> AsyncIterator[list[Tool]]:
+        yield [replace(FETCH, name="reader")]
+
+    with pytest.raises(ConfigError, match="two tools are named 'reader'"):
+        async with agent(tools=[source()]):
+            pass
 
 
 async def test_many_episodes_share_one_workflow_and_no_conversation() -> None:
