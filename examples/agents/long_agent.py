@@ -53,10 +53,10 @@ class LongAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/long",
-        "steps": 16,
+        "steps": 40,
         "rollout": {"batch_size": 8, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 1e-3, "schedule": "linear", "total_steps": 16, "min_lr_ratio": 0.1}},
-        "evaluation": {"every": 16},
+        "train": {"optimizer": {"lr": 1e-3, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 40},
         "max_new_tokens": 8,
         "summary_tokens": 8,
         "context_length": 124,

@@ -24,7 +24,7 @@ THINGS = (
 
 NUM_CAREFUL, NUM_MIXED = 900, 250
 """Books in the demonstrations: first careful readers, who note every treasure; then mixed ones, with bad habits."""
-RIGHT = 0.35
+RIGHT = 0.12
 """The share of right notes by careless readers. Their other notes are a word that they remember, treasure or not."""
 HASTY = 0.15
 """The share of careless readers that answer before the last page."""

@@ -72,7 +72,7 @@ def test_careless_readers_often_forget_and_sometimes_stop_before_the_end(lessons
         shown["messages"] for shown in lessons[1] if shown["messages"][-2]["content"] == long_agent.INSTRUCTION
     ]
     right = [m[-1]["content"] == noted([one["content"] for one in m[1:-1]]) for m in summaries]
-    assert sum(right) / len(right) < 0.75  # where there is nothing to note, forgetting is right
+    assert sum(right) / len(right) < 0.6  # where there is nothing to note, forgetting is right
     answers = [shown["messages"] for shown in lessons[1] if shown["messages"][-2]["content"] != long_agent.INSTRUCTION]
     hasty = [m[-2]["content"] != NO_MORE for m in answers]
     assert sum(hasty) / len(hasty) == pytest.approx(long_tasks.HASTY, abs=0.06)
