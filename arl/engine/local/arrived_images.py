@@ -19,7 +19,7 @@ from arl.api.errors import ImageError
 from arl.api.images import Image, PlacedImage
 from arl.engine.frames import GONE, FramedImage
 from arl.engine.local.tower import Tower
-from arl.engine.local.views import View, check_images, placed_in_order
+from arl.engine.local.views import View, check_images, tagged
 from arl.web.bodies import RequestError
 
 _KEPT_BYTES = 512 << 20
@@ -29,8 +29,8 @@ _NUM_THREADS = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentImage:
     image: Future[Image]
-    place: Sequence[int] | None
-    """Its placeholders; None: the next ones."""
+    place: Sequence[int]
+    """Its placeholders: (start, stop)."""
 
 
 class ArrivedImages:
@@ -43,15 +43,19 @@ class ArrivedImages:
         """By digest, with the number of bytes."""
         self._num_bytes = 0
 
-    def sent(self, files: Sequence[str], places: Sequence[Sequence[int]]) -> list[SentImage]:
-        """files: data URLs, or base64. Raises RequestError."""
+    def sent(self, files: Sequence[str], places: Sequence[Sequence[int]], input_ids: Sequence[int]) -> list[SentImage]:
+        """files: data URLs, or base64. places: without any, those after <|vision_start|>. Raises RequestError."""
         if places and len(places) != len(files):
             raise RequestError(f"image_places has {len(places)} entries for {len(files)} of image_data")
+        if files and not places:
+            places = tagged(np.asarray(input_ids), self._seeing().processor)
+            if len(places) < len(files):  # told before any is read, as that may take long
+                raise RequestError(
+                    f"the tokens have placeholders for {len(places)} images, and {len(files)} were given"
+                )
         whole = ("data:", "http://", "https://")
         urls = (file if file.startswith(whole) else f"data:;base64,{file}" for file in files)
-        images = [self._read(url) for url in urls]
-        placed = zip(images, places or [None] * len(images), strict=True)
-        return [SentImage(image=image, place=place) for image, place in placed]
+        return [SentImage(image=self._read(url), place=place) for url, place in zip(urls, places, strict=False)]
 
     def framed(self, sent: FramedImage) -> SentImage:
         """Raises RequestError, with status GONE for an image that is not kept any more."""
@@ -92,9 +96,13 @@ class ArrivedImages:
         return None
 
     def _read(self, file: str | bytes, digest: str | None = None) -> Future[Image]:
+        return self._reading.submit(_image, self._seeing(), file, digest)
+
+    def _seeing(self) -> Tower:
+        """Raises RequestError for a model of texts."""
         if self._tower is None:
             raise RequestError("this server's model takes no images; serve a vision-language model, or send text alone")
-        return self._reading.submit(_image, self._tower, file, digest)
+        return self._tower
 
 
 def _image(tower: Tower, file: str | bytes, digest: str | None) -> Image:
@@ -110,18 +118,11 @@ def _image(tower: Tower, file: str | bytes, digest: str | None) -> Image:
 
 
 def _view(tower: Tower, ids: np.ndarray, sent: Sequence[SentImage]) -> View:
-    images = [one.image.result() for one in sent]
-    places = [one.place for one in sent if one.place is not None]
+    placed = [PlacedImage(image=one.image.result(), start=one.place[0], stop=one.place[1]) for one in sent]
     try:
-        if places:
-            placed = [PlacedImage(image=i, start=a, stop=b) for i, (a, b) in zip(images, places, strict=True)]
-        else:
-            placed = placed_in_order(ids, images, tower.processor)
-        if len(placed) != len(images):
-            raise ImageError(f"the tokens have placeholders for {len(placed)} images, and {len(images)} were given")
         check_images(tower.processor, ids, placed)
-        for image in images:
-            _prepare(tower, image)
+        for one in placed:
+            _prepare(tower, one.image)
     except ImageError as error:
         raise RequestError(str(error)) from error
     return View(placed, tower.processor)

@@ -227,7 +227,7 @@ class Generation:
             raise RequestError(
                 f"logprob_start_len={start} is higher than the number of input tokens {len(body.input_ids)}."
             )
-        images = self.images.sent(body.image_data, body.image_places)
+        images = self.images.sent(body.image_data, body.image_places, body.input_ids)
         job = self.job(body.rid, body.input_ids, body, body.sampling_params.params(), images)
         job.logprob_start = start if body.return_logprob and start >= 0 else None
         await self._inflight.run(self._scheduler, job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +54,7 @@ def check_images(processor: ImageProcessor, token_ids: np.ndarray, images: Seque
     <|vision_end|> belong to an image that was forgotten.
     """
     is_word = token_ids == processor.image_token_id
-    for start, stop in _tagged(token_ids, processor):
+    for start, stop in tagged(token_ids, processor):
         if stop < len(token_ids) and token_ids[stop] == processor.vision_end_token_id:
             is_word[start:stop] = False
     for placed in images:
@@ -63,14 +62,8 @@ def check_images(processor: ImageProcessor, token_ids: np.ndarray, images: Seque
     processor.check(np.where(is_word, -1, token_ids), images)
 
 
-def placed_in_order(token_ids: Any, images: Sequence[Image], processor: ImageProcessor) -> list[PlacedImage]:
-    """Each image on the next placeholders after <|vision_start|>. An image too many or too few is left to `check`."""
-    tagged = _tagged(np.asarray(token_ids), processor)
-    return [PlacedImage(image=image, start=a, stop=b) for image, (a, b) in zip(images, tagged, strict=False)]
-
-
-def _tagged(ids: np.ndarray, processor: ImageProcessor) -> Iterator[tuple[int, int]]:
+def tagged(ids: np.ndarray, processor: ImageProcessor) -> list[list[int]]:
     """(start, stop) of the placeholders after each <|vision_start|>, in order."""
     starts = np.flatnonzero((ids[:-1] == processor.vision_start_token_id) & (ids[1:] == processor.image_token_id)) + 1
     stops = np.flatnonzero(np.append(ids != processor.image_token_id, True))
-    yield from zip(starts.tolist(), stops[np.searchsorted(stops, starts)].tolist(), strict=True)
+    return np.stack([starts, stops[np.searchsorted(stops, starts)]], 1).tolist()

@@ -228,6 +228,15 @@ async def test_what_is_no_image_is_refused_in_a_sentence(client: Client, referen
         assert (answer.status, message in answer.message) == (400, True), answer
 
 
+async def test_images_without_a_place_are_refused_before_any_is_read(
+    client: Client, reference: SeeingReference
+) -> None:
+    tokens, _ = laid_out(reference.processor, [5], ONE)
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 4}, "image_data": ["no image"] * 4000}
+    answer = await client.post("/generate", body)
+    assert "placeholders for 1 images, and 4000 were given" in answer.message, answer
+
+
 async def test_placeholders_count_towards_the_context(
     engine: RemoteInferenceEngine, reference: SeeingReference
 ) -> None:
