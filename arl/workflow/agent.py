@@ -89,10 +89,10 @@ class AgentWorkflow(Shared, RolloutWorkflow):
 
     def check_sees(self, messages: Sequence[Message]) -> None:
         """Raise ImageError if messages have images, and the model is one of texts."""
-        if not any(map(holds_image, messages)):
+        if (first := next(filter(holds_image, messages), None)) is None:
             return
         if template_of(self.tokenizer, self.template_options).image_token_id is None:
-            raise blind(self.tokenizer)
+            raise blind(self.tokenizer, first)
         processor_of(self.tokenizer)
 
     def conversation(self, data: Example, tools: Sequence[Tool] = ()) -> Conversation:

@@ -106,7 +106,12 @@ class ChatTemplate:
 
         Raises ImageError for images if the template has no place for them.
         """
-        return [self._as_text(message, by=message["role"]) for message in messages]
+        return [self._as_text(self._seeable(message), by=message["role"]) for message in messages]
+
+    def _seeable(self, message: Message) -> Message:
+        if self.image_token_id is None and images_in([message]):
+            raise blind(self.tokenizer, message)
+        return message
 
     @cached_property
     def image_token_id(self) -> int | None:
@@ -222,8 +227,6 @@ class ChatTemplate:
                 return said
             return self._controls[by == "assistant"].sub(self._cut, said)
         if isinstance(said, Image):
-            if self.image_token_id is None:
-                raise blind(self.tokenizer)
             return True
         if isinstance(said, dict):
             items = cast("dict[Any, Any]", said).items()

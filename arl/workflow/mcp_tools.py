@@ -21,14 +21,15 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from arl.api.errors import ArlError, ConfigError, ServerError, ToolError, first_error
+from arl.api.errors import ArlError, ConfigError, ImageError, ServerError, ToolError, first_error
+from arl.api.images import Image
 from arl.api.installing import install_command
 from arl.workflow.tools import Tool
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client import Transport
-    from mcp_types import CallToolResult, ContentBlock
+    from mcp_types import CallToolResult, ContentBlock, ImageContent
 
     Connect = Callable[["_LastWords", AsyncExitStack], Awaitable[Transport]]
 
@@ -41,12 +42,14 @@ _END_S = 10.0
 class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
     """The tools of one server, with its names and JSON schemas. Make it with `stdio` or `http`; `async with` connects.
 
-    start_timeout_s: the longest that connecting may take. Raises ServerError if no server answers, or if it offers no
+    start_timeout_s: the longest that connecting may take. images: whether the model sees the images that tools return;
+    otherwise it reads their type and size. Raises ServerError if no server answers, or if it offers no
     tools. If the server goes away, the call raises ServerError; the next call connects again.
     """
 
-    def __init__(self, name: str, connect: Connect, start_timeout_s: float) -> None:
+    def __init__(self, name: str, connect: Connect, start_timeout_s: float, images: bool) -> None:
         self.name = name
+        self._images = images
         self._connect = connect
         self._start_timeout_s = start_timeout_s
         self._connection: _Connection | None = None
@@ -61,6 +64,7 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         start_timeout_s: float = 60.0,
+        images: bool = True,
     ) -> MCPTools:
         """Starts a server as a child process, and ends it with all its children.
 
@@ -72,13 +76,16 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         connect = partial(
             _connect_stdio, command, tuple(args), dict(env or {}), None if cwd is None else os.fspath(cwd)
         )
-        return cls(f"the MCP server `{' '.join([command, *args])}`", connect, start_timeout_s)
+        return cls(f"the MCP server `{' '.join([command, *args])}`", connect, start_timeout_s, images)
 
     @classmethod
-    def http(cls, url: str, *, headers: Mapping[str, str] | None = None, start_timeout_s: float = 60.0) -> MCPTools:
+    def http(
+        cls, url: str, *, headers: Mapping[str, str] | None = None, start_timeout_s: float = 60.0, images: bool = True
+    ) -> MCPTools:
         """A running server that speaks streamable HTTP. headers: sent with each request."""
         _check_installed()
-        return cls(f"the MCP server at {url}", partial(_connect_http, url, dict(headers or {})), start_timeout_s)
+        connect = partial(_connect_http, url, dict(headers or {}))
+        return cls(f"the MCP server at {url}", connect, start_timeout_s, images)
 
     async def __aenter__(self) -> tuple[Tool, ...]:
         if self._connection is not None:
@@ -92,11 +99,11 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
             await connection.aclose()
 
     async def _connected(self) -> _Connection:
-        connection = _Connection(self.name, self._connect, self._acall)
+        connection = _Connection(self.name, self._connect, self._acall, self._images)
         await connection.aopen(self._start_timeout_s)
         return connection
 
-    async def _acall(self, tool: str, /, **arguments: Any) -> str:
+    async def _acall(self, tool: str, /, **arguments: Any) -> str | list[str | Image]:
         async with self._connecting:
             if self._connection is None:
                 raise ServerError(f"{self.name} is not open; call its tools within `async with`")
@@ -110,8 +117,9 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
 class _Connection:
     """client: None before the connection is open, and after it broke or was closed. error: why it broke."""
 
-    def __init__(self, name: str, connect: Connect, acall: Callable[..., Any]) -> None:
+    def __init__(self, name: str, connect: Connect, acall: Callable[..., Any], images: bool) -> None:
         self._name = name
+        self._images = images
         self._connect = connect
         self._call_of_tool = acall
         self._closing = asyncio.Event()
@@ -140,7 +148,7 @@ class _Connection:
         if self._owner is not None:
             await _ended(self._owner)
 
-    async def acall(self, tool: str, arguments: Mapping[str, Any]) -> str:
+    async def acall(self, tool: str, arguments: Mapping[str, Any]) -> str | list[str | Image]:
         from mcp import MCPError
 
         try:
@@ -149,10 +157,14 @@ class _Connection:
             result = await self.client.call_tool(tool, dict(arguments))
         except MCPError as error:
             raise await self._of_model_or_server(error, tool) from error
-        text = _text_of(result)
         if result.is_error:
-            raise ToolError(text)
-        return text
+            raise ToolError(_text_of(result))
+        if not self._images or all(part.type != "image" for part in result.content):
+            return _text_of(result)
+        try:
+            return [_image_of(part) if part.type == "image" else _text_of_part(part) for part in result.content]
+        except ImageError as error:
+            raise ImageError(f"{self._name} returned an image from {tool} that cannot be shown: {error}") from error
 
     async def _own(self, is_open: asyncio.Future[None]) -> None:
         from mcp import Client
@@ -295,6 +307,10 @@ def _text_of_part(part: ContentBlock) -> str:
         case "resource":
             text = getattr(part.resource, "text", None)
             return text if text is not None else f"[resource {part.resource.uri}, no text]"
+
+
+def _image_of(part: ImageContent) -> Image:
+    return Image.of(f"data:{part.mime_type};base64,{part.data}")
 
 
 def _num_bytes(data: str) -> int:

@@ -8,9 +8,9 @@ The image processor comes from the directory of the tokenizer, when the first im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ImageError, ModelError
 from arl.api.images import Image, PlacedImage
@@ -65,10 +65,13 @@ def _processor(model: str) -> ImageProcessor:
     return ImageProcessor(model)
 
 
-def blind(tokenizer: PreTrainedTokenizerBase) -> ImageError:
-    """The error for images in messages to a model without a place for them."""
+def blind(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> ImageError:
+    """The error for a message with images to a model without a place for them."""
+    is_result = message["role"] == "tool" and message.get("name")
+    whose = f"the result of the tool {message['name']!r}" if is_result else f"a message of role {message['role']!r}"
     return ImageError(
-        f"the messages have images, and the chat template of {tokenizer.name_or_path or 'this model'} has no place for "
-        f"them (it does not write {PLACEHOLDER}): it is a model of texts. Use a vision model, such as a Qwen2.5-VL or "
-        "Qwen3-VL, or leave the images out (image_columns=() of a workflow ignores columns of images)"
+        f"{whose} has an image, and the chat template of {tokenizer.name_or_path or 'this model'} has no place for it "
+        f"(it does not write {PLACEHOLDER}): it is a model of texts. Use a vision model, such as a Qwen2.5-VL or "
+        "Qwen3-VL, or leave images out (image_columns=() of a workflow ignores columns of images, and "
+        "images=False of MCPTools those of tools)"
     )

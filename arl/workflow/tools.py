@@ -8,7 +8,6 @@ docs/workflows.md says which failures the model reads, and which ones end the ep
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import inspect
 import logging
@@ -17,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic import ValidationError
 
 from arl.api.errors import ArlError, ConfigError, ToolError
 from arl.api.events import EPISODE, ToolEnded, short
 from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall
+from arl.workflow.content import Content
+from arl.workflow.tool_results import content_of_result, cut, cut_content
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,12 @@ class Tool:
         """The tool itself, or a tool made from a function."""
         return tool if isinstance(tool, Tool) else cls.from_function(tool)
 
-    async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> str:
-        """Return the tool's result as text, cut. Raises ToolError (bad arguments, time limit) and the tool's errors."""
+    async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> Content:
+        """Return the tool's result as text, cut, or as texts and images.
+
+        Raises ToolError (bad arguments, time limit), ImageError for an image that cannot be shown, and the tool's
+        errors.
+        """
         if self.accept is None:
             args, kwargs = (), dict(arguments)
         else:
@@ -116,17 +120,25 @@ class Tool:
                 args, kwargs = self.accept(**arguments)
             except ValidationError as error:
                 raise ToolError(first_complaint(error)) from error
-        text = await self._acall(functools.partial(self.function, *args, **kwargs), self.timeout_s or limits.timeout_s)
-        return cut(text, self.max_output_chars or limits.max_output_chars)
+        call = functools.partial(self.function, *args, **kwargs)
+        content = await self._acall(call, self.timeout_s or limits.timeout_s)
+        return cut_content(content, self.max_output_chars or limits.max_output_chars)
 
-    async def _acall(self, call: Callable[[], Any], timeout_s: float) -> str:
+    async def _acall(self, call: Callable[[], Any], timeout_s: float) -> Content:
         if _is_async(self.function):
-            return await _within(call, timeout_s)
+            return content_of_result(await _within(call, timeout_s), self.name)
         try:
-            result = await THREADS.acall(lambda: _unless_awaitable(call()), timeout_s)
+            result = await THREADS.acall(lambda: self._unless_awaitable(call()), timeout_s)
         except CallTimeoutError as error:
             raise ToolError(str(error)) from None
-        return result if isinstance(result, str) else await _within(lambda: result, timeout_s)
+        if not inspect.isawaitable(result):
+            return result
+        return content_of_result(await _within(lambda: result, timeout_s), self.name)
+
+    def _unless_awaitable(self, result: Any) -> Any:
+        """A result for the model, made in the tool's thread since it may take long. The event loop awaits an awaitable
+        result."""
+        return result if inspect.isawaitable(result) else content_of_result(result, self.name)
 
 
 def _copied(
@@ -148,20 +160,20 @@ class ToolResult:
     """The result of a call."""
 
     call: ToolCall | MalformedCall
-    content: str
-    """The text that the model reads."""
+    content: Content
+    """What the model reads."""
     failure: Literal["malformed", "refused", "failed"] | None = None
     """None: the tool answered. malformed: the call was unreadable. refused: an error for the model. failed: a bug."""
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         name = self.call.name if isinstance(self.call, ToolCall) else "malformed_call"
         return {"role": "tool", "name": name, "content": self.content, "tool_call_id": self.call.id}
 
 
 async def acall_tools(
     calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Run the calls, and return a message of role `tool` for each, in their order. Raises as arun_tools does."""
     return [result.message for result in await arun_tools(calls, tools, limits)]
 
@@ -257,51 +269,12 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _unless_awaitable(result: Any) -> Any:
-    """A result as text, made in the tool's thread since it may take long. The event loop awaits an awaitable result."""
-    return result if inspect.isawaitable(result) else text_of(result)
-
-
-async def _within(call: Callable[[], Any], timeout_s: float) -> str:
+async def _within(call: Callable[[], Any], timeout_s: float) -> Any:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return text_of(await call())
+            return await call()
     except Exception as error:
         if limit.expired():
             raise ToolError(f"there was no answer within {timeout_s:g} s") from error
         raise
-
-
-def text_of(result: object) -> str:
-    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`, which may raise."""
-    match result:
-        case str():
-            return result
-        case bytes() | bytearray() | memoryview():
-            return _text_of_bytes(bytes(result))
-        case Mapping() | list() | tuple() | set() | frozenset() | BaseModel():
-            return _json(result)
-    is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
-    return _json(result) if is_record else str(result)
-
-
-def cut(text: str, max_chars: int) -> str:
-    """The first max_chars characters of the text, without lone surrogates, and a note of how many are missing."""
-    kept = text[:max_chars].encode("utf-8", "replace").decode("utf-8")
-    missing = len(text) - max_chars
-    return f"{kept}\n[cut here: {missing} more characters]" if missing > 0 else kept
-
-
-def _text_of_bytes(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return f"[{len(data)} bytes that are not text]"
-
-
-def _json(result: Any) -> str:
-    try:
-        return to_json(result, inf_nan_mode="constants", serialize_unknown=True, bytes_mode="base64").decode()
-    except (PydanticSerializationError, ValueError, RecursionError):  # circular, or with lone surrogates
-        return str(result)

@@ -1,12 +1,15 @@
 """A server of tools, written with the official package: over stdio, or over HTTP on a port that it prints."""
 
 import asyncio
+import base64
+import io
 import os
 import socket
 import sys
 
 from mcp.server import MCPServer
 from mcp_types import EmbeddedResource, ImageContent, TextResourceContents
+from PIL import Image as Pictures
 
 server = MCPServer("tools of a test", log_level="ERROR")
 count = 0
@@ -49,10 +52,11 @@ async def hang() -> str:
 @server.tool()
 def draw() -> list[object]:
     """Draw."""
-    page = TextResourceContents(uri="file:///page", text="a page")
+    page, file = TextResourceContents(uri="file:///page", text="a page"), io.BytesIO()
+    Pictures.new("RGB", (20, 10), "red").save(file, "PNG")
     return [
         "a picture:",
-        ImageContent(type="image", data="aGVsbG8=", mime_type="image/png"),
+        ImageContent(type="image", data=base64.b64encode(file.getvalue()).decode(), mime_type="image/png"),
         EmbeddedResource(type="resource", resource=page),
     ]
 

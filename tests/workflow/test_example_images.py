@@ -131,7 +131,7 @@ def test_rows_with_pictures_survive_pickling_and_have_a_fingerprint() -> None:
 
 async def test_a_run_of_a_text_model_whose_first_example_has_an_image_does_not_start(tmp_path: Path) -> None:
     rows = [{"question": "what?", "image": SMALL}]
-    with pytest.raises(ImageError, match="the first example: the messages have images, and the chat template of"):
+    with pytest.raises(ImageError, match="the first example: a message of role 'user' has an image, and the chat"):
         async with launch(small(tmp_path / "run"), workflow=agent(TOKENIZER), dataset=rows):
             pass
     assert not (tmp_path / "run").exists()

@@ -12,19 +12,23 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from PIL import Image as Pictures
 from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
 
 from arl.api.errors import ConfigError, ServerError
+from arl.api.images import Image
 from arl.api.installing import install_command
 from arl.web.server import bind
 from arl.workflow import mcp_tools
 from arl.workflow.call_formats import ToolCall
+from arl.workflow.content import image_part, text_part
 from arl.workflow.mcp_tools import MCPTools
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tools import Tool, ToolLimits, ToolResult, arun_tools
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 MUTE = ["sh", "-c"]
+PICTURE = Image.of(Pictures.new("RGB", (20, 10), "red"))
 QUESTION = {"question": "?", "answer": "done"}
 
 
@@ -53,12 +57,13 @@ async def test_errors_of_tools_are_for_the_model_and_the_death_of_their_server_f
         assert about["description"] == "Add two numbers."
         assert about["parameters"]["required"] == ["a", "b"]
         assert (await called(tools, "add", a=1, b=2)).content == "3"
-        assert (await called(tools, "increase")).content.endswith("for me")
+        assert str((await called(tools, "increase")).content).endswith("for me")
         wrong = await called(tools, "add", a="one")
         assert wrong.failure == "refused"
-        assert "unable to parse string as an integer" in wrong.content
+        assert "unable to parse string as an integer" in str(wrong.content)
         assert (await called(tools, "fail")).content == "error: Error executing tool fail: on purpose"
-        assert (await called(tools, "draw")).content == "a picture:\n[image, image/png, 5 bytes]\na page"
+        drawn = (await called(tools, "draw")).content
+        assert drawn == [text_part("a picture:"), image_part(PICTURE), text_part("a page")]
         (result,) = await arun_tools([ToolCall(name="hang", arguments={})], tools, ToolLimits(timeout_s=0.05))
         assert result.content == "error: there was no answer within 0.05 s"
         await check_death_and_resurrection(tools)
@@ -68,10 +73,10 @@ async def test_errors_of_tools_are_for_the_model_and_the_death_of_their_server_f
 
 async def check_death_and_resurrection(tools: Sequence[Tool]) -> None:
     """Here, since starting a server takes a second."""
-    assert (await called(tools, "increase")).content.startswith("2 in")
+    assert str((await called(tools, "increase")).content).startswith("2 in")
     with pytest.raises(ServerError, match=r"mcp_server\.py` failed in a call of die(.|\n)*my last words"):
         await called(tools, "die")
-    assert (await called(tools, "increase")).content.startswith("1 in")
+    assert str((await called(tools, "increase")).content).startswith("1 in")
 
 
 async def test_each_episode_may_have_a_server_of_its_own() -> None:
@@ -110,8 +115,10 @@ async def test_a_server_that_is_gone_or_was_never_there_is_an_error_that_names_i
     served: tuple[str, subprocess.Popen[str]],
 ) -> None:
     url, process = served
-    async with (connection := MCPTools.http(url)) as tools:
+    async with (connection := MCPTools.http(url, images=False)) as tools:
         assert (await called(tools, "add", a=1, b=2)).content == "3"
+        drawn = (await called(tools, "draw")).content
+        assert drawn == f"a picture:\n[image, image/png, {len(PICTURE.data)} bytes]\na page"
         with pytest.raises(ConfigError, match="is open already"):
             await connection.__aenter__()
         process.send_signal(signal.SIGKILL)

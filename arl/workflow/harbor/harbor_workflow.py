@@ -32,7 +32,8 @@ from arl.workflow.harbor.harbor_task import HarborTask, task_at
 from arl.workflow.messages import Message
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tool_episode import ToolEpisode
-from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, cut
+from arl.workflow.tool_results import cut
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
 DIRECTORIES = ("/app", "/workspace", "/work", "/data", "/logs", "/tests", "/solution")
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"

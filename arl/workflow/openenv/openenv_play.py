@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar, cast
 
 from arl.api.errors import ArlError, EnvironmentFailedError, ToolError
 from arl.workflow.openenv.openenv_client import EnvSession, StepResult
-from arl.workflow.tools import Tool, text_of
+from arl.workflow.tool_results import text_of
+from arl.workflow.tools import Tool
 
 ResultT = TypeVar("ResultT")
 

@@ -29,7 +29,8 @@ from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
 from arl.workflow.openenv.openenv_client import EnvSession, action_field, opened_session
 from arl.workflow.openenv.openenv_play import EnvPlay, plain, tool_text
-from arl.workflow.tools import DEFAULT_LIMITS, ToolLimits, cut, text_of
+from arl.workflow.tool_results import cut, text_of
+from arl.workflow.tools import DEFAULT_LIMITS, ToolLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
