@@ -1,4 +1,4 @@
-"""Tiny models that see: Qwen2.5-VL and Qwen3-VL, built on the spot as in tiny.py."""
+"""Tiny models that see: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, built on the spot as in tiny.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VISION_TEMPLATE = _CONTENT + CHAT_TEMPLATE.replace("messages[0].content }}", "sh
 ).replace("(message.content or '')", "shown(message.content)")
 """Qwen's chat format, in which a message's content may be a list of parts: texts and images."""
 
-VisionFamily = Literal["qwen2_5_vl", "qwen3_vl"]
+VisionFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,22 +112,23 @@ def _text_config(shape: TinyShape, tokenizer: PreTrainedTokenizerBase, family: V
 
 def _vision_config(shape: TinyShape, vision: TinyVision, family: VisionFamily) -> dict[str, Any]:
     side = int(vision.max_pixels**0.5) // vision.patch_size
-    of_family: dict[str, Any] = {
-        "qwen2_5_vl": {"window_size": 8 * vision.patch_size, "fullatt_block_indexes": [vision.depth - 1]},
-        "qwen3_vl": {"num_position_embeddings": side**2, "deepstack_visual_indexes": list(range(vision.depth - 1))},
-    }
-    return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
+    common: dict[str, Any] = {
         "depth": vision.depth,
         "num_heads": vision.num_heads,
         "patch_size": vision.patch_size,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "out_hidden_size": shape.hidden_size,
         "initializer_range": shape.initializer_range,
-        **of_family[family],
     }
+    if family == "qwen2_vl":
+        ratio = max(1, round(vision.intermediate_size / vision.hidden_size))  # transformers takes whole numbers
+        return common | {"embed_dim": vision.hidden_size, "hidden_size": shape.hidden_size, "mlp_ratio": ratio}
+    of_family: dict[str, dict[str, Any]] = {
+        "qwen2_5_vl": {"window_size": 8 * vision.patch_size, "fullatt_block_indexes": [vision.depth - 1]},
+        "qwen3_vl": {"num_position_embeddings": side**2, "deepstack_visual_indexes": list(range(vision.depth - 1))},
+    }
+    sizes = {"hidden_size": vision.hidden_size, "intermediate_size": vision.intermediate_size}
+    return common | sizes | {"out_hidden_size": shape.hidden_size} | of_family[family]
 
 
 def write_tiny_vision_model(

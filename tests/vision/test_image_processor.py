@@ -20,7 +20,7 @@ from arl.vision.processor import ImageProcessor
 SIZES = [(16, 16), (40, 25), (200, 64), (31, 90)]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: VisionFamily = request.param
     return write_tiny_vision_model(tmp_path_factory.mktemp(family) / "model", family=family)

@@ -39,7 +39,7 @@ SEEN = (ONE, SAME_SIZE, WIDE, TALL)
 """The images of `seeing_sequences` that trained tokens follow."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=("qwen2_vl", *FAMILIES))
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_seeing_model(tmp_path_factory.mktemp(request.param) / "model", request.param)
 

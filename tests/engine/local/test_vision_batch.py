@@ -60,7 +60,7 @@ class Sighted:
             assert job.is_done
 
 
-@pytest.fixture(scope="module", params=SEEING_FAMILIES)
+@pytest.fixture(scope="module", params=("qwen2_vl", *SEEING_FAMILIES))
 def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sighted:
     return Sighted(tmp_path_factory.mktemp(request.param), request.param)
 
