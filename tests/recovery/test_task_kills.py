@@ -10,6 +10,7 @@ from nursery import Nursery
 from recovery.invariants import newest_checkpoint
 from recovery.task_lives import FIRST_NUMBER, SIZES, WEIGHTS
 
+from arl.api.image_store import ImageStore
 from arl.eventlog.run_record import read_run
 from arl.rollout.ledger import ExampleLedger
 from arl.training.flat_groups import read_groups
@@ -26,7 +27,7 @@ def check(run_dir: Path) -> int:
     state = json.loads((directory / "state.json").read_text())["rollout"]["ledger"]
     assert len(seen) == version
     with (directory / "groups.npz").open("rb") as file:
-        waiting = read_groups(file)
+        waiting = read_groups(file, ImageStore(run_dir).image)
     for name in SIZES:
         check_task(name, state["tasks"][name], [n for batch in seen for n in batch], waiting)
     check_shares(state)
