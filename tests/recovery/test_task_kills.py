@@ -82,7 +82,7 @@ def test_a_run_of_tasks_that_is_killed_again_and_again_loses_and_repeats_nothing
             return nursery.fork("task_lives:main", arguments).code.result(timeout=60)
 
         versions = [0]
-        for killed_at in (70, 45, 52, 61, 90):
+        for killed_at in (105, 68, 78, 92, 135):
             assert live(10**6, killed_at) == -signal.SIGKILL
             versions.append(check(run_dir))
         assert versions == sorted(versions)
