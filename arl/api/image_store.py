@@ -7,6 +7,7 @@ A file is on the disk before anything refers to it. It is never changed, and sta
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -49,16 +50,20 @@ class ImageStore:
 
     def image(self, digest: str, width: int, height: int) -> Image:
         """Read an image. Raises ImageError if its file is missing, damaged or cannot be read."""
+        return Image.kept(self.data(digest), width, height)
+
+    def data(self, digest: str) -> bytes:
+        """The bytes of an image's file. Raises as `image` does."""
         path = self.path(digest)
         if path is None:
             raise ImageError(f"the image {digest:.64} is missing from {self.directory}; put its file back")
         try:
-            image = Image.kept(path.read_bytes(), width, height)
+            data = path.read_bytes()
         except OSError as error:
             raise ImageError(f"the image {path} cannot be read: {error.strerror or error}") from error
-        if image.digest != digest:
-            raise ImageError(f"the image {path} is damaged: its SHA-256 is {image.digest}; put the right file back")
-        return image
+        if (found := hashlib.sha256(data).hexdigest()) != digest:
+            raise ImageError(f"the image {path} is damaged: its SHA-256 is {found}; put the right file back")
+        return data
 
     def path(self, digest: str) -> Path | None:
         """The file of an image; None if there is none, and for anything that is no digest."""

@@ -19,9 +19,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import ImageError
+from arl.api.image_places import ImagePlace
 from arl.api.installing import install_command
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ class Image:
     @property
     def kind(self) -> str:
         """The file's media type, such as image/png."""
-        if self.data.startswith(b"\x89PNG"):
-            return "image/png"
-        return "image/webp" if self.data.startswith(b"RIFF") else "image/jpeg"
+        return kind_of(self.data)
 
     @property
     def data_url(self) -> str:
@@ -126,14 +125,17 @@ class PlacedImage:
     start: int
     stop: int
 
-
-class ImagePlace(Protocol):
-    """Something that lies at the tokens [start, stop)."""
-
     @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
+    def size(self) -> tuple[int, int]:
+        """Width and height of the image, in pixels."""
+        return self.image.width, self.image.height
+
+
+def kind_of(data: bytes) -> str:
+    """The media type of an image's file."""
+    if data.startswith(b"\x89PNG"):
+        return "image/png"
+    return "image/webp" if data.startswith(b"RIFF") else "image/jpeg"
 
 
 def placement_flaw(images: Sequence[ImagePlace], num_tokens: int) -> str | None:

@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from arl.api.image_places import ImagePlace, mark_of, num_drawn
+
 MOST_TOKENS = 1500
 """Of one trajectory that is shown alone."""
 MOST_SHOWN = 8
@@ -85,6 +87,8 @@ class DrawnTrajectory(Protocol):
     @property
     def turns(self) -> Sequence[object]: ...
     @property
+    def images(self) -> Sequence[ImagePlace]: ...
+    @property
     def is_truncated(self) -> bool: ...
     @property
     def num_trained_tokens(self) -> int: ...
@@ -106,6 +110,8 @@ class ShownTokens:
     """The text of each of the first tokens; None: ids are shown."""
     more: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     """Name -> a number for each token, nan where there is none."""
+    images: Sequence[ImagePlace] = ()
+    """Each is drawn as one mark in the place of its placeholders."""
 
 
 def trajectory_html(
@@ -124,12 +130,14 @@ def trajectory_html(
         facts["versions"] = str(oldest) if oldest == newest else f"{oldest} to {newest}"
     if trajectory.is_truncated:
         facts["truncated"] = "yes"
+    most = num_drawn(trajectory.images, most)
     shown = ShownTokens(
         token_ids=trajectory.token_ids[:most].tolist(),
         loss_mask=trajectory.loss_mask[:most].tolist(),
         versions=trajectory.versions[:most].tolist(),
         logprobs=trajectory.behavior_logprobs[:most].tolist(),
         pieces=pieces,
+        images=trajectory.images,
     )
     return f"<div>{line_html(name, facts)}{tokens_html(shown, len(trajectory.token_ids))}</div>"
 
@@ -154,10 +162,12 @@ def several_html(
 
 def tokens_html(shown: ShownTokens, num_tokens: int) -> str:
     """Trained tokens in the colour of their version; others are pale. num_tokens: with those that are not shown."""
-    spans = [_token(shown, i) for i in range(len(shown.token_ids))]
+    hidden = {i for image in shown.images for i in range(image.start + 1, image.stop)}
+    marks = {image.start: mark_of(image) for image in shown.images}
+    spans = [_token(shown, i, marks.get(i)) for i in range(len(shown.token_ids)) if i not in hidden]
     versions = sorted({v for v, on in zip(shown.versions, shown.loss_mask, strict=True) if on})[:20]
     legend = " ".join(f'<span style="background:{_colour(v)}">&nbsp;version {v}&nbsp;</span>' for v in versions)
-    rest = num_tokens - len(spans)
+    rest = num_tokens - len(shown.token_ids)
     return (
         f'<div style="{_TEXT_STYLE}">{"".join(spans)}</div>'
         + (_note(f"and {rest} more tokens") if rest > 0 else "")
@@ -165,14 +175,15 @@ def tokens_html(shown: ShownTokens, num_tokens: int) -> str:
     )
 
 
-def _token(shown: ShownTokens, i: int) -> str:
+def _token(shown: ShownTokens, i: int, mark: str | None) -> str:
+    """mark: of the image that begins here."""
     version, is_trained = shown.versions[i], bool(shown.loss_mask[i])
     said = [f"token {i}", f"id {shown.token_ids[i]}"]
     if version >= 0:
         said += [f"version {version}", f"logprob {shown.logprobs[i]:.4g}"]
     said += [f"{name} {values[i]:.4g}" for name, values in shown.more.items() if math.isfinite(values[i])]
     said.append("trained" if is_trained else "not trained")
-    text = f"{shown.token_ids[i]} " if shown.pieces is None else shown.pieces[i]
+    text = mark or (f"{shown.token_ids[i]} " if shown.pieces is None else shown.pieces[i])
     style = f"background:{_colour(version)}" if is_trained else "opacity:.6"
     return f'<span style="{style}" title="{escape(", ".join(said))}">{_visible(text)}</span>'
 

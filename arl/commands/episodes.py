@@ -25,6 +25,7 @@ from arl.api.endpoint import entered
 from arl.api.engine import Sampler
 from arl.api.engine_config import RunningServersConfig
 from arl.api.errors import ConfigError, first_error
+from arl.api.images import PlacedImage
 from arl.api.types import ModelRequest, ModelResponse
 from arl.data.lazy_rows import NamedRows
 from arl.experiment import TRAINED, Experiment
@@ -105,6 +106,7 @@ class EngineCall:
     elapsed_s: float
     ended_by: str
     """The stop reason, or the name of the error."""
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -135,6 +137,7 @@ class TimedSampler:
                 output_ids=output_ids,
                 elapsed_s=time.monotonic() - began,
                 ended_by=ended_by,
+                images=request.images,
             )
         )
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError
+from arl.api.image_places import text_with_marks
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.experiment import Experiment
@@ -231,7 +232,7 @@ class Scoring:
                     "rewards": dict(trajectory.rewards),
                     "is_truncated": trajectory.is_truncated,
                     "num_trained_tokens": trajectory.num_trained_tokens,
-                    "text": self._stage.decode(trajectory.token_ids.tolist()),
+                    "text": text_with_marks(trajectory.token_ids.tolist(), trajectory.images, self._stage.decode),
                 }
                 for trajectory in episode.trajectories
             ],

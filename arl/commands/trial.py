@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from arl.api.config import Config
+from arl.api.image_places import text_with_marks
+from arl.api.images import PlacedImage
 from arl.api.types import NOT_SAMPLED, Trajectory
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Decode, EngineCall, Run, Stage, Work, open_stage
@@ -162,6 +164,7 @@ class Passage:
 
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
+    images: tuple[PlacedImage, ...] = ()
 
 
 def passage_of(trajectory: Trajectory) -> Passage:
@@ -172,6 +175,7 @@ def passage_of(trajectory: Trajectory) -> Passage:
             Origin.GIVEN if version == NOT_SAMPLED else Origin.TRAINED if trained else Origin.SAMPLED
             for version, trained in zip(trajectory.versions.tolist(), trajectory.loss_mask.tolist(), strict=True)
         ),
+        images=trajectory.images,
     )
 
 
@@ -182,7 +186,7 @@ def passages_of(calls: Sequence[EngineCall]) -> list[Passage]:
         for i, call in enumerate(calls)
         if not any(other.input_ids[: len(call.token_ids)] == call.token_ids for other in calls[i + 1 :])
     ]
-    return [Passage(token_ids=end.token_ids, origins=_origins(end, calls)) for end in ends]
+    return [Passage(token_ids=end.token_ids, origins=_origins(end, calls), images=end.images) for end in ends]
 
 
 def _origins(end: EngineCall, calls: Sequence[EngineCall]) -> tuple[Origin, ...]:
@@ -222,7 +226,8 @@ def _pieces(passage: Passage, decode: Decode) -> list[tuple[Origin, str]]:
     end, seen = 0, 0
     for origin, run in groupby(passage.origins):
         end += len(list(run))
-        text = decode(passage.token_ids[:end])
+        images = [placed for placed in passage.images if placed.stop <= end]
+        text = text_with_marks(passage.token_ids[:end], images, decode)
         if end < len(passage.token_ids):
             text = text.rstrip(UNFINISHED)
         pieces.append((origin, text[seen:]))

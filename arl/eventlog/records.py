@@ -123,6 +123,11 @@ class LoggedImage:
     store: ImageStore
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return self.width, self.height
+
+    @property
     def image(self) -> Image:
         """Read from the disk. Raises ImageError if its file is missing or damaged."""
         return self.store.image(self.digest, self.width, self.height)

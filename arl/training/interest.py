@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from arl.api.image_places import text_with_marks
 from arl.api.tracking import TrackedTrajectory, expected_column
 from arl.api.types import Group, Trajectory
 from arl.rollout.candidates import Candidate, FirstFailures
@@ -103,7 +104,9 @@ def _candidates(groups: Sequence[Group], advantages: Sequence[float | None]) -> 
 
 def _tracked(one: Candidate, why: str, decode: Decode | None) -> TrackedTrajectory:
     trajectory, column = one.trajectory, expected_column(one.example)
-    text = decode(trajectory.token_ids.tolist()) if decode and trajectory is not None else ""
+    text = ""
+    if decode and trajectory is not None:
+        text = text_with_marks(trajectory.token_ids.tolist(), trajectory.images, decode)
     return TrackedTrajectory(
         why=why,
         name=one.name,

@@ -11,7 +11,7 @@ import numpy as np
 from arl.api.errors import RunFileError
 from arl.api.events import AttemptFailed, Event
 from arl.api.tracking import expected_column
-from arl.eventlog.records import EpisodeRecord, TokenRecord
+from arl.eventlog.records import EpisodeRecord, LoggedImage, TokenRecord
 from arl.eventlog.run_record import RunRecord
 from arl.view.episode_table import EpisodeTable, Row
 from arl.view.texts import Texts
@@ -106,6 +106,7 @@ def _window(tokens: TokenRecord, texts: Texts, window: tuple[int, int, int | Non
         "num_tokens": row.tokens,
         "start": start,
         "stop": stop,
+        "images": [_fields(one) for one in tokens.images if one.start < stop and one.stop > start],
         "pieces": texts.pieces(token_ids, start, stop),
         "token_ids": token_ids[start:stop],
         "loss_mask": columns["loss_mask"][start:stop].astype(int).tolist(),
@@ -113,6 +114,10 @@ def _window(tokens: TokenRecord, texts: Texts, window: tuple[int, int, int | Non
         "behavior_logprobs": _short(columns["behavior_logprobs"][start:stop]),
         "columns": {name: _short(column[start:stop]) for name, column in columns.items() if name not in _OWN},
     }
+
+
+def _fields(image: LoggedImage) -> Row:
+    return {name: getattr(image, name) for name in ("digest", "width", "height", "start", "stop")}
 
 
 def _short(values: np.ndarray) -> list[float]:
@@ -137,7 +142,9 @@ def _branches(tokens: list[TokenRecord]) -> list[Row]:
 def _num_common(a: TokenRecord, b: TokenRecord) -> int:
     length = min(a.row.tokens, b.row.tokens)
     differ = np.flatnonzero(a.columns["token_ids"][:length] != b.columns["token_ids"][:length])
-    return int(differ[0]) if len(differ) else length
+    same = int(differ[0]) if len(differ) else length
+    others = (min(x.start, y.start) for x, y in zip(a.images, b.images, strict=False) if _fields(x) != _fields(y))
+    return min(same, next(others, same))
 
 
 def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -> list[dict[str, Any]]:

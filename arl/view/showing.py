@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from arl.api.errors import ConfigError, RunFileError
+from arl.api.image_places import num_drawn
 from arl.api.notebook import (
     MOST_SHOWN,
     MOST_TOKENS,
@@ -48,7 +49,7 @@ def show(
         return NotebookPicture(record._repr_html_() if episode is None else _episode_html(record, episode))  # pyright: ignore[reportPrivateUsage]
     texts = _texts(tokenizer)
     if isinstance(record, Trajectory):
-        pieces = texts.pieces(record.token_ids.tolist(), 0, MOST_TOKENS) if texts else None
+        pieces = texts.pieces(record.token_ids.tolist(), 0, num_drawn(record.images, MOST_TOKENS)) if texts else None
         return NotebookPicture(trajectory_html(record, pieces))
     if isinstance(record, Group):
         return NotebookPicture(record.html(_pieces(texts, record.trajectories)))
@@ -69,7 +70,8 @@ def _pieces(texts: Texts | None, trajectories: Sequence[Trajectory]) -> list[lis
     """Of those that are shown."""
     if texts is None:
         return None
-    return [texts.pieces(one.token_ids.tolist(), 0, MOST_TOKENS_EACH) for one in trajectories[:MOST_SHOWN]]
+    shown = ((one.token_ids.tolist(), num_drawn(one.images, MOST_TOKENS_EACH)) for one in trajectories[:MOST_SHOWN])
+    return [texts.pieces(token_ids, 0, most) for token_ids, most in shown]
 
 
 def _episode_html(run: RunRecord, name: str) -> str:
@@ -88,7 +90,8 @@ def _error(episode: EpisodeRecord) -> dict[str, str]:
 
 
 def _record_html(tokens: TokenRecord, texts: Texts) -> str:
-    own = {name: column[:MOST_TOKENS].tolist() for name, column in tokens.columns.items()}
+    most = num_drawn(tokens.images, MOST_TOKENS)
+    own = {name: column[:most].tolist() for name, column in tokens.columns.items()}
     token_ids, mask, logprobs, versions = (
         own.pop(name) for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions")
     )
@@ -97,8 +100,9 @@ def _record_html(tokens: TokenRecord, texts: Texts) -> str:
         loss_mask=mask,
         versions=versions,
         logprobs=logprobs,
-        pieces=texts.pieces(tokens.columns["token_ids"].tolist(), 0, MOST_TOKENS) if texts.is_known else None,
+        pieces=texts.pieces(tokens.columns["token_ids"].tolist(), 0, most) if texts.is_known else None,
         more=own,
+        images=tokens.images,
     )
     facts = {"tokens": str(tokens.row.tokens), "turns": str(len(tokens.row.turns))}
     return line_html(tokens.row.role, facts) + tokens_html(shown, tokens.row.tokens)

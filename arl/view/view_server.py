@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from arl.api.errors import RunFileError
+from arl.api.errors import ImageError, RunFileError
+from arl.api.images import kind_of
 from arl.eventlog.json_values import encodable
+from arl.offload import offload
 from arl.view.episode_table import Row, number
 from arl.view.timeline import timeline
 from arl.view.viewed_run import ViewedRun
@@ -38,6 +40,7 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-cache",
 }
+_FOR_EVER = "private, max-age=31536000, immutable"
 _EVERY_S = 1.0
 """How often a stream looks for news."""
 _QUIET = 15
@@ -54,7 +57,9 @@ class ViewServer:
         self._runs = runs
         self._is_over = asyncio.Event()
         guard = _key_for_the_api(api_key) if api_key else _only_from_here
-        self.app = web.Application(middlewares=[boundary(_shape, {RunFileError: 404, OSError: 503}), guard])
+        self.app = web.Application(
+            middlewares=[boundary(_shape, {RunFileError: 404, ImageError: 404, OSError: 503}), guard]
+        )
         self.app.on_response_prepare.append(_add_headers)
         self.app.on_shutdown.append(self._stop)
         self.app.cleanup_ctx.append(self._following)
@@ -64,6 +69,7 @@ class ViewServer:
         one = "/api/runs/{run}"
         routes.add_get(f"{one}/episodes", self._episodes)
         routes.add_get(f"{one}/stream", self._stream)
+        routes.add_get(f"{one}/images/{{digest}}", self._image)
         for path, answer in _ANSWERS.items():
             routes.add_get(f"{one}/{path}", partial(self._told, answer))
         routes.add_get("/{file:.*}", _file)
@@ -93,6 +99,14 @@ class ViewServer:
         """The response is put together on the run's thread, too."""
         run = await self._run(request)
         return _response(await run.ask(lambda: _encoded(answer(run, request))))
+
+    async def _image(self, request: web.Request) -> web.Response:
+        """A file that is the image of this digest, which therefore never changes."""
+        run = await self._run(request)
+        data = await offload(run.run.images.data, request.match_info["digest"])
+        response = web.Response(body=data, content_type=kind_of(data))
+        response.headers["Cache-Control"] = _FOR_EVER
+        return response
 
     async def _compare(self, _: web.Request) -> web.Response:
         settings = [_flat(await run.ask(lambda run=run: run.run.settings)) for run in self._runs]
@@ -189,7 +203,10 @@ def _page_file(name: str) -> Path:
 
 
 async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    is_kept = response.headers.get("Cache-Control") == _FOR_EVER
     response.headers.update(_HEADERS)
+    if is_kept:
+        response.headers["Cache-Control"] = _FOR_EVER
 
 
 def _key_for_the_api(api_key: str) -> Any:

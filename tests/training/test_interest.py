@@ -5,7 +5,9 @@ from typing import Any
 
 from records import grouped, trajectory
 
-from arl.api.types import Group
+from arl.api.images import Image, PlacedImage
+from arl.api.types import Group, Trajectory
+from arl.commands.trial import passage_of, rendered
 from arl.rollout.candidates import Candidate, FirstFailures
 from arl.rollout.episode import Episode
 from arl.training.interest import choose, of_evaluation, of_step
@@ -20,6 +22,22 @@ def candidate(row: int, reward: float, length: int = 3, distance: float = 0.0, n
 
 def chosen(candidates: Sequence[Candidate], number: int) -> list[tuple[str, str]]:
     return [(one.name, why) for one, why in choose(candidates, number)]
+
+
+def test_a_tracked_text_has_a_mark_in_the_place_of_an_images_placeholders() -> None:
+    image = Image.kept(b"\x89PNG", 56, 28)
+    seen = Trajectory(
+        token_ids=[1, 9, 9, 9, 2, 3],
+        loss_mask=[0] * 5 + [1],
+        behavior_logprobs=[0.0] * 6,
+        versions=[-1] * 5 + [0],
+        reward=1.0,
+        images=(PlacedImage(image=image, start=1, stop=4),),
+    )
+    (one,) = of_step([grouped(seen)], [0.0], [], 1, lambda ids: " ".join(map(str, ids)))
+    assert one.text == "1[image 56x28, 3 tokens]2 3"
+    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
+    assert rendered(passage_of(seen), decode, brackets=False).plain == "1[image 56x28, 3 tokens]23"
 
 
 def test_the_best_the_worst_the_longest_and_the_one_least_like_its_group_are_chosen_then_the_next_of_each() -> None:

@@ -16,6 +16,7 @@ from browsed_run import BRANCHED, GROUPS, HOSTILE_EPISODE, LONG, MEMBERS, STEP_S
 from chromium import chromium
 from made_run import T0, began, life, looking_at
 from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright, expect
+from seeing_run import BLUE, RED, saw, seeing_run
 
 from arl.api.events import ServerLoaded
 from arl.eventlog.run_record import read_run
@@ -505,3 +506,37 @@ async def test_pictures_of_all_views(page: Page, address: str) -> None:
                 await page.wait_for_timeout(200)
                 picture = place / f"{name}-{scheme}-{size}.png"
                 assert len(await page.screenshot(path=picture)) > 10_000
+
+
+async def test_an_image_is_seen_in_the_place_of_its_placeholders(browser: Browser, tmp_path: Path) -> None:
+    run_dir = seeing_run(tmp_path / "run", saw(RED, BLUE))
+    async with looking_at(run_dir) as server, opened(browser, f"{server.session._base_url}/") as page:
+        await show(page, f"{server.session._base_url}/", "episode/0/1/0.0")
+        prompt = page.get_by_role("listbox", name="given")
+        pictures = prompt.get_by_role("img")
+        await expect(pictures).to_have_count(2)
+        for number in range(2):
+            await expect(pictures.nth(number)).to_have_js_property("naturalWidth", 56)
+            await expect(pictures.nth(number)).to_have_js_property("naturalHeight", 28)
+        await expect(prompt).to_have_text("Look: image 56x28, 3 tokens and image 56x28, 3 tokens and ")
+        await pictures.nth(1).hover()
+        await expect(page.locator(".numbers")).to_contain_text("index14")
+
+
+async def test_with_a_key_images_are_seen_too(browser: Browser, tmp_path: Path) -> None:
+    run_dir = seeing_run(tmp_path / "run", saw(RED))
+    async with looking_at(run_dir, api_key="secret") as server:
+        address = f"{server.session._base_url}/"
+        async with opened(browser, address) as page:
+            await page.goto(f"{address}#/episode/0/1/0.0&key=secret")
+            await expect(page.locator(".tokens img")).to_have_js_property("naturalWidth", 56)
+
+
+async def test_an_image_that_is_gone_is_a_sentence_in_its_place(browser: Browser, tmp_path: Path) -> None:
+    run_dir = seeing_run(tmp_path / "run", saw(RED))
+    next((run_dir / "images").glob("*/*")).unlink()
+    async with looking_at(run_dir) as server:
+        address = f"{server.session._base_url}/"
+        async with opened(browser, address, but="404") as page:
+            await show(page, address, "episode/0/1/0.0")
+            await expect(page.get_by_role("listbox", name="given")).to_contain_text("is missing from")

@@ -1,10 +1,10 @@
 // One episode: its conversation token by token, its rewards, calls and branches.
 
-import { get } from "./server.js";
+import { get, picture } from "./server.js";
 import { button, empty, facts, failed, h, moment, num, number, option, pairs, seconds, show, soft, table, tag, visible } from "./dom.js";
 import { ended } from "./episodes.js";
 import { exampleOf } from "./group.js";
-import { TokenText, colouring, measures, numbersOf } from "./tokens.js";
+import { TokenText, colouring, isHidden, measures, numbersOf } from "./tokens.js";
 
 const WINDOW = 4000;
 const FOLDED = 160; // tokens of a long given text that are shown at first
@@ -13,6 +13,7 @@ export async function episodeView({ place, path, query, run, link, go, back, set
   const [, life, name] = path;
   const where = `runs/${run.run}/episodes/${life}/${encodeURIComponent(name)}`;
   const opened = new Set(); // long texts that are shown in full
+  const pictures = new Map();
   let colour = query.colour ?? localStorage.getItem("arl-colour") ?? "sampled";
   let episode, trajectory;
   const numbers = h("div", { class: "card numbers" }, soft("Point at a token, or walk with the arrow keys: its numbers come here."));
@@ -24,6 +25,12 @@ export async function episodeView({ place, path, query, run, link, go, back, set
     setQuery({ ...query, colour });
     drawTurns();
   } });
+
+  // Each is asked for once, however often it is drawn.
+  function pictureOf(digest) {
+    if (!pictures.has(digest)) pictures.set(digest, picture(`runs/${run.run}/images/${digest}`, signal));
+    return pictures.get(digest);
+  }
 
   async function read() {
     episode = await get(where, { stop: WINDOW }, signal);
@@ -70,9 +77,9 @@ export async function episodeView({ place, path, query, run, link, go, back, set
 
   function turnOf({ start, stop, turn, reward }, tones, look) {
     const [first, last] = [start - trajectory.start, Math.min(stop - trajectory.start, trajectory.pieces.length)];
-    const all = Array.from({ length: last - first }, (_, k) => first + k);
+    const all = Array.from({ length: last - first }, (_, k) => first + k).filter((k) => !isHidden(trajectory, k));
     const isFolded = !turn && all.length > FOLDED * 1.5 && !opened.has(start);
-    const text = new TokenText(turn ? `sampled, turn ${turn}` : "given", look);
+    const text = new TokenText(turn ? `sampled, turn ${turn}` : "given", look, pictureOf);
     text.set(trajectory, isFolded ? all.slice(0, FOLDED) : all, tones);
     const more = () => {
       opened.add(start);
@@ -162,6 +169,7 @@ function sampledRanges({ loss_mask: mask, start }) {
 
 function append(trajectory, next) {
   for (const name of ["pieces", "token_ids", "loss_mask", "versions", "behavior_logprobs"]) trajectory[name].push(...next[name]);
+  trajectory.images.push(...next.images.filter(({ start }) => start > (trajectory.images.at(-1)?.start ?? -1)));
   for (const name of Object.keys(trajectory.columns)) trajectory.columns[name].push(...next.columns[name]);
 }
 

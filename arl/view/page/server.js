@@ -31,6 +31,15 @@ async function ask(path, query, signal) {
 
 export const get = async (path, query = {}, signal) => (await ask(path, query, signal)).json();
 
+// A picture as a URL that an <img> can show: of itself it would not send the key.
+export async function picture(path, signal) {
+  const blob = await (await ask(path, {}, signal)).blob();
+  return new Promise((done, fail) => {
+    const reader = Object.assign(new FileReader(), { onload: () => done(reader.result), onerror: () => fail(reader.error) });
+    reader.readAsDataURL(blob);
+  });
+}
+
 // Calls `tell` with each event of the run until `signal` ends it, and `lost` with true or false as the connection comes and goes.
 export async function follow(run, tell, lost, signal) {
   for (let wait = 500; !signal.aborted; wait = Math.min(wait * 2, 15000)) {

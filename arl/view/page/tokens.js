@@ -1,7 +1,7 @@
 // Tokens in text, coloured by one of their numbers, and the numbers of the one that is looked at.
 
 import { ink, scale } from "./colour.js";
-import { h, num, pairs, show, visible } from "./dom.js";
+import { h, num, pairs, show, soft, visible } from "./dom.js";
 
 const NAMES = {
   behavior_logprobs: "behavior logprob", proximal_logprobs: "proximal logprob", current_logprobs: "current logprob",
@@ -63,11 +63,19 @@ export function numbersOf(trajectory, found, k) {
 
 const marked = (text) => visible(text).replaceAll("\n", "↵").replaceAll("\t", "⇥");
 
+// Whether token k of the window is a placeholder behind the first one of an image, which stands for all of them.
+export const isHidden = ({ images, start }, k) => images.some((image) => image.start < start + k && start + k < image.stop);
+
 // A box of tokens that one walks through by arrows; `look(k)` hears which one is looked at.
 export class TokenText {
-  constructor(name, look) {
+  // picture: digest -> a promise of a URL.
+  constructor(name, look, picture) {
     this.look = look;
-    const point = ({ target }) => target.dataset.place && this.#go(Number(target.dataset.place));
+    this.picture = picture;
+    const point = ({ target }) => {
+      const at = target.closest("[data-place]")?.dataset.place;
+      if (at) this.#go(Number(at));
+    };
     this.node = h("div", {
       class: "tokens", role: "listbox", tabindex: "0", "aria-label": name, onkeydown: (event) => this.#key(event),
       onclick: point, onmouseover: point, onfocus: () => this.#go(this.at ?? 0),
@@ -77,7 +85,9 @@ export class TokenText {
   // tokens: indices in the window; colour: k -> [background, text] or null.
   set(trajectory, tokens, colour) {
     this.tokens = tokens;
+    const images = new Map(trajectory.images.map((image) => [image.start - trajectory.start, image]));
     show(this.node, tokens.map((k, place) => {
+      if (images.has(k)) return this.#image(images.get(k), place, `t${trajectory.number}-${trajectory.start + k}`);
       const [text, tones] = [trajectory.pieces[k], colour(k)];
       const isClipped = trajectory.columns.clipped?.[k] > 0;
       return h("span", {
@@ -85,6 +95,13 @@ export class TokenText {
         "data-place": place, "aria-selected": "false", style: tones ? { background: tones[0], color: tones[1] } : {},
       }, tones ? marked(text) + "\n".repeat(text.split("\n").length - 1) || "⋯" : visible(text));
     }));
+  }
+
+  #image({ digest, width, height, start, stop }, place, id) {
+    const said = `image ${width}x${height}, ${num(stop - start).textContent} token${stop - start === 1 ? "" : "s"}`;
+    const shown = h("img", { alt: said, width, height });
+    this.picture(digest).then((url) => shown.setAttribute("src", url), (error) => shown.replaceWith(soft(String(error.message ?? error))));
+    return h("span", { class: "t given image", role: "option", id, "data-place": place, "aria-selected": "false" }, shown, soft(said));
   }
 
   #key(event) {
