@@ -25,11 +25,13 @@ from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage
 from arl.api.own_engines import CountsUnreceived, OwnEngines
+from arl.api.placed import Finding
 from arl.api.run_tasks import Task, TaskCurriculum
 from arl.api.settings import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.cluster.placement import PlacementTable
 from arl.data.lazy_rows import NamedRows
 from arl.data.streamed_rows import StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
@@ -40,14 +42,15 @@ from arl.json_console import json_console
 from arl.log_files import bounded_logs
 from arl.metrics_endpoint import metrics_served
 from arl.offload import TrainThread, finished, offload
-from arl.rehearsal import check_start, placed
+from arl.policy_engines import open_policy_engines, policies_identity, policies_of
+from arl.rehearsal import check_start, placed, placed_policies
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
-from arl.run_engines import evaluation_servers_of, open_engines, weight_transport
+from arl.run_engines import Engines, evaluation_servers_of, open_engines, weight_transport
 from arl.sent_object import check_is_no_import
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
@@ -56,10 +59,10 @@ from arl.training.display import Display, display_of
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals
 from arl.training.recording import forget_steps
-from arl.training.recovery import RecoveringLearner
 from arl.training.resumed_settings import say_changes
 from arl.training.run_end import OpenRun
 from arl.training.run_files import RunLog
+from arl.training.run_learner import RunLearner
 from arl.training.trainer import Trainer
 from arl.workers.episode_workers import EpisodeWorkers
 from arl.workflow.agent import AgentWorkflow
@@ -162,6 +165,8 @@ def _played(config: Config, workflow: RolloutWorkflow) -> RolloutWorkflow:
 
 def _check(config: Config, given: _GivenRun) -> None:
     check_settings(config, given.tasks)
+    if given.engines and config.policies:
+        raise ConfigError("engines of your own train one policy, and `policies` is set; leave one of them out")
     check_trackers(config.log.trackers, given.trackers)
     if given.engines:
         given.engines.check(config)
@@ -222,9 +227,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     if own and isinstance(own.inference, CountsUnreceived):
         tokens.unreceived = own.inference.unreceived
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engines = await open_engines(stack, config, given.tasks, thread, events, tokens.unreceived, own)
+        learner, engines, placement = await _engines(stack, config, given, thread, events, tokens, findings)
     engine, opened = engines.training, engines.opened
-    placement = await offload(placed, config, await thread(learner.placed), engine, opened, findings)
     if (transport := engines.transport) is None:
         transport = await thread(weight_transport, config, learner.engine, opened)
         stack.callback(transport.close)
@@ -237,7 +241,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
 
     digest = await offload(model_digest, config.model)
     model = {"model": config.model, "model_digest": digest}
-    identity = {**model, "seed": config.seed}
+    identity = {**model, "seed": config.seed, **await offload(policies_identity, config)}
     if (
         not given.tasks.names and given.tasks.num_examples is not None
     ):  # their ledger knows each task's, and lets tasks be added
@@ -285,6 +289,27 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     )
 
 
+async def _engines(
+    stack: AsyncExitStack,
+    config: Config,
+    given: _GivenRun,
+    thread: TrainThread,
+    events: Events,
+    tokens: TokenLedger,
+    findings: Sequence[Finding],
+) -> tuple[RunLearner, Engines, PlacementTable]:
+    """The learner and the servers, of one policy or of several; and where all of it runs."""
+    if not config.policies:
+        learner, engines = await open_engines(
+            stack, config, given.tasks, thread, events, tokens.unreceived, given.engines
+        )
+        at = await thread(learner.placed)
+        return learner, engines, await offload(placed, config, at, engines.training, engines.opened, findings)
+    learners, engines = await open_policy_engines(stack, config, given.tasks, thread, events, tokens.unreceived)
+    trainers = await thread(learners.placed)
+    return learners, engines, await offload(placed_policies, config, trainers, engines.policies, findings)
+
+
 def _events(stack: AsyncExitStack, config: Config) -> EventStore:
     if config.log.events is None:
         return NOWHERE
@@ -325,7 +350,7 @@ def _runner(
     config: Config,
     given: _GivenRun,
     played: RolloutWorkflow,
-    learner: RecoveringLearner,
+    learner: RunLearner,
     events: Events,
     tokens: TokenLedger,
 ) -> EpisodeRunner:
@@ -340,6 +365,7 @@ def _runner(
         retries=rollout.episode_retries,
         failures=failures,
         limits=learner.engine.limits,
+        policies=policies_of(config, learner),
         newest_version=lambda: learner.version,
         events=events,
         tokens=tokens,

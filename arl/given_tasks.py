@@ -12,6 +12,7 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config, check_group_size
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.policy_config import PolicyRoles
 from arl.api.run_tasks import FixedMixture, Task, TaskCurriculum, TemperatureMixture
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
@@ -202,6 +203,7 @@ def check_choice(given: Given) -> None:
 
 def check_settings(config: Config, given: RunTasks) -> None:
     """Raise ConfigError for settings that do not fit the tasks."""
+    _check_roles(config, given)
     mixture = config.rollout.mixture
     if not given.names and not isinstance(mixture, FixedMixture):
         raise ConfigError(f"rollout.mixture.kind is {mixture.kind}, but the run has no tasks to mix; leave it out")
@@ -218,6 +220,18 @@ def check_settings(config: Config, given: RunTasks) -> None:
             )
         if task.group_size is not None:
             check_group_size(task.called("group_size"), task.group_size, config.algorithm)
+
+
+def _check_roles(config: Config, given: RunTasks) -> None:
+    """Roles without a policy; and policies without a role, where all workflows declare theirs."""
+    if not config.policies:
+        return
+    policies, declared = PolicyRoles.of(config.policies), [task.workflow.declared_roles for task in given.tasks]
+    known = [roles for roles in declared if roles is not None]
+    if len(known) == len(declared):
+        policies.check(frozenset[str]().union(*known))
+    for role in (role for roles in known for role in sorted(roles)):
+        policies.policy_of(role)
 
 
 # What the controller gets of them.

@@ -7,7 +7,7 @@ asked_cluster           the nodes of a Ray cluster, by a probe on each, in the p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
@@ -20,6 +20,7 @@ from arl.api.engine import InferenceEngine
 from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, RunningServersConfig
 from arl.api.errors import ArlError
 from arl.api.placed import Finding, Placed, PlacedPart, SharedPath
+from arl.api.policy_parts import of_policy, shares_servers
 from arl.cluster.hosts import hostname_of, visible_gpus
 from arl.cluster.node_checks import NodeReport, check_nodes
 from arl.cluster.placement import PlacementTable, check
@@ -115,8 +116,32 @@ def placed(
     return PlacementTable(parts=parts, shared=trainer.shared, findings=[*findings, *trainer.findings])
 
 
+def placed_policies(
+    config: Config, trainers: Mapping[str, Placed], opened: Mapping[str, OpenedServers], findings: Sequence[Finding]
+) -> PlacementTable:
+    """What runs where, once all of it has started: the trainer of each policy, and its servers or those of all."""
+    parts, seen = [controller_part()], set[str]()
+    for name, trainer in trainers.items():
+        parts += [replace(part, name=f"{name} {part.name}".strip()) for part in trainer.parts]
+        own, servers = of_policy(config, name), opened[name]
+        planned = planned_servers(own) or [PlacedPart(part="server")] * len(servers.addresses)
+        ids = servers.processes.process_ids if servers.processes is not None else {}
+        of = "" if shares_servers(config) else name
+        for part, address in zip(planned, servers.addresses, strict=True):
+            if address not in seen:
+                parts.append(replace(part, name=of, address=address, pid=ids.get(address)))
+                seen.add(address)
+    warned = [*findings, *(finding for trainer in trainers.values() for finding in trainer.findings)]
+    return PlacementTable(parts=[*parts, *beside_parts(config)], findings=warned)
+
+
 async def check_start(config: Config) -> list[Finding]:
     """What settings and mirrors show before anything starts: the warnings. Raises ConfigError with the mistakes."""
+    if config.policies:
+        findings = [one for name in config.policies for one in gpu_mistakes(of_policy(config, name))]
+        findings = [*{finding.text: finding for finding in findings}.values()]
+        check(findings)
+        return findings
     config = await offload(with_named_servers, config)
     findings = [*gpu_mistakes(config), *await check_mirrors(config)]
     check(findings)

@@ -8,11 +8,13 @@ model --> trainer's process --weight_transport--> servers <-- inference engine <
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
@@ -59,7 +61,9 @@ class Engines:
     """Of servers for evaluations alone."""
     opened_for_evaluations: OpenedServers | None = None
     transport: WeightTransport | None = None
-    """The user's own, which open_engines closes, too."""
+    """The user's own, or the policies', which is closed with the engines, too."""
+    policies: Mapping[str, OpenedServers] = field(default_factory=dict[str, OpenedServers])
+    """The servers of each policy, in a run of several."""
 
 
 async def open_engines(
@@ -75,8 +79,8 @@ async def open_engines(
 
     own: instead of those that the settings name.
     """
-    loading = thread.submit(_load_learner, config, tasks, events, own)
-    stack.push_async_callback(_close, thread, loading)
+    loading = thread.submit(load_learner_of, config, tasks, events, own)
+    stack.push_async_callback(close_learner, thread, loading)
     if own is not None:
         stack.push_async_callback(own.inference.aclose)
         stack.callback(own.transport.close)
@@ -92,7 +96,7 @@ async def open_engines(
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
     training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
     if config.engine.colocated:  # the engine's end wakes servers that sleep: the trainer has to be gone by then
-        stack.push_async_callback(_close, thread, loading)
+        stack.push_async_callback(close_learner, thread, loading)
     if for_evaluations is None:
         return learner, Engines(training, opened)
     of_evaluations = await connect_for_evaluations(config, for_evaluations, events, unreceived)
@@ -130,7 +134,19 @@ def weight_transport(
 _TRAVELS = "It is loaded there: give a class, or a function at the top of a module, and no lambda"
 
 
-def _load_learner(config: Config, tasks: RunTasks, events: Events, own: OwnEngines | None) -> RecoveringLearner:
+def load_learner_of(
+    config: Config,
+    tasks: RunTasks,
+    events: Events,
+    own: OwnEngines | None = None,
+    *,
+    checkpoints: Path | None = None,
+    within: str = "engine",
+) -> RecoveringLearner:
+    """The learner of a run, or of one of its policies, in a process of its own. Blocks.
+
+    checkpoints: the run's; unset: those in run_dir. within: where in a checkpoint its files lie.
+    """
     sent = own and SentObject.of(own.train, "engines.train", "the trainer's process", _TRAVELS)
     host, log = partial(host_learner, _without_own_settings(config), own=sent), config.run_dir / "logs" / "trainer.log"
     hosts = chain([partial(host, looks_at_nodes=True)], repeat(host))  # a recovery takes the nodes that there are
@@ -139,7 +155,8 @@ def _load_learner(config: Config, tasks: RunTasks, events: Events, own: OwnEngin
         return RemoteLearner(next(hosts), log, config.train.num_threads)
 
     recorder = Recorder(config, model_digest(config.model)) if config.record else None
-    learner = RecoveringLearner(start, config.run_dir / "checkpoints", config.train, events, recorder)
+    kept = checkpoints or config.run_dir / "checkpoints"
+    learner = RecoveringLearner(start, kept, config.train, events, recorder, within)
     try:
         for task in tasks.tasks:
             _check_room(config, task, learner.engine.limits.context_length)
@@ -183,7 +200,7 @@ def _check_room(config: Config, task: RunTask, of_model: int | None) -> None:
                 )
 
 
-async def _close(thread: TrainThread, loading: asyncio.Future[RecoveringLearner]) -> None:
+async def close_learner(thread: TrainThread, loading: asyncio.Future[Any]) -> None:
     """Close the train engines, even if something else failed while they loaded."""
     await asyncio.wait([loading])
     if not loading.cancelled() and loading.exception() is None:

@@ -25,6 +25,8 @@ from arl.api.engine_config import (
 )
 from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
+from arl.api.policy_config import PolicyRoles
+from arl.api.policy_parts import of_policy
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, base_url, read_servers
@@ -33,6 +35,7 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.roster import RosterFiles
 from arl.engine.model_files import load_tokenizer, local_directory, served_model
 from arl.offload import offload
+from arl.policies.policy_servers import PolicyEngine
 from arl.training.run_dir import make_run_dir
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
@@ -77,7 +80,13 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     engine.addresses, with whatever weights they hold. Reads only model, engine and run_dir of `config`, and does not
     disturb a run that trains in the same run_dir. Leaving the block stops the servers that it started. Raises
     ConfigError, ModelError, ServerError.
+
+    Of several policies each is served by servers of its model; those of one model share them.
     """
+    if config.policies:
+        async with AsyncExitStack() as stack:
+            yield await _policies_served(stack, config)
+        return
     await offload(make_run_dir, config.run_dir)
     # Nothing is trained on the answers: no server is refused for what a trainer would need.
     without = {"replay_routing": False, "replay_truncation": False, "colocated": False}
@@ -93,6 +102,18 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
                 "now; start that run or these servers again, or wait"
             )
         yield engine
+
+
+async def _policies_served(stack: AsyncExitStack, config: Config) -> PolicyEngine:
+    engines: dict[object, InferenceEngine] = {}
+    of: dict[str, InferenceEngine] = {}
+    for name in config.policies:
+        own = of_policy(config, name)
+        key = own.model, own.engine.addresses if isinstance(own.engine, RunningServersConfig) else ()
+        if key not in engines:
+            engines[key] = await stack.enter_async_context(serve(own))
+        of[name] = engines[key]
+    return PolicyEngine(of, PolicyRoles.of(config.policies))
 
 
 def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[str], object]) -> ServedWorkflow:

@@ -24,7 +24,7 @@ from arl.api.placed import Placed, PlacedPart
 from arl.cluster.node_checks import NodeReport
 from arl.cluster.placement import check
 from arl.cluster.planned import planned_trainer, shared_gpus
-from arl.engine.model_files import load_tokenizer
+from arl.engine.model_files import check_same_tokens
 from arl.sent_object import SentObject
 from arl.training.remote_learner import LearnerHost
 
@@ -162,14 +162,7 @@ def _check_models_beside(config: Config) -> None:
         model = getattr(config.algorithm, role).model
         if model is None:
             continue
-        vocabulary, known = (load_tokenizer(name).get_vocab() for name in (config.model, model))
-        if not vocabulary.items() <= known.items():
-            token = next(token for token, i in vocabulary.items() if known.get(token) != i)
-            raise ConfigError(
-                f"algorithm.{role}.model {model} has other tokens than {config.model}: {token!r} is "
-                f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a {role.replace('_', ' ')} of the "
-                "same family"
-            )
+        check_same_tokens(f"algorithm.{role}.model", model, config.model, role.replace("_", " "))
         if sees_images(config.model) and not sees_images(model):
             remedy = "use an advantage estimator without a critic" if role == "critic" else "name one that sees"
             raise ConfigError(

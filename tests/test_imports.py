@@ -20,6 +20,7 @@ COMPOSERS = (
     "arl.assembly",
     "arl.examining",
     "arl.exporting",
+    "arl.policy_engines",
     "arl.rehearsal",
     "arl.run_engines",
     "arl.server_checks",
@@ -156,6 +157,7 @@ ALLOWED = {
         "arl.child_process",
         "arl.sent_object",
     ),
+    "arl.policies": ("arl.api", "arl.training"),
     "arl.tracking": ("arl.api", *CALLS),
     "arl.plan": ("arl.api", "arl.rollout", "arl.eventlog", "arl.training.delivery"),
     "arl.replaying": (

@@ -42,6 +42,7 @@ from arl.api.engine_config import (
 from arl.api.errors import ConfigError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.api.objective import PassAtKAdvantage
+from arl.api.policy_config import PolicyConfig, policies_flaw
 from arl.api.run_tasks import FixedMixture, MixtureConfig
 from arl.api.settings import Section, laid_over
 from arl.api.tracker_config import TrackerConfig
@@ -257,6 +258,9 @@ class Config(Section):
     log: LogConfig = LogConfig()
     stall: StallConfig = StallConfig()
     endpoint: EndpointConfig = EndpointConfig()
+    policies: dict[str, PolicyConfig] = Field(default_factory=dict)
+    """Several policies, by name: the roles of each, and what it does not share with the others. Empty: one policy plays
+    all roles."""
 
     @model_validator(mode="before")
     @classmethod
@@ -331,6 +335,21 @@ class Config(Section):
                 "servers give their memory to the trainer in turn, and those would not; set evaluation.hold_weights "
                 "instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> Self:
+        if not self.policies:
+            return self
+        refused = {
+            "record": self.record,
+            "engine.colocated": self.engine.colocated,
+            "evaluation.servers or evaluation.addresses": self.evaluation.has_servers,
+            "algorithm.reward_model": self.algorithm.reward_model is not None,
+            "train.num_ranks above 1": self.train.is_over_ray,
+        }
+        if flaw := policies_flaw(self.policies, self.engine, self.weights, refused):
+            raise ValueError(flaw)
         return self
 
     @model_validator(mode="after")

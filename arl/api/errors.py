@@ -37,6 +37,10 @@ class TrajectoryError(ArlError, ValueError):
     """A workflow returned a malformed trajectory, or asked to continue tokens that the model does not have."""
 
 
+class RoleError(ConfigError):
+    """An agent has a role that no policy plays, or its tokens are of another policy. It ends the run."""
+
+
 class PromptTooLongError(ArlError, ValueError):
     """A prompt (plus the tokens asked for) does not fit into the model's context."""
 

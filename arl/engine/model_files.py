@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arl.api.engine import MODEL_SIZES, ModelLimits, ServedModel
-from arl.api.errors import ModelError
+from arl.api.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 _WEIGHTS = "model.safetensors"
 _SAMPLES = 64
 """How many pages identify a weights file. Training changes most numbers of each tensor, so a few are enough."""
+
+
+def check_same_tokens(setting: str, model: str, other: str, what: str) -> None:
+    """Raise ConfigError unless `model` has the tokens of `other`; it may know more. setting, what: for the message."""
+    vocabulary, known = (load_tokenizer(name).get_vocab() for name in (other, model))
+    if not vocabulary.items() <= known.items():
+        token = next(token for token, i in vocabulary.items() if known.get(token) != i)
+        raise ConfigError(
+            f"{setting} {model} has other tokens than {other}: {token!r} is {known.get(token, 'none')} there and "
+            f"{vocabulary[token]} here; use a {what} of the same family"
+        )
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:

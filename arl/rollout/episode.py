@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from arl.api.engine import ModelLimits, Sampler
 from arl.api.episode_clock import CLOCK, EpisodeClock
-from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, TrajectoryError
+from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RoleError, TrajectoryError
 from arl.api.events import NOWHERE, Events
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
@@ -25,6 +25,7 @@ from arl.rollout.constrained import check_response, check_trajectory
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.report import EpisodeReport
 from arl.rollout.token_ledger import TokenLedger
+from arl.rollout.trained_policies import TrainedPolicies
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -110,11 +111,18 @@ class Pulse:
 
 
 class _Felt:
-    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids or routes."""
+    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids or routes. asked:
+    gets the roles of the requests."""
 
     def __init__(
-        self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None, constrained: list[ModelResponse]
+        self,
+        engine: Sampler,
+        pulse: Pulse,
+        report: EpisodeReport | None,
+        constrained: list[ModelResponse],
+        asked: set[str],
     ) -> None:
+        self._asked = asked
         self._engine = engine
         self._pulse = pulse
         self._report = report
@@ -122,6 +130,7 @@ class _Felt:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         began = time.monotonic()
+        self._asked.add(request.role)
         try:
             response = await self._engine.agenerate(request)
         except BaseException as error:
@@ -161,6 +170,8 @@ class EpisodeRunner:
     """Where callers account for what their episodes receive."""
     limits: ModelLimits | None = None
     """The trained model's; None: not checked."""
+    policies: TrainedPolicies | None = None
+    """In a run of several: their roles, and the limits of each instead of `limits`."""
     newest_version: Callable[[], int] | None = None
     """The newest version that any server can have. A trained token of a newer one is an error. None: not checked."""
     of_tasks: Mapping[str, EpisodeRunner] = field(default_factory=dict[str, "EpisodeRunner"])
@@ -225,12 +236,13 @@ class EpisodeRunner:
         CLOCK.set(clock)
         limit = clock.begin()
         constrained: list[ModelResponse] = []
-        felt = _Felt(sampler, self.pulse, report, constrained)
+        asked = set[str]()
+        felt = _Felt(sampler, self.pulse, report, constrained, asked)
         try:
             async with limit:
                 returned: object = await self.workflow.arun_episode(felt, example)
             trajectories = _trajectories(returned)
-            self._check(trajectories, oldest_allowed)
+            self._check(trajectories, oldest_allowed, asked)
             for trajectory in trajectories if constrained else ():
                 check_trajectory(trajectory, constrained)
         except asyncio.CancelledError as error:
@@ -243,6 +255,8 @@ class EpisodeRunner:
         except BaseException as error:  # the one boundary where an episode's failure becomes data
             if _is_cancelled_from_outside():  # its cleanup failed under the cancellation; it must not run again
                 raise asyncio.CancelledError from error
+            if isinstance(error, RoleError):  # no other try, and no other episode, would mend the settings
+                raise
             if isinstance(error, KeyboardInterrupt):  # it would stop the event loop before anything is saved
                 raise ArlError(f"{self.called} raised KeyboardInterrupt: the run ends") from error
             return self._timed_out(error) if limit.expired() else _as_exception(error)
@@ -250,12 +264,15 @@ class EpisodeRunner:
             clock.end()
         return self._timed_out(None) if limit.expired() else trajectories
 
-    def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int) -> None:
+    def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int, asked: Collection[str]) -> None:
         """Raise TrajectoryError for tokens that no server can have sampled here, or that the model cannot train."""
         newest = self.newest_version() if self.newest_version else None
         for trajectory in trajectories:
             _check_versions(trajectory, oldest_allowed, newest)
-            if self.limits is not None:
+            if self.policies is not None:
+                self.policies.check_asked(trajectory, asked)
+                _check_room(trajectory, self.policies.limits_of(trajectory))
+            elif self.limits is not None:
                 _check_room(trajectory, self.limits)
 
     def _timed_out(self, cause: BaseException | None) -> EpisodeTimeoutError:

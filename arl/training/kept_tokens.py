@@ -132,7 +132,7 @@ def kept_batch(
 
 def _places(batch: Batch, rows: Sequence[int]) -> np.ndarray:
     """int64: the places of the tokens of these trajectories, end to end."""
-    lengths, begins = np.array(batch.lengths)[[*rows]], np.array(batch.starts)[[*rows]]
+    lengths, begins = (np.array(column, np.int64)[[*rows]] for column in (batch.lengths, batch.starts))
     shifts = begins - (lengths.cumsum() - lengths)
     return np.repeat(shifts, lengths) + np.arange(lengths.sum())
 

@@ -22,7 +22,7 @@ from arl.api.errors import ProcessLostError, ServerError, TransportError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.offload import TrainThread
 from arl.training.delivery import Delivery
-from arl.training.recovery import RecoveringLearner
+from arl.training.run_learner import RunLearner
 from arl.training.weight_probe import CheckedEngine, probe_due
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class StillWeights:
     """Training's servers, which get no newer weights while an evaluation runs."""
 
     delivery: Delivery
-    learner: RecoveringLearner
+    learner: RunLearner
     thread: TrainThread
     keeps_models: bool
     """Whether models will be written."""
@@ -126,7 +126,7 @@ class StillWeights:
         return _Held(self.delivery, model)
 
 
-def _snapshot(learner: RecoveringLearner) -> Snapshot:
+def _snapshot(learner: RunLearner) -> Snapshot:
     while True:
         with suppress(ProcessLostError):
             return learner.engine.snapshot()
@@ -169,7 +169,7 @@ class OwnServers:
     """Servers that hold the version of one evaluation after another."""
 
     servers: EvaluationServers
-    learner: RecoveringLearner
+    learner: RunLearner
     thread: TrainThread
     keeps_models: bool
 
@@ -226,7 +226,7 @@ def pins_of(
     config: EvaluationConfig,
     delivery: Delivery,
     servers: EvaluationServers | None,
-    learner: RecoveringLearner,
+    learner: RunLearner,
     thread: TrainThread,
 ) -> Pins:
     """How evaluations get their weights. servers: those of their own, if they have any."""

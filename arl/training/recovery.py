@@ -18,7 +18,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,12 +59,13 @@ class RecoveringLearner:
         config: TrainConfig,
         events: Events = NOWHERE,
         recorder: Recorder | None = None,
+        within: str = "engine",
     ) -> None:
         """start: starts a learner at the model's own weights. checkpoints: the directory of all of them. recorder:
-        keeps each step.
+        keeps each step. within: where in a checkpoint this learner's files lie.
         """
         self._start = start
-        self._checkpoints = checkpoints
+        self._checkpoints, self._within = checkpoints, within
         self._max_recoveries, self._num_ranks = config.max_recoveries, config.num_ranks
         self._looked_at = 0
         """It looks for room for the ranks that are missing after a newer checkpoint than this."""
@@ -229,7 +229,7 @@ class RecoveringLearner:
         while saved := [version for version in saved_versions(self._checkpoints) if version <= self.version]:
             newest = max(saved)
             try:
-                learner.load(checkpoint_of(self._checkpoints, newest) / "engine")
+                learner.load(checkpoint_of(self._checkpoints, newest) / self._within)
             except CheckpointError:
                 if newest in saved_versions(self._checkpoints):
                     raise
@@ -275,14 +275,17 @@ class RecoveringWeights:
 
     def __init__(self, learner: RecoveringLearner) -> None:
         self._learner = learner
+        self._limits: ModelLimits | None = None
 
     @property
     def version(self) -> int:
         return self._learner.version
 
-    @cached_property
+    @property
     def limits(self) -> ModelLimits:
-        return self._learner.call(lambda learner: learner.engine.limits)
+        if self._limits is None:
+            self._limits = self._learner.call(lambda learner: learner.engine.limits)
+        return self._limits
 
     def snapshot(self) -> KeptSnapshot:
         return self._learner.call(lambda learner: learner.engine.snapshot())

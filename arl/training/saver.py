@@ -14,7 +14,7 @@ from arl.api.errors import CheckpointError, ProcessLostError
 from arl.api.events import NOWHERE, CheckpointWritten, Events
 from arl.offload import TrainThread, offload
 from arl.training.checkpoint import Checkpoints, RunState
-from arl.training.recovery import RecoveringLearner
+from arl.training.run_learner import RunLearner
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Saver:
 
     config: CheckpointConfig
     checkpoints: Checkpoints
-    learner: RecoveringLearner
+    learner: RunLearner
     thread: TrainThread
     events: Events = NOWHERE
 

@@ -52,8 +52,8 @@ from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals, publish_metrics
 from arl.training.pinned_weights import CaughtUpPins, EvaluationServers, pins_of
-from arl.training.recovery import RecoveringLearner
 from arl.training.run_files import RunLog, read_jsonl
+from arl.training.run_learner import RunLearner
 from arl.training.saver import Saver, written
 from arl.training.step import Step, log_step, report_step
 from arl.training.watchdog import Watchdog
@@ -69,7 +69,7 @@ class Trainer:
     """Trains `config.steps` batches, one for each iteration. `launch` builds it and closes its parts."""
 
     config: Config
-    learner: RecoveringLearner
+    learner: RunLearner
     inference_engine: InferenceEngine
     transport: WeightTransport
     buffer: ReplayBuffer

@@ -397,12 +397,12 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def adapter_options(config: Config) -> list[str]:
     """The options that SGLang and vLLM servers need for this run's adapters; none for a run without adapters.
 
-    A server computes several adapters at once: max_staleness + 1 versions in flight, the bare model for its health
-    checks, and one more so that a new version does not wait for a place.
+    A server computes several adapters at once: of each policy max_staleness + 1 versions in flight and one more, so
+    that a new version does not wait for a place; and the bare model for its health checks.
     """
     if not isinstance(config.weights, AdapterWeightsConfig) or (lora := config.train.lora) is None:
         return []
-    num_adapters = str(config.rollout.max_staleness + 3)
+    num_adapters = str((config.rollout.max_staleness + 2) * max(len(config.policies), 1) + 1)
     if config.engine.protocol == "vllm":
         rank = next((rank for rank in _VLLM_RANKS if rank >= lora.rank), None)
         if rank is None:
