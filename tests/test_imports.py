@@ -112,6 +112,7 @@ ALLOWED = {
         "arl.data",
         "arl.training",
         "arl.engine.tiny",
+        "arl.engine.tiny_vision",
         "arl.engine.model_files",
         "arl.trainer_process",
         "arl.lazy",

@@ -7,6 +7,8 @@
 | `text` | a demonstration in which everything is learned |
 | `prompt`, `chosen`, `rejected` | a preference, or the two texts of a pair for a reward model |
 
+A row may have images, in its messages or in a column `images` or `image`, as examples of agents have them.
+
 A turn is learned after the prompt that the model would get for it. So a conversation whose template rewrites earlier
 turns (Qwen3's drops their thinking) becomes several demonstrations.
 """
@@ -19,17 +21,20 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from arl.api.errors import DatasetError, ModelError
+from arl.api.errors import DatasetError, ImageError, ModelError
 from arl.api.types import Example
 from arl.finetuning.demonstrations import Demonstration
 from arl.finetuning.pairs import Preference
 from arl.workflow.chat_template import ChatTemplate, template_of
 from arl.workflow.conversation import paths_of
-from arl.workflow.dialogue import Dialogue, Rewriting, Turn
+from arl.workflow.dialogue import Dialogue, Rewriting, Turn, images_of
+from arl.workflow.example_images import IMAGE_COLUMNS, with_images
 from arl.workflow.messages import Message, ToolSpecs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from arl.api.images import PlacedImage
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +93,10 @@ def to_texts(
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Texts]:
     """The input of `train_reward_model`, from the same rows as `to_preferences`. A text ends with its last turn's
-    end."""
+    end. Raises DatasetError for images: reward models see texts alone."""
     made = to_preferences(rows, tokenizer, max_tokens=max_tokens, too_long=too_long, template_options=template_options)
+    if any(len(answer) == 3 for one in made for answer in (one.chosen, one.rejected)):
+        raise DatasetError("a row has images, and reward models are trained on texts alone; leave the images out")
     return [(one.chosen[0], one.rejected[0]) for one in made]
 
 
@@ -109,7 +116,7 @@ def _made(
         num_rows += 1
         try:
             examples = read(row)
-        except (DatasetError, ModelError) as error:
+        except (DatasetError, ModelError, ImageError) as error:
             raise DatasetError(f"row {index}: {error}") from error
         length = max(length for example in examples for length in lengths(example))
         if max_tokens is None or length <= max_tokens:
@@ -152,14 +159,15 @@ class _Reader:
     def demonstrations(self, row: Example) -> list[Demonstration]:
         match row:
             case {"messages": messages}:
-                found = self._said([], _messages("messages", messages), _tools(row))
+                found = self._said([], with_images(row, _messages("messages", messages)), _tools(row))
             case {"prompt": prompt, "completion": completion}:
+                prompt = _seen(row, prompt)
                 found = self._answered(prompt, completion, "completion", _tools(row), "branch")
             case {"text": str(text)}:
                 found = [self._plain("", text)]
             case _:
                 raise _unknown(row, "`messages`, or `prompt` and `completion`, or `text`")
-        if not found or not all(1 in mask for _, mask in found):
+        if not found or not all(1 in one[1] for one in found):
             raise DatasetError("there is nothing to learn: the assistant says nothing; leave the row out")
         return found
 
@@ -171,7 +179,7 @@ class _Reader:
                 raise _unknown(row, "`chosen` and `rejected`, and perhaps `prompt`")
         if prompt is None:
             prompt, chosen, rejected = _shared(chosen, rejected)
-        tools = _tools(row)
+        prompt, tools = _seen(row, prompt), _tools(row)
         both = [
             self._answered(prompt, answer, name, tools, "keep")
             for name, answer in (("chosen", chosen), ("rejected", rejected))
@@ -179,7 +187,7 @@ class _Reader:
         if not all(both):
             raise DatasetError("there is nothing to compare: the assistant says nothing after the prompt")
         ((chosen_answer,), (rejected_answer,)) = both
-        if chosen_answer[0] == rejected_answer[0]:
+        if chosen_answer == rejected_answer:
             raise DatasetError("chosen and rejected are the same, so there is nothing to prefer; leave the row out")
         return [Preference(chosen=chosen_answer, rejected=rejected_answer)]
 
@@ -212,7 +220,9 @@ class _Reader:
                 prompt = dialogue.prompt([*before, *messages[:place]], tools, after=last)
                 last = dialogue.demonstrate(prompt, message)
         return [
-            _demonstration([part for turn in path.turns for part in _parts(turn, turn in path.owned)])
+            _demonstration(
+                [part for turn in path.turns for part in _parts(turn, turn in path.owned)], images_of(path.turns)
+            )
             for path in paths_of(dialogue.turns)
         ]
 
@@ -221,13 +231,20 @@ def _parts(turn: Turn, is_learned: bool) -> list[tuple[Sequence[int], bool]]:
     return [(turn.given_ids, False), (turn.output_ids, is_learned)]
 
 
-def _demonstration(parts: Sequence[tuple[Sequence[int], bool]]) -> Demonstration:
+def _demonstration(parts: Sequence[tuple[Sequence[int], bool]], images: Sequence[PlacedImage] = ()) -> Demonstration:
     """The tokens of the parts, end to end, and the mask: which parts are learned. Compact: five bytes a token."""
     token_ids, loss_mask = array("i"), array("b")
     for ids, is_learned in parts:
         token_ids.extend(ids)
         loss_mask.extend([is_learned] * len(ids))
-    return token_ids, loss_mask
+    return (token_ids, loss_mask, images) if images else (token_ids, loss_mask)
+
+
+def _seen(row: Example, prompt: Any) -> Any:
+    """The prompt with the images of the row's column."""
+    if all(row.get(name) is None for name in IMAGE_COLUMNS):
+        return prompt
+    return with_images(row, _messages("prompt", prompt, "user"))
 
 
 def _messages(name: str, given: Any, role: str | None = None) -> list[Message]:

@@ -13,13 +13,15 @@ from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.supervised import SFTLoss
 from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
 from arl.api.errors import DatasetError
+from arl.api.images import PlacedImage, placement_flaw
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import NOT_SAMPLED
 
 ItemT = TypeVar("ItemT")
 
-Demonstration = tuple[Sequence[int], Sequence[int]]
-"""(token_ids, loss_mask) of equal length. The mask is 1 on the tokens to learn, never on the first token."""
+Demonstration = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[PlacedImage]]
+"""(token_ids, loss_mask) of equal length. The mask is 1 on the tokens to learn, never on the first token. A third part,
+if there is one, is the images at the placeholders among token_ids."""
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called with each step's number, from 1, and its metrics."""
@@ -82,8 +84,11 @@ def shuffled_batches(items: Sequence[ItemT], epochs: int, batch_size: int, seed:
 
 def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> TrainSequence:
     """Convert a demonstration. Raises DatasetError, which refers to it by `name`."""
-    if not is_pair(example):
+    if not is_pair(example[:2] if isinstance(example, tuple | list) and len(example) == 3 else example):
         raise DatasetError(f"{name} is a {type(example).__name__}; it must be a pair (token_ids, loss_mask)")
+    images = tuple(example[2]) if len(example) == 3 else ()
+    if images and (flaw := placement_flaw(images, len(example[0]))):
+        raise DatasetError(f"{name}: {flaw}")
     token_ids, loss_mask = to_tokens(name, example[0], limits), _integers(name, "loss_mask", example[1])
     if len(token_ids) != len(loss_mask):
         raise DatasetError(f"{name} has {len(token_ids)} token_ids and {len(loss_mask)} loss_mask entries; match them")
@@ -95,7 +100,7 @@ def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> Train
     if loss_mask[0]:
         raise DatasetError(f"{name} cannot learn its first token, which has no context; set loss_mask[0] to 0")
     versions = torch.full((len(token_ids),), NOT_SAMPLED)
-    return TrainSequence(token_ids=token_ids, loss_mask=loss_mask.bool(), versions=versions)
+    return TrainSequence(token_ids=token_ids, loss_mask=loss_mask.bool(), versions=versions, images=images)
 
 
 def to_tokens(name: str, token_ids: Sequence[int], limits: ModelLimits) -> torch.Tensor:

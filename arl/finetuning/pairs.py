@@ -119,6 +119,9 @@ def _whole(pairs: Iterable[Pair]) -> list[Pair]:
     if not known:
         raise DatasetError("there are no pairs to learn from")
     for index, (chosen, rejected) in enumerate(known):
-        if torch.equal(chosen.token_ids, rejected.token_ids) and torch.equal(chosen.loss_mask, rejected.loss_mask):
+        is_same = torch.equal(chosen.token_ids, rejected.token_ids) and torch.equal(
+            chosen.loss_mask, rejected.loss_mask
+        )
+        if is_same and chosen.images == rejected.images:
             raise DatasetError(f"pair {index} has twice the same answer, so there is nothing to prefer; leave it out")
     return known

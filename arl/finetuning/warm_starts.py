@@ -15,12 +15,15 @@ from pathlib import Path
 
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.types import Example
+from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
 from arl.finetuning.chats import to_demonstrations
 from arl.finetuning.demonstrations import finetune, write_model
 from arl.trainer_process import load_train_engine
 from arl.training.display import progress, waiting
 from arl.workflow.chat_template import ChatTemplate, template_of
+from arl.workflow.content import texts_of
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
 _SEPARATOR = re.compile(r"(<\|\w+\|>|</?\w+>|\d| [-+*/=] |\b[a-z]\b|[-+*/=().])")
@@ -34,7 +37,7 @@ def warm_start(
     lessons: Callable[[], Sequence[Sequence[Example]]],
     *,
     seed: int,
-    shape: TinyShape = SHAPE,
+    shape: TinyShape | tuple[TinyShape, TinyVision] = SHAPE,
     phrases: Iterable[str] = (),
     batch_size: int = 16,
     lr: float = 1e-3,
@@ -44,7 +47,8 @@ def warm_start(
 
     lessons: makes demonstrations, rows with `messages` and perhaps `tools` as `to_demonstrations` takes them; called
     only if there is no model yet. The lessons are learned one after another: first careful ones, say, which teach the
-    model to copy, then mixed ones, which teach it bad habits. phrases: become one token each, as do every opening
+    model to copy, then mixed ones, which teach it bad habits. shape: with a TinyVision beside it, the model is a
+    Qwen2.5-VL, which sees, and demonstrations may have images. phrases: become one token each, as do every opening
     (system message and tools) and recurring phrases of the demonstrations. batch_size: demonstrations of a step. lr:
     the learning rate of the first steps; it falls to a tenth by the end of the last lesson. num_threads: more threads
     than free cores make it slower, since they wait for each other.
@@ -56,8 +60,11 @@ def warm_start(
         taught = lessons()
         known = [*phrases, *_phrases(taught)]
         shutil.rmtree(blank, ignore_errors=True)
-        write_tiny_model(blank, known, shape, seed)
-        tokenizer = tiny_tokenizer(known)
+        if isinstance(shape, TinyShape):
+            write_tiny_model(blank, known, shape, seed)
+        else:
+            write_tiny_vision_model(blank, known, *shape, seed)
+        tokenizer = load_tokenizer(str(blank))
         examples = [to_demonstrations(lesson, tokenizer) for lesson in taught]
     num_steps = sum(-(-len(lesson) // batch_size) for lesson in taught)
     optimizer = OptimizerConfig(
@@ -89,7 +96,7 @@ def _phrases(lessons: Sequence[Sequence[Example]]) -> list[str]:
     looked_at = list(chain.from_iterable(islice(lesson, NUM_LOOKED_AT) for lesson in lessons))
     template = template_of(tiny_tokenizer())
     openings = dict.fromkeys(filter(None, (_opening(row, template) for row in looked_at)))
-    said = (m["content"] for row in looked_at for m in row["messages"] if m["role"] != "system")
+    said = (text for row in looked_at for m in row["messages"] if m["role"] != "system" for text in texts_of(m))
     return [*openings, *frequent_phrases(said)]
 
 
@@ -105,7 +112,9 @@ def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str
 
 def _opening(row: Example, template: ChatTemplate) -> str:
     """The system's turn, with the tools, without the tokens that begin and end it; empty if there is none."""
-    first = template.encode(template.render(row["messages"][:1], row.get("tools") or ()))
+    message = row["messages"][0]
+    begun = {**message, "content": "".join(texts_of(message))}
+    first = template.encode(template.render([begun], row.get("tools") or ()))
     text = str(template.tokenizer.decode(list(first)))
     opening = text.removeprefix("<|im_start|>").partition("<|im_end|>")[0]
     return opening if opening.startswith("system\n") else ""

@@ -68,6 +68,12 @@ def holds_image(message: Mapping[str, Any]) -> bool:
     return any(isinstance(part, Mapping) and any(part.get(name) is not None for name in _SOURCES) for part in parts)
 
 
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message, without its images."""
+    content = content_of(message)
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
 def joined(contents: Iterable[Content]) -> Content:
     """One content of several, without anything between them."""
     parts = [part for content in contents for part in ([text_part(content)] if isinstance(content, str) else content)]

@@ -20,7 +20,9 @@ IMAGE_COLUMNS = ("images", "image")
 MARKER = "<image>"
 
 
-def with_images(data: Mapping[str, Any], messages: Sequence[Message], columns: Sequence[str]) -> list[Message]:
+def with_images(
+    data: Mapping[str, Any], messages: Sequence[Message], columns: Sequence[str] = IMAGE_COLUMNS
+) -> list[Message]:
     """The messages of an example, with its images in their places, which nothing else may be.
 
     columns: the first of these that the example has holds an image or a list of images, as Image.of takes them.
