@@ -10,12 +10,25 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import Field
 
+from arl.api.images import Image
 from arl.api.types import new_id
 from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
 from arl.web.server import event
+from arl.workflow.content import Content, text_part
 from arl.workflow.messages import Message
 from arl.workflow.proxy.answer_forms import Asked, Form, ToolChoice, json_schema, one_of
-from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, ChatCall, Count, joined, pieces, tool_call
+from arl.workflow.proxy.calls import (
+    MAX_SEED,
+    CallAnswer,
+    ChatCall,
+    Count,
+    content_of_parts,
+    joined,
+    pieces,
+    sent_image,
+    tool_call,
+    with_images,
+)
 from arl.workflow.proxy.exchange import CallBody, Endpoint, Exchange, completing
 
 _HARMLESS = ("cache_control",)
@@ -38,6 +51,10 @@ class ResultBlock(ContentBlock, ignored=(*_HARMLESS, "type"), only={"citations":
     tool_use_id: str = ""
     content: Any = ""
     is_error: bool = False
+
+
+class ImageBlock(ContentBlock):
+    source: dict[str, Any] = Field(default_factory=dict)
 
 
 class ThinkingBlock(ContentBlock):
@@ -143,18 +160,43 @@ def _message(where: str, message: Any) -> Iterator[Message]:
 
 
 def _users(where: str, blocks: list[Any]) -> Iterator[Message]:
-    said: list[str] = []
+    said: list[str | Image] = []
     for i, given in enumerate(blocks):
-        match _block(f"{where}[{i}]", given, {"text": SaidBlock, "tool_result": ResultBlock}):
+        at = f"{where}[{i}]"
+        match _block(at, given, {"text": SaidBlock, "tool_result": ResultBlock, "image": ImageBlock}):
             case ResultBlock() as result:
-                content = _text(f"{where}[{i}].content", result.content)
-                if result.is_error and not content.startswith("error"):
-                    content = f"error: {content}"
+                content = with_images(f"{at}.content", result.content, _seen, " ")
+                if result.is_error:
+                    content = _as_error(content)
                 yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+            case ImageBlock() as block:
+                said.append(_image(at, block))
             case SaidBlock() as block:
                 said.append(block.text)
     if said or not blocks:
-        yield {"role": "user", "content": " ".join(said)}
+        yield {"role": "user", "content": content_of_parts(said, " ")}
+
+
+def _seen(where: str, given: Any) -> str | Image:
+    """A part of a tool's result."""
+    block = _block(where, given, {"text": TextBlock, "image": ImageBlock})
+    return _image(where, block) if isinstance(block, ImageBlock) else block.text
+
+
+def _image(where: str, block: ImageBlock) -> Image:
+    match block.source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            return sent_image(f"{where}.source", f"data:{kind};base64,{data}")
+        case {"type": "url", "url": url}:
+            return sent_image(f"{where}.source.url", url)
+    reason = 'give {"type": "base64", "media_type": ..., "data": ...}'
+    raise refused(f"{where}.source", f"is of type {shown(block.source.get('type'))}; {reason}")
+
+
+def _as_error(content: Content) -> Content:
+    if not isinstance(content, str):
+        return [text_part("error: "), *content]
+    return content if content.startswith("error") else f"error: {content}"
 
 
 def _assistants(where: str, blocks: list[Any]) -> Message:

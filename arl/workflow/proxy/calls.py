@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from arl.api.errors import ArlError, ConfigError, ModelError, PromptTooLongError
+from arl.api.errors import ArlError, ConfigError, ImageError, ModelError, PromptTooLongError
+from arl.api.images import Image
 from arl.api.types import ModelResponse, SamplingParams
-from arl.web.bodies import BodyError, RequestError, refused, wrong
+from arl.web.bodies import BodyError, RequestError, refused, shown, wrong
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of, syntax_of
 from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.content import Content, image_part, text_part
 from arl.workflow.dialogue import Prompt, Rewriting, Turn
 from arl.workflow.messages import Message, ToolSpecs
 from arl.workflow.proxy.answer_forms import Asked, Form, Thought, form_of
@@ -34,6 +36,7 @@ MAX_SEED = (1 << 31) - 1
 
 ALTERS = "tokens sampled under it do not have the policy's logprobs, so training could not follow it"
 ONLY_SAMPLED = "arl asks servers for the logprobs of the sampled tokens alone, as training needs no others"
+LOW_DETAIL = "is low: images are seen at the size that the model's image processor gives them; scale them down yourself"
 """Why the endpoint refuses a field."""
 
 Count = Annotated[int, Field(ge=1)]
@@ -144,6 +147,32 @@ def joined(where: str, content: Any, part: Callable[[str, Any], str], separator:
     if not isinstance(content, list):
         raise wrong(where, content, "a string or a list of text parts")
     return separator.join(part(f"{where}[{i}]", one) for i, one in enumerate(content))
+
+
+def with_images(where: str, content: Any, part: Callable[[str, Any], str | Image], separator: str) -> Content:
+    """As `joined`; if `part` reads images among them, these and the texts in their order."""
+    if not isinstance(content, list):
+        return joined(where, content, lambda _, one: one, separator)
+    return content_of_parts([part(f"{where}[{i}]", one) for i, one in enumerate(content)], separator)
+
+
+def content_of_parts(parts: Sequence[str | Image], separator: str) -> Content:
+    """One text if all parts are texts; else all of them in their order."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return separator.join(texts)
+    return [text_part(part) if isinstance(part, str) else image_part(part) for part in parts]
+
+
+def sent_image(where: str, url: Any) -> Image:
+    """The image of a data URL. Raises BodyError for other addresses: the endpoint fetches nothing, reads no files."""
+    if not isinstance(url, str) or not url.startswith("data:"):
+        reason = "nothing is fetched here; send the image itself, as a data URL (data:image/png;base64,...)"
+        raise refused(where, f"is {shown(url)}, and {reason}")
+    try:
+        return Image.of(url)
+    except ImageError as error:
+        raise BodyError(f"{where} cannot be shown: {error}", param=where) from error
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -9,11 +9,23 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from arl.api.images import Image
 from arl.api.types import new_id
 from arl.web.bodies import BodyError, RequestBody, refused, shown, wrong
 from arl.web.server import DONE, event
 from arl.workflow.proxy.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
-from arl.workflow.proxy.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, Count, joined, pieces, usage
+from arl.workflow.proxy.calls import (
+    LOW_DETAIL,
+    ONLY_SAMPLED,
+    CallAnswer,
+    CallPolicy,
+    ChatCall,
+    Count,
+    pieces,
+    sent_image,
+    usage,
+    with_images,
+)
 from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
 from arl.workflow.proxy.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
 
@@ -71,7 +83,8 @@ class ChatRequest(
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """The message with its content as text. The template gets its other fields, and shows those that it knows."""
+    """The message with its content as text, or as texts and images. The template gets its other fields, and shows those
+    that it knows."""
     if not isinstance(message, dict):
         raise wrong(where, message, "an object with a role and a content")
     role = message.get("role")
@@ -82,7 +95,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     calls = message.get("tool_calls")
     content = message.get("content")
     if content is not None or role != "assistant":
-        content = joined(f"{where}.content", content, _part, "\n")
+        part = _seen if role in ("user", "tool") else _part
+        content = with_images(f"{where}.content", content, part, "\n")
     made = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
     made |= {"role": _ROLES[role], "content": content or ""}
     if calls:
@@ -90,12 +104,23 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     return made
 
 
+def _seen(where: str, part: Any) -> str | Image:
+    """A part of what users and tools say."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return _part(where, part)
+    given = part.get("image_url")
+    given = given if isinstance(given, dict) else {"url": given}
+    if given.get("detail") == "low":
+        raise refused(f"{where}.image_url.detail", LOW_DETAIL)
+    return sent_image(f"{where}.image_url", given.get("url"))
+
+
 def _part(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
     if isinstance(text, str):
         return text
-    raise refused(where, f"is of type {shown(kind)}; the model reads only text")
+    raise refused(where, f"is of type {shown(kind)}, which cannot be shown to the model here")
 
 
 def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:

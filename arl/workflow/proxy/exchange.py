@@ -14,6 +14,7 @@ from aiohttp import web
 
 from arl.api.errors import (
     EngineClosedError,
+    ImageError,
     ModelError,
     PromptTooLongError,
     RequestTimeoutError,
@@ -217,7 +218,7 @@ def refusal_of(error: Exception) -> RequestError:
                 param="messages",
                 code="context_length_exceeded",
             )
-        case ModelError():
+        case ModelError() | ImageError():
             return RefusedCallError(str(error), param="messages", code="invalid_value")
         case RequestTimeoutError():
             return RefusedCallError(str(error), status=504, code="timeout")

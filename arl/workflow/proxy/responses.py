@@ -14,12 +14,14 @@ from typing import Any
 
 from pydantic import Field
 
+from arl.api.images import Image
 from arl.api.types import new_id
 from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
 from arl.web.server import event
 from arl.workflow.messages import Message
 from arl.workflow.proxy.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
 from arl.workflow.proxy.calls import (
+    LOW_DETAIL,
     ONLY_SAMPLED,
     CallAnswer,
     ChatCall,
@@ -27,7 +29,9 @@ from arl.workflow.proxy.calls import (
     Spoken,
     joined,
     pieces,
+    sent_image,
     tool_call,
+    with_images,
 )
 from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error
 
@@ -108,6 +112,7 @@ class ResponsesRequest(
     reasoning: Reasoning = Reasoning()
 
 
+_TEXTS = {"input_text", "output_text", "text"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -141,7 +146,7 @@ class Transcript:
             case "function_call":
                 self._add_call(item)
             case "function_call_output":
-                output = _text(f"{where}.output", item.output, {"input_text"})
+                output = with_images(f"{where}.output", item.output, _seen, " ")
                 self._add({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case kind:
                 known = "message, reasoning, function_call and function_call_output"
@@ -151,7 +156,10 @@ class Transcript:
         role = _ROLES.get(item.role)
         if role is None:
             raise wrong(f"{where}.role", item.role, " or ".join(_ROLES))
-        text = _text(f"{where}.content", item.content, {"input_text", "output_text", "text"})
+        if role == "user":
+            self._add({"role": role, "content": with_images(f"{where}.content", item.content, _seen, " ")})
+            return
+        text = _text(f"{where}.content", item.content, _TEXTS)
         if role == "assistant":
             self._answer_without("content", "tool_calls")["content"] = text
         else:
@@ -179,6 +187,17 @@ class Transcript:
         return self._answer
 
 
+def _seen(where: str, part: Any) -> str | Image:
+    """A part of what users and tools say."""
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return _part(where, part, _TEXTS)
+    if part.get("detail") == "low":
+        raise refused(f"{where}.detail", LOW_DETAIL)
+    if part.get("file_id") is not None:
+        raise refused(f"{where}.file_id", "is a file that OpenAI keeps; send the image itself, as image_url")
+    return sent_image(f"{where}.image_url", part.get("image_url"))
+
+
 def _text(where: str, content: Any, kinds: Set[str]) -> str:
     return joined(where, content, lambda at, part: _part(at, part, kinds), " ")
 
@@ -187,7 +206,7 @@ def _part(where: str, part: Any, kinds: Set[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in kinds and isinstance(text := part.get("text", ""), str):
         return text
-    raise refused(where, f"is of type {shown(kind)}; the model reads only text, as {' or '.join(sorted(kinds))}")
+    raise refused(where, f"is of type {shown(kind)}; the model can read {' or '.join(sorted(kinds))} here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from workflow.scripted_answers import calling
 
 from arl.api.errors import ServerError
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+SOUND = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]
 whole_or_streamed = pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 
 
@@ -157,7 +157,7 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("chat", {"best_of": 2}, "best_of", "not known here"),
         ("chat", {"messages": []}, "messages", "not empty"),
         ("chat", {"messages": [{"role": "robot", "content": "?"}]}, "messages[0].role", "must be one of"),
-        ("chat", {"messages": IMAGE}, "messages[0].content[0]", "only text"),
+        ("chat", {"messages": SOUND}, "messages[0].content[0]", "cannot be shown"),
         ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "a call"),
         ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]", "there are no hosted tools"),
@@ -169,7 +169,7 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("responses", {"include": ["message.output_text.logprobs"]}, "include", "cannot be honoured"),
         ("responses", {"temperature": -1}, "temperature", "must be"),
         ("responses", {"input": [{"type": "web_search_call", "id": "1"}]}, "input[0]", "not known here"),
-        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", ""),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", ""),
         ("responses", {"input": [{"role": "robot", "content": "hi"}]}, "input[0].role", "must be user"),
         ("responses", {"no_such_field": 1}, "no_such_field", "not known here"),
         ("anthropic", {"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "own tools are not available"),
@@ -180,7 +180,12 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("anthropic", {"mcp_servers": [{"name": "m"}]}, "mcp_servers", "the program calls"),
         ("anthropic", {"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages", "answer the calls"),
         ("anthropic", {"messages": [*HI, {"role": "assistant", "content": ""}]}, "messages", "without text"),
-        ("anthropic", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]", ""),
+        (
+            "anthropic",
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0]",
+            "",
+        ),
         ("anthropic", {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", "must be user"),
         ("anthropic", {"messages": []}, "messages", "is empty"),
         ("anthropic", {"max_tokens": None}, "max_tokens", "is missing"),
