@@ -271,6 +271,8 @@ class ModelLimits:
     """Token ids are below this."""
     context_length: int | None = None
     """The most tokens that a sequence may have. None: unlimited."""
+    image_ids: frozenset[int] = frozenset()
+    """Ids that mean something only around an image or a video: their placeholders and tags."""
     arrays: frozenset[str] = frozenset()
     """The names in Trajectory.arrays that the model needs. A trajectory without one of them fails, as does one with
     others."""

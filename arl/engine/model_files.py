@@ -76,6 +76,9 @@ def served_model(name: str | Path, *, replay_routing: bool = False) -> ServedMod
     )
 
 
+_IMAGE_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
 def model_limits(config: PreTrainedConfig) -> ModelLimits:
     """Scaled rotary positions reach as far as they are scaled."""
     text: Any = config.get_text_config()
@@ -84,7 +87,8 @@ def model_limits(config: PreTrainedConfig) -> ModelLimits:
     if context_length is not None:
         scaled = (rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0)
         context_length = max(context_length, int(scaled))
-    return ModelLimits(vocab_size=text.vocab_size, context_length=context_length)
+    image_ids = frozenset(number for name in _IMAGE_IDS if isinstance(number := getattr(config, name, None), int))
+    return ModelLimits(vocab_size=text.vocab_size, context_length=context_length, image_ids=image_ids)
 
 
 def local_directory(name: str) -> str:

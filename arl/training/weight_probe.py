@@ -48,6 +48,9 @@ def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:
     limits = engine.limits
     length = min(_NUM_TOKENS, (limits.context_length or 2 * _NUM_TOKENS) // 2)  # servers need room for an answer
     token_ids = np.random.default_rng(0).integers(limits.vocab_size, size=length)
+    if limits.image_ids:  # of an image that is not there, which trainer and servers refuse
+        of_images = np.isin(token_ids, [*limits.image_ids])
+        token_ids[of_images] = next(number for number in range(limits.vocab_size) if number not in limits.image_ids)
     mask = torch.arange(length) > 0
     (row,) = engine.forward([TrainSequence(token_ids=torch.from_numpy(token_ids), loss_mask=mask)])
     logprobs = row[1:].double().numpy()
