@@ -38,9 +38,9 @@ async def run(model: Path, run_dir: Path, steps: int) -> list[Any]:
 @pytest.mark.timeout(600)
 async def test_the_policy_learns_and_the_reward_model_says_rightly_who_wins_also_after_a_pause(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    steps = await run(model, tmp_path / "run", 7)
-    steps += await run(model, tmp_path / "run", 14)
-    assert [step.version for step in steps] == list(range(1, 15))
+    steps = await run(model, tmp_path / "run", 8)
+    steps += await run(model, tmp_path / "run", 16)
+    assert [step.version for step in steps] == list(range(1, 17))
     said = [step.metrics["reward_model/accuracy"] for step in steps]
     rewards = [step.reward for step in steps]
     assert fmean(said[-3:]) > 0.8 > fmean(said[:3])
