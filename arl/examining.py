@@ -56,6 +56,8 @@ async def opened_examination(
     from arl.doctor.server_probe import ServerProbe
     from arl.doctor.trainer_probe import PROBE_OPTIMIZER, TrainerProbe
 
+    if config.policies:
+        raise ConfigError("arl doctor examines servers of one policy, and `policies` is set; leave it out")
     if config.engine.protocol == "vllm":
         raise ConfigError(
             f"arl doctor asks embedded and SGLang servers, and engine.kind is {config.engine.kind}; a run compares "

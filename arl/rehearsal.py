@@ -78,6 +78,8 @@ async def print_dry_run(config: Config) -> None:
 
 async def rehearse(config: Config) -> PlacementTable:
     """Does the same as dry_run."""
+    if config.policies:
+        return await _rehearsed_policies(config)
     try:
         config = await offload(with_named_servers, config)
     except ArlError as error:
@@ -96,6 +98,21 @@ async def rehearse(config: Config) -> PlacementTable:
         shared, own = await offload(_own_directories, config)
         findings += own
     return PlacementTable(parts=parts, shared=shared, findings=findings)
+
+
+async def _rehearsed_policies(config: Config) -> PlacementTable:
+    """Each policy's trainer and servers, and the controller once."""
+    tables = {name: await rehearse(of_policy(config, name)) for name in config.policies}
+    parts, first = [controller_part()], next(iter(tables))
+    for name, table in tables.items():
+        parts += [replace(p, name=f"{name} {p.name}".strip()) for p in table.parts if p.part == "trainer"]
+        if name == first or not shares_servers(config):
+            of = "" if shares_servers(config) else name
+            parts += [replace(part, name=of) for part in table.parts if part.part == "server"]
+    findings = {one.text: one for table in tables.values() for one in table.findings}
+    shared, own = await offload(_own_directories, config)
+    own += await offload(_of_run_dir, config)
+    return PlacementTable(parts=[*parts, *beside_parts(config)], shared=shared, findings=[*findings.values(), *own])
 
 
 def placed(

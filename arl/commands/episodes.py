@@ -14,7 +14,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,12 +217,14 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     examples = _examples(tasks.held_out if choice.split == "held-out" else tasks.trained, choice)
     decode = await offload(decoder, config.model)
     with tempfile.TemporaryDirectory(prefix="arl-weights-") as scratch, _failures_shown_once():
-        model = what = str(trained or config.model)
-        if saved is not None:
-            model, what = f"{scratch}/model", f"version {saved.version} of {saved.run_dir}"
-            await offload(saved.export, Path(model))
+        what, served = str(trained or config.model), config
+        if trained is not None:
+            served = _with_models(config, {name: str(trained / name) for name in _names(config)})
+        for name, weights in (saved or {}).items():
+            what, model = f"version {weights.version} of {weights.run_dir}", Path(scratch) / (name or "model")
+            await offload(weights.export, model)
+            served = _with_models(served, {name: str(model)})
         sys.stderr.write(f"serving {what} with engine.kind={config.engine.kind}\n")
-        served = config.model_copy(update={"model": model})
         async with entered(tasks.workflow, config.endpoint), serve(served) as engine:
             yield Stage(
                 config=config,
@@ -235,21 +237,38 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
             )
 
 
+def _names(config: Config) -> list[str]:
+    """The policies; "" stands for the only one of a run without names."""
+    return [*config.policies] or [""]
+
+
+def _with_models(config: Config, models: Mapping[str, str]) -> Config:
+    """models: policy -> the model to serve, in the place of its own."""
+    if not config.policies:
+        return config.model_copy(update={"model": models[""]})
+    own = {name: config.policies[name].model_copy(update={"model": model}) for name, model in models.items()}
+    return config.model_copy(update={"policies": {**config.policies, **own}})
+
+
 def _trained(config: Config, choice: Choice) -> Path:
     directory = Path(choice.trained) if choice.trained else config.run_dir / TRAINED
-    if not (directory / "config.json").is_file():
-        advice = "name the directory of a model" if choice.trained else f"train it first: python {choice.file}"
-        raise ConfigError(f"--trained: there is no trained model in {directory}; {advice}")
+    for name in _names(config):
+        if not (directory / name / "config.json").is_file():
+            advice = "name the directory of a model" if choice.trained else f"train it first: python {choice.file}"
+            raise ConfigError(f"--trained: there is no trained model in {directory / name}; {advice}")
     _check_starts_servers(config, "--trained")
     return directory
 
 
-def _saved(config: Config, named: str) -> SavedWeights:
+def _saved(config: Config, named: str) -> dict[str, SavedWeights]:
+    """The weights of each policy; under "" of the only one."""
     _check_starts_servers(config, "--checkpoint")
     run_dir, _, version = named.rpartition(":")
-    if run_dir and version.isdecimal() and not Path(named).is_dir():
-        return SavedWeights.of(Path(run_dir), int(version))
-    return SavedWeights.of(Path(named))
+    has_version = bool(run_dir) and version.isdecimal() and not Path(named).is_dir()
+    directory, number = (Path(run_dir), int(version)) if has_version else (Path(named), None)
+    if config.policies:
+        return SavedWeights.of_policies(directory, number, config.policies)
+    return {"": SavedWeights.of(directory, number)}
 
 
 def _check_starts_servers(config: Config, option: str) -> None:

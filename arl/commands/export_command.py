@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         if options.public and options.push is None:
             raise ConfigError("--public needs --push, which is missing")
-        weights = SavedWeights.of(options.run_dir, options.version, options.model)
+        weights = SavedWeights.of(options.run_dir, options.version, options.model, options.policy)
         hide_progress_bars()
         if options.push is None or options.out is not None:
-            _export(weights, options.out or _default(weights, options.adapter), options)
+            _export(weights, options.out or _default(weights, options), options)
         else:
             with tempfile.TemporaryDirectory(prefix="arl-export-") as scratch:
                 _export(weights, Path(scratch) / "model", options)
@@ -44,8 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="arl export", description=ABOUT, allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     parser.add_argument("--version", type=int, metavar="N", help="the checkpoint's version (default: the newest)")
+    parser.add_argument("--policy", metavar="NAME", help="of a run of several policies: the one to write")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the directory to make (default: RUN_DIR/exported/version-N)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the directory to make (default: RUN_DIR/exported/version-N, with -NAME for a policy)",
     )
     parser.add_argument(
         "--adapter", action="store_true", help="only the adapters of a run with train.lora; else they are merged"
@@ -61,8 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default(weights: SavedWeights, adapter: bool) -> Path:
-    return weights.run_dir / "exported" / f"version-{weights.version:08d}{'-adapter' * adapter}"
+def _default(weights: SavedWeights, options: argparse.Namespace) -> Path:
+    policy = f"-{options.policy}" if options.policy else ""
+    return weights.run_dir / "exported" / f"version-{weights.version:08d}{policy}{'-adapter' * options.adapter}"
 
 
 def _export(weights: SavedWeights, directory: Path, options: argparse.Namespace) -> None:
