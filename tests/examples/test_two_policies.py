@@ -1,0 +1,30 @@
+"""The author and the critic of two_policies.py are asked alike, and rewarded for different characters."""
+
+from pathlib import Path
+
+import two_policies
+
+import arl
+from arl.cli import load_config
+from arl.engine.tiny import tiny_tokenizer
+
+FILE = Path(two_policies.__file__)
+
+
+async def test_each_role_is_asked_the_same_and_rewarded_for_its_own_characters() -> None:
+    tokenizer = tiny_tokenizer()
+    engine = arl.ScriptedEngine.saying(tokenizer, "aeiou12", "aeiou12345678")
+    pair = two_policies.Pair(tokenizer, arl.SamplingParams(max_new_tokens=32))
+    author, critic = await pair.arun_episode(engine, two_policies.questions(0, 1)[0])
+    assert [(t.role, t.reward) for t in (author, critic)] == [("author", 5 / 8), ("critic", 1.0)]
+    assert engine.requests[0].input_ids == engine.requests[1].input_ids
+    assert [request.role for request in engine.requests] == ["author", "critic"]
+
+
+def test_its_file_gives_each_role_a_policy_and_without_it_there_is_one() -> None:
+    config = load_config(two_policies.TwoPoliciesConfig, ["--config", str(FILE.with_suffix(".yaml"))])
+    assert {name: policy.roles for name, policy in config.policies.items()} == {
+        "author": ("author",),
+        "critic": ("critic",),
+    }
+    assert not load_config(two_policies.TwoPoliciesConfig, []).policies
