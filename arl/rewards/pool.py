@@ -43,6 +43,9 @@ _ASK_S = 5.0
 _LOOK_S = 1.0
 """How often a waiting call checks that the workers live."""
 
+_SCRIPT = ("__main__", "__mp_main__")
+"""The script's module in its own process, and in processes that imported it, such as an episode worker."""
+
 _Outcome = tuple[object, str | None]
 """The result of a call, or the message of its failure."""
 
@@ -71,7 +74,7 @@ def _excuse(kind: type[BaseException], error: BaseException, trace: Any) -> None
 
 
 def context_for(*functions: Callable[..., Any] | None) -> Any:
-    if any(_module_of(function) == "__main__" for function in functions):
+    if any(_module_of(function) in _SCRIPT for function in functions):
         return multiprocessing.get_context("forkserver")
     return _Context()
 

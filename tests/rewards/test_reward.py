@@ -96,6 +96,37 @@ if __name__ == "__main__":
     assert "cannot be read in its worker, as its class must be in a module" in refused
 
 
+async def test_a_function_of_the_script_scores_in_an_episode_worker_too(tmp_path: Path) -> None:
+    """There the script's module has another name."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import pickle, subprocess, sys
+from arl.sent_object import SentObject
+
+def mine(answer: str, data: object) -> float:
+    return len(answer)
+
+WORKER = '''
+import asyncio, pickle, sys
+from arl.rewards import RewardPool
+
+async def main() -> None:
+    async with RewardPool(pickle.load(sys.stdin.buffer).received(), workers=1) as reward:
+        print(await reward("four", None))
+
+asyncio.run(main())
+'''
+
+if __name__ == "__main__":
+    sent = pickle.dumps(SentObject.of(mine, "mine", "a worker", ""))
+    subprocess.run([sys.executable, "-c", WORKER], input=sent, check=True)
+""")
+    run = await asyncio.to_thread(
+        subprocess.run, [sys.executable, script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout == "4.0\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends when its call does")
 async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed_and_no_file_is_left(tmp_path: Path) -> None:
     script = f"""
