@@ -67,18 +67,19 @@ class Image:
         """
         if isinstance(source, Image):
             return source
-        picture, what = source, "the image"
-        if not _is_picture(source):
-            data, what = _file_of(source)
-            if (known := _known(hashlib.sha256(data).hexdigest())) is not None:
-                return known
-            picture = _opened(data, what)
-            if _is_plain(picture):
-                return cls.kept(data, picture.width, picture.height)
-        picture = _rgb(picture, what)
-        written = io.BytesIO()
-        picture.save(written, "PNG")
-        return cls.kept(written.getvalue(), picture.width, picture.height)
+        if _is_picture(source):
+            return _written(source, "the image")
+        data, what = _file_of(source)
+        digest = hashlib.sha256(data).hexdigest()
+        if (known := _known(digest)) is not None:
+            return known
+        picture = _opened(data, what)
+        if _is_plain(picture):
+            return cls.kept(data, picture.width, picture.height)
+        made = _written(picture, what)
+        with _lock:
+            _images[digest] = made  # programs send a screenshot again with each call
+        return made
 
     @classmethod
     def kept(cls, data: bytes, width: int, height: int) -> Image:
@@ -152,6 +153,7 @@ def placement_flaw(images: Sequence[ImagePlace], num_tokens: int) -> str | None:
 
 
 _images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
+"""By their digests, and by those of the files that they were converted from."""
 _lock = threading.Lock()
 
 
@@ -255,6 +257,14 @@ def _orientation(picture: Picture) -> int | None:
         return picture.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001 - Pillow's reader of damaged data raises almost anything
         return None
+
+
+def _written(picture: Picture, what: str) -> Image:
+    """As a PNG of RGB pixels."""
+    picture = _rgb(picture, what)
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return Image.kept(written.getvalue(), picture.width, picture.height)
 
 
 def _rgb(picture: Picture, what: str) -> Picture:

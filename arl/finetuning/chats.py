@@ -164,6 +164,7 @@ class _Reader:
                 prompt = _seen(row, prompt)
                 found = self._answered(prompt, completion, "completion", _tools(row), "branch")
             case {"text": str(text)}:
+                _check_shows_all(row)
                 found = [self._plain("", text)]
             case _:
                 raise _unknown(row, "`messages`, or `prompt` and `completion`, or `text`")
@@ -245,6 +246,14 @@ def _seen(row: Example, prompt: Any) -> Any:
     if all(row.get(name) is None for name in IMAGE_COLUMNS):
         return prompt
     return with_images(row, _messages("prompt", prompt, "user"))
+
+
+def _check_shows_all(row: Example) -> None:
+    if column := next((name for name in IMAGE_COLUMNS if row.get(name) is not None), None):
+        raise DatasetError(
+            f"it has `text`, which shows no images, and `{column}`; give `messages` or a `prompt` for the images, or "
+            "rename the column with columns="
+        )
 
 
 def _messages(name: str, given: Any, role: str | None = None) -> list[Message]:

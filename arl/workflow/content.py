@@ -19,6 +19,8 @@ Content = str | list[dict[str, Any]]
 
 _SOURCES = ("image", "image_url", "url", "path", "base64", "source")
 """Fields of a part that hold its image: transformers', OpenAI's and Anthropic's."""
+_SHOWN = ("image", "image_url", "base64", "video", "video_url", "audio", "audio_url", "input_audio", "file")
+"""Fields that hold what can be shown. A text may come from a `url`, a `path` or a `source`; these have no text."""
 _BESIDE = {"type", "text", "detail", "cache_control"}
 """Fields beside it that change nothing of what the model sees."""
 
@@ -65,7 +67,12 @@ def holds_image(message: Mapping[str, Any]) -> bool:
     """Whether its content has an image, read or not."""
     content = message.get("content")
     parts = cast("Sequence[Any]", content) if isinstance(content, list | tuple) else ()
-    return any(isinstance(part, Mapping) and any(part.get(name) is not None for name in _SOURCES) for part in parts)
+    return any(isinstance(part, Mapping) and not _is_text(part) and has_source(part) for part in parts)
+
+
+def has_source(part: Mapping[str, Any]) -> bool:
+    """Whether one of its fields can hold an image."""
+    return any(part.get(name) is not None for name in _SOURCES)
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
@@ -88,6 +95,10 @@ def image_part(image: Image) -> dict[str, Any]:
     return {"type": "image", "image": image}
 
 
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str) and part.get("type") not in ("image", "image_url")
+
+
 def _part(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return text_part(part)
@@ -95,7 +106,12 @@ def _part(part: Any) -> dict[str, Any]:
         raise ModelError(f"a message's content has a part of type {type(part).__name__!r}; it must be text or an image")
     given = {name: value for name, value in cast("Mapping[str, Any]", part).items() if value is not None}
     kind = given.get("type")
-    if isinstance(given.get("text"), str) and kind not in ("image", "image_url"):
+    if _is_text(given):
+        if beside := [name for name in _SHOWN if name in given]:
+            raise ModelError(
+                f"a part of a message's content has text and {' and '.join(beside)}; the model sees one after the "
+                "other, so give each a part of its own"
+            )
         return text_part(given["text"])
     sources = [name for name in _SOURCES if name in given]
     if kind not in ("image", "image_url", None) or not (sources or kind):

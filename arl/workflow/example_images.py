@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from arl.api.errors import DatasetError, ImageError
 from arl.api.images import Image
-from arl.workflow.content import holds_image, image_part, text_part
+from arl.workflow.content import has_source, holds_image, image_part, text_part
 from arl.workflow.messages import Message
 
 IMAGE_COLUMNS = ("images", "image")
@@ -31,9 +31,14 @@ def with_images(
     """
     column = next((name for name in columns if data.get(name) is not None), None)
     sources = [] if column is None else _listed(data[column])
-    if not sources or any(map(holds_image, messages)):
-        return list(messages)
     about = f"the example that begins {_begin_of(messages)!r}"
+    if not sources or any(map(holds_image, messages)):
+        if any(_is_place(part) and not has_source(part) for message in messages for part in _parts(message)):
+            raise DatasetError(
+                f"{about} has a part of type image without an image, and no image for it in "
+                f"{' or '.join(map(repr, columns)) or 'a column (image_columns is empty)'}; give each place its image"
+            )
+        return list(messages)
     images = [_read(source, f"image {number} of {about} (column {column!r})") for number, source in enumerate(sources)]
     if not (num_places := sum(map(_num_places, messages))):
         return _before_text(messages, images)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from arl.api.errors import ArlError, ConfigError, ImageError, ServerError, ToolError, first_error
 from arl.api.images import Image
 from arl.api.installing import install_command
+from arl.rewards.threads import THREADS
 from arl.workflow.tools import Tool
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class _Connection:
         if not self._images or all(part.type != "image" for part in result.content):
             return _text_of(result)
         try:
-            return [_image_of(part) if part.type == "image" else _text_of_part(part) for part in result.content]
+            return await THREADS.acall(lambda: _seen_of(result))
         except ImageError as error:
             raise ImageError(f"{self._name} returned an image from {tool} that cannot be shown: {error}") from error
 
@@ -307,6 +308,10 @@ def _text_of_part(part: ContentBlock) -> str:
         case "resource":
             text = getattr(part.resource, "text", None)
             return text if text is not None else f"[resource {part.resource.uri}, no text]"
+
+
+def _seen_of(result: CallToolResult) -> list[str | Image]:
+    return [_image_of(part) if part.type == "image" else _text_of_part(part) for part in result.content]
 
 
 def _image_of(part: ImageContent) -> Image:

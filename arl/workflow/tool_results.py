@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -18,15 +18,48 @@ from arl.workflow.content import Content, image_part, text_part
 def content_of_result(result: object, tool: str) -> Content:
     """A tool's result for the model: an Image or a PIL image, a list in which there are some, or text as by `text_of`.
 
-    Raises ImageError, with the tool's name, for an image that cannot be shown.
+    Raises ImageError, with the tool's name, for an image that cannot be shown, or that lies deeper.
     """
-    items = cast("list[object]", list(result)) if isinstance(result, list | tuple) else [result]
-    if not any(map(_is_image, items)):
+    items = _items(result)
+    if any(_hides_image(item) for item in items):
+        raise ImageError(
+            f"the tool {tool} returned an image within a {type(result).__name__}, of which the model would read the "
+            "text alone; return the image itself, or a list of texts and images"
+        )
+    if not has_images(result):
         return text_of(result)
     try:
         return [image_part(Image.of(item)) if _is_image(item) else text_part(text_of(item)) for item in items]
     except ImageError as error:
         raise ImageError(f"the tool {tool} returned an image that cannot be shown: {error}") from error
+
+
+def has_images(result: object) -> bool:
+    """Whether it is an image, or a list with images."""
+    return any(map(_is_image, _items(result)))
+
+
+def _items(result: object) -> list[object]:
+    return cast("list[object]", list(result)) if isinstance(result, list | tuple) else [result]
+
+
+def _hides_image(item: object) -> bool:
+    """Whether an image lies within it."""
+    match item:
+        case str() | bytes() | int() | float() | None | Image():
+            return False
+        case Mapping():
+            inner = list(cast("Mapping[object, object]", item).values())
+        case list() | tuple() | set() | frozenset():
+            inner = list(cast("Sequence[object]", item))
+        case _ if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            inner = [getattr(item, field.name) for field in dataclasses.fields(item)]
+        case _:
+            return False
+    try:
+        return any(_is_image(one) or _hides_image(one) for one in inner)
+    except RecursionError:  # circular
+        return False
 
 
 def cut_content(content: Content, max_chars: int) -> Content:

@@ -23,7 +23,7 @@ from arl.api.events import EPISODE, ToolEnded, short
 from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall
 from arl.workflow.content import Content
-from arl.workflow.tool_results import content_of_result, cut, cut_content
+from arl.workflow.tool_results import content_of_result, cut, cut_content, has_images
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
 
 log = logging.getLogger(__name__)
@@ -126,14 +126,20 @@ class Tool:
 
     async def _acall(self, call: Callable[[], Any], timeout_s: float) -> Content:
         if _is_async(self.function):
-            return content_of_result(await _within(call, timeout_s), self.name)
+            return await self._acontent(await _within(call, timeout_s))
         try:
             result = await THREADS.acall(lambda: self._unless_awaitable(call()), timeout_s)
         except CallTimeoutError as error:
             raise ToolError(str(error)) from None
         if not inspect.isawaitable(result):
             return result
-        return content_of_result(await _within(lambda: result, timeout_s), self.name)
+        return await self._acontent(await _within(lambda: result, timeout_s))
+
+    async def _acontent(self, result: Any) -> Content:
+        """An async tool's result for the model. Images are read on a thread, as that may take long."""
+        if not has_images(result):
+            return content_of_result(result, self.name)
+        return await THREADS.acall(lambda: content_of_result(result, self.name))
 
     def _unless_awaitable(self, result: Any) -> Any:
         """A result for the model, made in the tool's thread since it may take long. The event loop awaits an awaitable

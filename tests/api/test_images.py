@@ -38,6 +38,15 @@ def test_a_path_a_data_url_bytes_and_a_datasets_cell_are_one_object(tmp_path: Pa
     assert (image.width, image.height, image.data_url) == (5, 3, url)
 
 
+def test_a_file_is_converted_once_while_its_image_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs send a screenshot again with each call, and screenshots are often RGBA."""
+    data = file_of(picture("RGBA"))
+    image = Image.of(data)
+    assert image.data != data
+    monkeypatch.setattr("arl.api.images._opened", None)
+    assert Image.of(data) is image
+
+
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
 def test_a_file_of_rgb_pixels_stays_as_it_is(format: str) -> None:
     data = file_of(picture(), format)

@@ -62,6 +62,7 @@ def test_images_of_a_column_go_to_their_places() -> None:
     [
         ({"messages": [asking({"type": "image", "path": "/no/such.png"}), said("a")]}, "row 0: cannot read the image"),
         ({"messages": [asking("<image><image>"), said("a")], "image": SMALL}, "row 0: .* has 1 images .* 2 places"),
+        ({"text": "<image> a cat", "image": SMALL}, "row 0: it has `text`, which shows no images, and `image`"),
     ],
 )
 def test_a_row_whose_images_do_not_fit_is_named(row: dict[str, Any], reason: str) -> None:

@@ -11,7 +11,7 @@ from sighted import noise
 
 from arl.api.errors import ImageError, ModelError
 from arl.api.images import Image
-from arl.workflow.content import content_of, image_part, images_in, text_part, with_read_images
+from arl.workflow.content import content_of, holds_image, image_part, images_in, text_part, with_read_images
 from arl.workflow.messages import HistoryKeys, history_key, normalised
 
 PICTURE = noise(20, 16, 0)
@@ -92,6 +92,12 @@ def test_a_message_without_images_stays_as_it_is() -> None:
     assert images_in([with_read_images(said(TEXT, {"image": PICTURE.data_url}))]) == [PICTURE]
 
 
+def test_where_a_text_comes_from_is_no_image() -> None:
+    message = said({"type": "text", "text": "a", "source": "a.txt"}, {"text": "b", "url": "https://a.test"})
+    assert not holds_image(message)
+    assert content_of(message) == "a\nb"
+
+
 def damaged() -> bytes:
     file = io.BytesIO()
     Pictures.new("RGB", (64, 64)).save(file, "JPEG")
@@ -115,6 +121,8 @@ def damaged() -> bytes:
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, ImageError, "source is of type 'file'"),
         ({"type": "video", "video": "a.mp4"}, ModelError, "part of type 'video'; only text and images"),
         ({"type": "input_audio", "input_audio": {}}, ModelError, "part of type 'input_audio'"),
+        ({"type": "text", "text": "a", "image": PICTURE}, ModelError, "has text and image; the model sees one after"),
+        ({"text": "a", "video": "a.mp4"}, ModelError, "has text and video"),
         ({}, ModelError, "part of type None"),
         (3, ModelError, "part of type 'int'"),
     ],

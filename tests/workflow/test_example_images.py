@@ -32,10 +32,14 @@ def agent(tokenizer: Any = SEEING, **fields: Any) -> SingleTurnWorkflow:
     return SingleTurnWorkflow(tokenizer, InlineReward(likes_all), **fields)
 
 
-def asked(*parts: Image | str) -> list[Any]:
-    return [
-        {"role": "user", "content": [image_part(p) if isinstance(p, Image) else text_part(p) for p in parts]},
-    ]
+def asked(*parts: Image | str | dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": [*map(part_of, parts)]}]
+
+
+def part_of(given: Image | str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    return image_part(given) if isinstance(given, Image) else text_part(given)
 
 
 FOUR_FORMS = [SMALL, SMALL.picture(), {"bytes": SMALL.data, "path": None}, SMALL.data_url]
@@ -94,6 +98,11 @@ def test_markers_without_images_are_text_and_messages_with_images_stay() -> None
             "image 1 of the example that begins",
         ),
         ({"question": "?", "image": np.zeros((4, 4, 3), np.uint8)}, ImageError, "an image is of type ndarray"),
+        (
+            {"messages": asked("what?", {"type": "image"})},
+            DatasetError,
+            "begins 'what.' has a part of type image w",
+        ),
         ({"messages": [{"role": "system", "content": "a"}], "image": SMALL}, DatasetError, "no message of a user"),
     ],
 )

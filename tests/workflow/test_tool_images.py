@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from arl.workflow.call_formats import HERMES, ParsedAnswer, ToolCall
 from arl.workflow.content import image_part, text_part
 from arl.workflow.team import Member, Team, TeamSettings
 from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tool_results import content_of_result
 from arl.workflow.tools import Tool, ToolLimits, arun_tools
 
 SEES = seeing("qwen3_vl")
@@ -70,6 +72,28 @@ async def test_a_result_has_its_texts_and_images(tool: Any, arguments: dict[str,
     (result,) = await arun_tools([ToolCall(name=tool.__name__, arguments=arguments)], [Tool.of(tool)])
     assert (result.content, result.failure) == (content, None)
     assert result.message["content"] == content
+
+
+@pytest.mark.parametrize("tool", [screenshot, awaited])
+async def test_images_of_async_tools_are_read_beside_the_event_loop(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = list[bool]()
+    monkeypatch.setattr(Image, "of", lambda given: readers.append(current_thread() is main_thread()) or given)
+    await arun_tools([ToolCall(name=tool.__name__, arguments={})], [Tool.of(tool)])
+    assert readers == [False]
+
+
+@dataclass
+class Shot:
+    image: Any
+
+
+@pytest.mark.parametrize(
+    "result", [{"image": SMALL}, [["a", RED]], Shot(TALL), {"page": [{"image": Pictures.new("RGB", (8, 8))}]}]
+)
+def test_an_image_that_lies_deeper_in_a_result_is_an_error(result: Any) -> None:
+    """Else the model would read the text of its file."""
+    with pytest.raises(ImageError, match="the tool look returned an image within a"):
+        content_of_result(result, "look")
 
 
 async def test_texts_beside_images_are_cut_together() -> None:

@@ -429,7 +429,7 @@ class CountRequest(MessagesRequest):
 
 
 async def _count(exchange: Exchange) -> web.StreamResponse:
-    wire = exchange.understood(lambda exchange: _read(exchange, exchange.parsed(CountRequest)))
+    wire = await exchange.understood(lambda exchange: _read(exchange, exchange.parsed(CountRequest)))
     return await exchange.respond({"input_tokens": await exchange.session.anum_prompt_tokens(exchange.role, wire.call)})
 
 

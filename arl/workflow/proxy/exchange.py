@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -29,6 +30,9 @@ from arl.workflow.proxy.session import EpisodeSession
 KEEP_ALIVE_S = 10.0
 """Seconds between two comments in a stream that still waits for its answer."""
 _KEEP_ALIVE = ": the model is answering\n\n"
+_OF_IMAGES = b"base64"
+"""Every body with images has this word. To read an image may take half a second, so a thread does."""
+_READING = ThreadPoolExecutor(4, "arl-calls")
 
 
 B = TypeVar("B", bound=RequestBody)
@@ -80,11 +84,13 @@ class Exchange:
         """The body. Raises BodyError."""
         return validated(model, self.content)
 
-    def understood(self, read: Callable[[Exchange], W]) -> W:
+    async def understood(self, read: Callable[[Exchange], W]) -> W:
         """What `read` makes of the body, without the fields that the endpoint may ignore as it cannot honour them."""
         while True:
             try:
-                return read(self)
+                if _OF_IMAGES not in self.body:
+                    return read(self)
+                return await asyncio.get_running_loop().run_in_executor(_READING, read, self)
             except BodyError as error:
                 if not self._is_ignored(error):
                     raise
@@ -111,7 +117,7 @@ class Exchange:
 
     async def complete(self, read: Callable[[Exchange], Wire]) -> web.StreamResponse:
         """Answer a call of the model. Forget answers that nobody took, or that the program asks for again."""
-        session, wire = self.session, self.understood(read)
+        session, wire = self.session, await self.understood(read)
         key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
         is_repeated = self.request.headers.get("x-stainless-retry-count", "0") != "0"  # as both SDKs say
         if is_repeated and (unread := session.repeats.unread(key)):
@@ -142,7 +148,7 @@ class Exchange:
             except BodyError as error:
                 if not self._is_ignored(error):
                     raise
-                wire = self.understood(read)
+                wire = await self.understood(read)
 
     async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
         """Answer with an error, in the stream if one has begun. It tells SDKs that another try would change nothing."""

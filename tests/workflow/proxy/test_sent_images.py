@@ -1,6 +1,7 @@
 """Images in calls of every protocol, sent with its own SDK: seen by the model, or refused by their place."""
 
 import base64
+import threading
 from typing import Any
 
 import pytest
@@ -95,6 +96,18 @@ async def test_the_model_sees_images_of_users_and_of_tools(protocol: str, fields
     (made,) = session.trajectories(1.0)
     assert [placed.image for placed in made.images] == images == [SMALL, TALL]
     assert made.images == engine.requests[0].images
+
+
+@pytest.mark.parametrize(("protocol", "fields"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
+async def test_images_are_read_beside_the_event_loop(
+    protocol: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = set[str]()
+    monkeypatch.setattr(Image, "of", lambda url: readers.add(threading.current_thread().name) or SMALL)
+    _, answer, _ = await asked(protocol, ScriptedEngine.saying(SEES, "a cat"), tokenizer=SEES, tools=[], **fields)
+    assert answer is not None
+    assert readers
+    assert threading.main_thread().name not in readers
 
 
 def user(*parts: Any) -> dict[str, Any]:
