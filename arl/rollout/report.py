@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +26,7 @@ from arl.api.events import (
     short_names,
     timestamp,
 )
+from arl.api.images import Image
 from arl.api.token_records import Fate
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
 from arl.rollout.token_ledger import TokenLedger
@@ -38,6 +41,8 @@ _LONGEST = 2000
 """Characters of an example's column, or of an error's message, that the event log holds."""
 _LONGEST_EXAMPLE = 20_000
 """Characters of all its columns."""
+_MARK = re.compile(r"<image [\dx, ]+(bytes)?>")
+"""What stands for an image."""
 MORE_COLUMNS = "..."
 """Beside the columns of an example that `shown` gives: it has more."""
 
@@ -57,8 +62,8 @@ def shown(example: Any) -> dict[str, Any]:
 
 
 def is_cut(column: object) -> bool:
-    """Whether `shown` gave only the beginning of this column."""
-    return isinstance(column, str) and len(column) > _LONGEST
+    """Whether `shown` gave only the beginning of this column, or a mark in the place of an image."""
+    return isinstance(column, str) and (len(column) > _LONGEST or _MARK.fullmatch(column) is not None)
 
 
 def told(error: Exception) -> str:
@@ -86,8 +91,32 @@ def _shown(value: Any) -> Any:
     return _cut(text)
 
 
+class _ImageMark:
+    """Stands for an image in an example."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __repr__(self) -> str:
+        return f"<image {self._what}>"
+
+
+def _mark_of(value: Any) -> _ImageMark | None:
+    """None for anything that is no image. PIL is not loaded for it."""
+    if isinstance(value, Image):
+        return _ImageMark(f"{value.width}x{value.height}, {len(value.data):,} bytes")
+    if isinstance(value, bytes | bytearray):
+        is_file = value.startswith((b"\x89PNG", b"\xff\xd8\xff")) or (value[:4], value[8:12]) == (b"RIFF", b"WEBP")
+        return _ImageMark(f"{len(value):,} bytes") if is_file else None
+    if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
+        return _ImageMark(f"{value.width}x{value.height}")
+    return None
+
+
 def _beginning(value: Any, left: Iterator[int]) -> Any:
     """As much of a large value as is shown, because the event loop waits for its repr. left: ends what it contains."""
+    if (mark := _mark_of(value)) is not None:
+        return mark
     if isinstance(value, str | bytes | bytearray):
         return value[: _LONGEST + 1]
     if type(value) is dict:

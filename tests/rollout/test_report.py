@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image as Pictures
 from records import trajectory
 
 from arl.api.config import EventsConfig
 from arl.api.engine import Sampler
 from arl.api.errors import TrajectoryError
 from arl.api.events import EPISODE, EpisodeContext, RewardEnded, ToolEnded
+from arl.api.images import Image
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory, TurnSpan
 from arl.api.workflow import RolloutWorkflow
@@ -22,7 +24,7 @@ from arl.eventlog.writer import EventLog
 from arl.rewards.score import Score, reported
 from arl.rollout.controller import EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.report import EpisodeReport, shown
+from arl.rollout.report import EpisodeReport, is_cut, shown
 from arl.view.episode_table import row_of
 from arl.workflow.call_formats import ToolCall
 from arl.workflow.tools import arun_tools
@@ -198,6 +200,30 @@ class Counted:
 def test_an_examples_values_are_shown_as_they_are_and_long_ones_cut(value: object, is_shown_as: object):
     assert shown({"column": value}) == {"column": is_shown_as}
     assert shown(value) == {"": is_shown_as} or isinstance(value, dict)
+
+
+PICTURE = Pictures.new("RGB", (48, 24), "red")
+FILE = Image.of(PICTURE).data
+
+
+@pytest.mark.parametrize(
+    ("value", "is_shown_as"),
+    [
+        (PICTURE, "<image 48x24>"),
+        (Image.of(PICTURE), f"<image 48x24, {len(FILE)} bytes>"),
+        (FILE, f"<image {len(FILE)} bytes>"),
+        (FILE + bytes(5000), f"<image {len(FILE) + 5000:,} bytes>"),
+        ({"bytes": FILE, "path": None}, f"{{'bytes': <image {len(FILE)} bytes>, 'path': None}}"),
+        ([PICTURE, PICTURE], "[<image 48x24>, <image 48x24>]"),
+    ],
+    ids=("picture", "image", "file", "large file", "row", "list"),
+)
+def test_an_image_of_an_example_is_shown_by_its_size_and_a_reward_does_not_take_that_for_the_image(
+    value: object, is_shown_as: str
+) -> None:
+    assert shown({"image": value}) == {"image": is_shown_as}
+    assert is_cut(is_shown_as) == is_shown_as.startswith("<image")
+    assert not is_cut("<image> and <image>")
 
 
 def test_of_a_huge_value_only_the_beginning_is_looked_at():

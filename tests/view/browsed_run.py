@@ -49,6 +49,10 @@ class BrowsedRun:
     def num_failed(self) -> int:
         return self.version * GROUPS // 2
 
+    def flush(self) -> bool:
+        """Whether what was logged is on the disk."""
+        return self._log.flush()
+
     def begin(self, episode: str) -> None:
         """Of the next step; it has not ended."""
         self._log.emit(EpisodeBegan(t=self._began, episode=episode))

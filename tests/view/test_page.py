@@ -46,6 +46,7 @@ async def browser() -> AsyncIterator[Browser]:
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BrowsedRun]:
     with browsed_run(tmp_path_factory.mktemp("runs") / "adder") as run:
         run.train(STEPS)
+        assert run.flush()
         yield run
 
 
