@@ -1,8 +1,8 @@
-"""Refuses trajectories that train tokens without what their responses say of them: kept ids, routes."""
+"""Refuses trajectories that train tokens without what they were sampled with: kept ids, routes, images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from arl.api.errors import TrajectoryError
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
@@ -22,8 +22,6 @@ def check_trajectory(trajectory: Trajectory, responses: Sequence[ModelResponse])
 
     responses: of its episode, those with kept ids or routes. One is found by its ids and logprobs, wherever it begins.
     """
-    import numpy as np
-
     if trajectory.routes is None and trajectory.num_trained_tokens and any(r.routes is not None for r in responses):
         raise TrajectoryError(
             "arun_episode returned a trajectory without the routes of its responses: training would use other experts "
@@ -38,17 +36,49 @@ def check_trajectory(trajectory: Trajectory, responses: Sequence[ModelResponse])
     for response in responses:
         if response.kept_ids is None:
             continue
-        ids, logprobs = np.array(response.output_ids, np.int32), np.array(response.output_logprobs, np.float32)
         is_constrained = response.kept_ids.index >= 0
-        begins = (trajectory.token_ids == ids[0]) & (trajectory.behavior_logprobs == logprobs[0])
-        for start in begins.nonzero()[0].tolist():
-            seen = slice(start, start + len(ids))
-            n = len(trajectory.token_ids[seen])
-            is_it = (trajectory.token_ids[seen] == ids[:n]) & (trajectory.behavior_logprobs[seen] == logprobs[:n])
-            if is_it.all() and (is_bare[seen] & is_constrained[:n]).any():
+        for start, stop in _places(response, trajectory):
+            if (is_bare[start:stop] & is_constrained[: stop - start]).any():
                 raise TrajectoryError(
                     f"arun_episode returned a trajectory whose tokens from {start} on were sampled under a grammar, "
                     "top_p, top_k or min_p, but without their kept_ids: training would compute other logprobs than the "
                     "sampler did; after n tokens of a prompt, pass "
                     "kept_ids=response.kept_ids.joined([n, response.kept_ids])"
                 )
+
+
+def check_images(trajectory: Trajectory, seen: Sequence[tuple[ModelRequest, ModelResponse]]) -> None:
+    """Raise TrajectoryError if the trajectory trains a response after its request's tokens, but not its images.
+
+    seen: of its episode, the requests with images, and their responses, which have tokens.
+    """
+    for request, response in seen:
+        prompt = [*request.input_ids]
+        for start, stop in _places(response, trajectory):
+            first = start - len(prompt)
+            is_trained = trajectory.loss_mask[start:stop].any()
+            if first < 0 or not is_trained or trajectory.token_ids[first:start].tolist() != prompt:
+                continue
+            wanted = [(one.image, first + one.start, first + one.stop) for one in request.images]
+            found = [(one.image, one.start, one.stop) for one in trajectory.images if first <= one.start < start]
+            if found != wanted:
+                raise TrajectoryError(
+                    f"arun_episode returned a trajectory whose tokens from {start} on were sampled with "
+                    "images in view, but without all of these in their places: training would compute "
+                    "other logprobs than the sampler did; pass images=request.images for a prompt and its response, or "
+                    "let arl.Conversation make the trajectories"
+                )
+
+
+def _places(response: ModelResponse, trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    """Where the response's tokens lie: [start, stop), which may be cut at the trajectory's end."""
+    import numpy as np
+
+    ids, logprobs = np.array(response.output_ids, np.int32), np.array(response.output_logprobs, np.float32)
+    begins = (trajectory.token_ids == ids[0]) & (trajectory.behavior_logprobs == logprobs[0])
+    for start in begins.nonzero()[0].tolist():
+        place = slice(start, start + len(ids))
+        n = len(trajectory.token_ids[place])
+        is_it = (trajectory.token_ids[place] == ids[:n]) & (trajectory.behavior_logprobs[place] == logprobs[:n])
+        if is_it.all():
+            yield start, start + n

@@ -21,7 +21,7 @@ from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RoleError
 from arl.api.events import NOWHERE, Events
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.constrained import check_response, check_trajectory
+from arl.rollout.constrained import check_images, check_response, check_trajectory
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.report import EpisodeReport
 from arl.rollout.token_ledger import TokenLedger
@@ -111,8 +111,8 @@ class Pulse:
 
 
 class _Felt:
-    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids or routes. asked:
-    gets the roles of the requests."""
+    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids or routes. seen:
+    gets requests with images and their answers. asked: gets the roles of the requests."""
 
     def __init__(
         self,
@@ -120,8 +120,10 @@ class _Felt:
         pulse: Pulse,
         report: EpisodeReport | None,
         constrained: list[ModelResponse],
+        seen: list[tuple[ModelRequest, ModelResponse]],
         asked: set[str],
     ) -> None:
+        self._seen = seen
         self._asked = asked
         self._engine = engine
         self._pulse = pulse
@@ -143,6 +145,8 @@ class _Felt:
         check_response(request, response)
         if response.output_ids and not (response.kept_ids is None and response.routes is None):
             self._constrained.append(response)
+        if response.output_ids and request.images:
+            self._seen.append((request, response))
         return response
 
 
@@ -236,8 +240,9 @@ class EpisodeRunner:
         CLOCK.set(clock)
         limit = clock.begin()
         constrained: list[ModelResponse] = []
+        seen: list[tuple[ModelRequest, ModelResponse]] = []
         asked = set[str]()
-        felt = _Felt(sampler, self.pulse, report, constrained, asked)
+        felt = _Felt(sampler, self.pulse, report, constrained, seen, asked)
         try:
             async with limit:
                 returned: object = await self.workflow.arun_episode(felt, example)
@@ -245,6 +250,8 @@ class EpisodeRunner:
             self._check(trajectories, oldest_allowed, asked)
             for trajectory in trajectories if constrained else ():
                 check_trajectory(trajectory, constrained)
+            for trajectory in trajectories if seen else ():
+                check_images(trajectory, seen)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
                 del limit  # it has the task, which keeps the error, which keeps this frame: a circle for the collector

@@ -17,6 +17,7 @@ from arl.api.engine import ModelLimits, Sampler
 from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ArlError, TrajectoryError, first_error
 from arl.api.grammar import Grammar
+from arl.api.images import Image, PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.scripted import ScriptedEngine
@@ -393,6 +394,40 @@ def test_a_response_under_a_grammar_is_not_trained_without_its_kept_ids() -> Non
         error = by_hand(flawed).error
         assert isinstance(error, TrajectoryError)
         assert "tokens from 4 on were sampled under a grammar, top_p, top_k or min_p, but without" in str(error)
+
+
+PHOTO = PlacedImage(image=Image.kept(b"\x89PNG", 4, 2), start=1, stop=3)
+LATER = replace(PHOTO, start=4, stop=6)
+
+
+class Photographed(RolloutWorkflow):
+    """One response to a prompt with an image, made into a trajectory by hand, whose prompt may begin later."""
+
+    def __init__(self, *images: PlacedImage, offset: int = 0, mask: tuple[int, int] = (1, 1), start: int = 1) -> None:
+        self.images, self.offset, self.mask, self.start = images, offset, mask, start
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        response = await engine.agenerate(ModelRequest(input_ids=(self.start, 9, 9, 2), images=(PHOTO,)))
+        given = 4 + self.offset
+        return Trajectory(
+            token_ids=(*[7] * self.offset, 1, 9, 9, 2, *response.output_ids),
+            loss_mask=(*[0] * given, *self.mask),
+            behavior_logprobs=(*[0.0] * given, *response.output_logprobs),
+            versions=(*[-1] * given, 0, 0),
+            reward=1.0,
+            images=self.images,
+        )
+
+
+def test_a_response_to_images_is_not_trained_without_them() -> None:
+    """Nor with others, nor with the same elsewhere: the trainer would see another prompt than the sampler."""
+    other = replace(PHOTO, image=Image.kept(b"\x89PNG2", 4, 2))
+    for right in (Photographed(PHOTO), Photographed(LATER, offset=3), Photographed(mask=(0, 0)), Photographed(start=8)):
+        assert by_hand(right).is_finished
+    for flawed in (Photographed(), Photographed(other), Photographed(PHOTO, offset=3), Photographed(mask=(0, 1))):
+        error = by_hand(flawed).error
+        assert isinstance(error, TrajectoryError)
+        assert "were sampled with images in view, but without all of these in their places" in str(error)
 
 
 def test_responses_with_routes_are_not_trained_without_them() -> None:
