@@ -52,7 +52,7 @@ async def open_policy_engines(
         transports[name] = await thread(weight_transport, own, learners.engine.of[name], servers)
         stack.callback(transports[name].close)
     first = next(iter(opened.values()))
-    engine, transport = PolicyEngine(engines, roles), PolicyTransport(transports)
+    engine, transport = PolicyEngine(engines, roles, are_shared=shares_servers(config)), PolicyTransport(transports)
     return learners, Engines(engine, first, transport=transport, policies=opened)
 
 

@@ -21,6 +21,13 @@ from arl.training.weight_probe import CheckedEngine
 
 ResultT = TypeVar("ResultT")
 
+_OF_SHARED: Mapping[str, Callable[[list[float]], float]] = {
+    "servers/serving": min,
+    "servers/fenced": max,
+    "servers/generated_tokens": max,
+}
+"""Metric of servers that policies share -> its value, from what the engine of each says."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
@@ -48,11 +55,12 @@ class PolicyUpdate:
 
 
 class PolicyEngine:
-    """An InferenceEngine over those of several policies."""
+    """An InferenceEngine over those of several policies. are_shared: all of these have the same servers."""
 
-    def __init__(self, of: Mapping[str, InferenceEngine], roles: PolicyRoles) -> None:
+    def __init__(self, of: Mapping[str, InferenceEngine], roles: PolicyRoles, *, are_shared: bool = False) -> None:
         self.of = of
         self._roles = roles
+        self._counted: Mapping[str, Callable[[list[float]], float]] = _OF_SHARED if are_shared else {}
 
     @property
     def version(self) -> int:
@@ -73,10 +81,10 @@ class PolicyEngine:
         return _costs(await each(self.of, lambda name: self.of[name].update_weights(own[name])))
 
     def counters(self) -> dict[str, float]:
-        """Sums over the policies' servers."""
+        """Sums over the policies; what each of them says of the same servers counts once."""
         found = [engine.counters() for engine in self.of.values()]
         names = dict.fromkeys(name for own in found for name in own)
-        return {name: sum(own.get(name, 0.0) for own in found) for name in names}
+        return {name: self._counted.get(name, sum)([own[name] for own in found if name in own]) for name in names}
 
     def wants_probe(self, version: int) -> bool:
         return any(isinstance(engine, CheckedEngine) and engine.wants_probe(version) for engine in self.of.values())

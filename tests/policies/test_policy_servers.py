@@ -119,3 +119,20 @@ async def test_pauses_and_counts_are_of_all_policies() -> None:
         one.counters = lambda number=number: {"servers/serving": number}  # type: ignore[method-assign]
     assert engine.counters() == {"servers/serving": 3}
     await engine.aclose()
+
+
+def test_servers_that_policies_share_count_once() -> None:
+    """Each client of a server tells all that the server did, and its own failures."""
+    of = engines()
+    told = [
+        {"servers/serving": 2, "servers/fenced": 0, "servers/generated_tokens": 90, "servers/failed_requests": 1},
+        {"servers/serving": 1, "servers/fenced": 1, "servers/generated_tokens": 95, "servers/failed_requests": 2},
+    ]
+    for one, numbers in zip(of.values(), told, strict=True):
+        one.counters = lambda numbers=numbers: numbers  # type: ignore[method-assign]
+    assert PolicyEngine(of, ROLES, are_shared=True).counters() == {
+        "servers/serving": 1,
+        "servers/fenced": 1,
+        "servers/generated_tokens": 95,
+        "servers/failed_requests": 3,
+    }
