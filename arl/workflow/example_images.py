@@ -26,21 +26,22 @@ def with_images(
     """The messages of an example, with its images in their places, which nothing else may be.
 
     columns: the first of these that the example has holds an image or a list of images, as Image.of takes them.
-    Messages that have images of their own stay as they are. Raises DatasetError if there are fewer or more places than
-    images, and ImageError, both with the example's text.
+    Messages without places that have images of their own stay as they are. Raises DatasetError if there are fewer or
+    more places than images, and ImageError, both with the example's text.
     """
     column = next((name for name in columns if data.get(name) is not None), None)
     sources = [] if column is None else _listed(data[column])
     about = f"the example that begins {_begin_of(messages)!r}"
-    if not sources or any(map(holds_image, messages)):
-        if any(_is_place(part) and not has_source(part) for message in messages for part in _parts(message)):
-            raise DatasetError(
-                f"{about} has a part of type image without an image, and no image for it in "
-                f"{' or '.join(map(repr, columns)) or 'a column (image_columns is empty)'}; give each place its image"
-            )
+    if not sources and any(_is_place(part) for message in messages for part in _parts(message)):
+        raise DatasetError(
+            f"{about} has a part of type image without an image, and no image for it in "
+            f"{' or '.join(map(repr, columns)) or 'a column (image_columns is empty)'}; give each place its image"
+        )
+    num_places = sum(map(_num_places, messages))
+    if not sources or (not num_places and any(map(holds_image, messages))):
         return list(messages)
     images = [_read(source, f"image {number} of {about} (column {column!r})") for number, source in enumerate(sources)]
-    if not (num_places := sum(map(_num_places, messages))):
+    if not num_places:
         return _before_text(messages, images)
     if num_places != len(images):
         raise DatasetError(
@@ -108,7 +109,7 @@ def _parts(message: Message) -> list[Any]:
 
 
 def _is_place(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+    return isinstance(part, Mapping) and part.get("type") == "image" and not has_source(part)
 
 
 def _text_of(part: Any) -> str | None:

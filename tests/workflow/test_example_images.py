@@ -59,6 +59,10 @@ PLACES: list[tuple[dict[str, Any], list[Any]]] = [
         asked(SMALL, "or ", WIDE, "?"),
     ),
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": None}] * 2}]}, asked(SMALL, WIDE)),
+    (
+        {"messages": asked("<image>?", SMALL, "<image>")},
+        asked(SMALL, "?", SMALL, WIDE),
+    ),
 ]
 
 
@@ -80,7 +84,7 @@ def test_what_an_assistant_said_has_no_places() -> None:
 def test_markers_without_images_are_text_and_messages_with_images_stay() -> None:
     for row in ({"question": "an <image> tag"}, {"question": "an <image> tag", "images": []}):
         assert agent().messages(row) == [{"role": "user", "content": "an <image> tag"}]
-    own = asked(WIDE, "<image>")
+    own = asked(WIDE, "what?")
     assert agent().messages({"messages": own, "images": [SMALL]}) == own
     assert agent(prompt=lambda data: own).messages({"image": SMALL}) == own
     assert agent(image_columns=()).messages({"question": "?", "image": 3}) == [{"role": "user", "content": "?"}]
@@ -92,6 +96,7 @@ def test_markers_without_images_are_text_and_messages_with_images_stay() -> None
     [
         ({"question": "<image>?", "images": [SMALL, WIDE]}, DatasetError, "begins '<image>.' has 2 images .* 1 places"),
         ({"question": "<image><image>", "image": SMALL}, DatasetError, "has 1 images .*, and 2 places"),
+        ({"messages": asked(WIDE, "<image><image>"), "image": SMALL}, DatasetError, "has 1 images .*, and 2 places"),
         (
             {"question": "how many?", "images": [SMALL, "/no/such.png"]},
             ImageError,
