@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -247,6 +248,14 @@ async def test_without_such_a_run_or_address_nothing_is_done(server: Server, com
     lock.take()
     said = await command("add", "http://127.0.0.1:9")
     assert "has not connected to its servers yet" in said.err
+    own = [command.run_dir / "policies" / name for name in ("author", "critic")]
+    for directory in own:
+        directory.mkdir(parents=True)
+        (directory / "servers.json").write_text("{}")
+    for action in ("list", "add"):
+        said = await command(action, *["http://127.0.0.1:9"] * (action != "list"))
+        assert f"give the directory of one: {own[0]}, {own[1]}" in said.err
+    shutil.rmtree(command.run_dir / "policies")
     lock.release()
     async with run_over(command.run_dir, server):
         said = await command("add", "10.0.0.5:30000")

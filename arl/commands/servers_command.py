@@ -101,7 +101,7 @@ def _list(options: argparse.Namespace) -> None:
     trains = _trains_now(options.run_dir)
     state = read_state(options.run_dir)
     if state is None:
-        raise RunFileError(f"the run in {options.run_dir} has not connected to its servers yet: no {STATE} is there")
+        raise RunFileError(_not_connected(options.run_dir))
     how = trains or f"no run trains here now; {_moment(state.at)} these were its servers"
     console = Console()
     if not console.is_terminal:
@@ -185,12 +185,22 @@ def _remove(options: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
+def _not_connected(run_dir: Path) -> str:
+    """Why a run has no state of its servers."""
+    if of_policies := sorted(str(state.parent) for state in run_dir.glob(f"policies/*/{STATE}")):
+        return (
+            f"the run in {run_dir} has several policies, each with servers of its own; give the directory of one: "
+            + ", ".join(of_policies)
+        )
+    return f"the run in {run_dir} has not connected to its servers yet: there is no {run_dir / STATE}"
+
+
 def _edit(options: argparse.Namespace, change: Callable[[EditedServers], None]) -> int | None:
     """Change the servers file. Returns when it was written, if the command is to wait for a run to follow it."""
     run_dir: Path = options.run_dir
     trains, state = _trains_now(run_dir), read_state(run_dir)
     if state is None:
-        raise ConfigError(f"the run in {run_dir} has not connected to its servers yet: there is no {run_dir / STATE}")
+        raise ConfigError(_not_connected(run_dir))
     if state.file is None:
         raise ConfigError(
             f"arl itself starts the servers of the run in {run_dir}, and engine.num_servers says how many; only "

@@ -46,12 +46,14 @@ def fitted(run_dir: str | Path) -> Costs:
     """Fit the costs of the run in `run_dir`, by the life that trained most steps.
 
     `Costs.measured` says what was seen, and in `notes` what could not be told apart, and how well the costs explain the
-    run. Raises RunFileError if there is no run, if it has no trained step or no episode that ended, or if servers and
-    trainer took turns.
+    run. Raises RunFileError if there is no run, if it has no trained step or no episode that ended, if servers and
+    trainer took turns, or if it trained several policies.
     """
     seen = RunLife.of(read_run(run_dir))
     if seen.setting("engine", "colocated"):
         raise RunFileError(f"in {run_dir} servers and trainer took turns (engine.colocated), which is not simulated")
+    if names := seen.setting("policies"):
+        raise RunFileError(f"{run_dir} trained several policies ({', '.join(names)}); a plan is for a run of one")
     workload = measured_workload(seen.run, seen.number, seen.calls, forwarded_share(seen.steps))
     if workload is None or not seen.servers:
         raise RunFileError(f"{run_dir} has no episode that ended and was answered by a server, to learn costs from")

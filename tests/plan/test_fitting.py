@@ -190,6 +190,12 @@ def test_a_run_that_trained_nothing_has_no_costs(tmp_path: Path):
         fitted(tmp_path)
 
 
+def test_a_run_of_several_policies_is_refused_by_their_names(tmp_path: Path):
+    MadeRun(known_costs()).write(tmp_path, policies={"author": {}, "critic": {}})
+    with pytest.raises(RunFileError, match=r"several policies \(author, critic\)"):
+        fitted(tmp_path)
+
+
 def test_a_resumed_run_is_fitted_by_the_life_that_trained_most(tmp_path: Path):
     MadeRun(known_costs(), steps=1).write(tmp_path)
     slow = known_costs(prefill=PrefillCosts(per_token_s=5e-5, per_request_s=4e-3, chunk_tokens=512))
