@@ -61,7 +61,7 @@ class VisionAgentConfig(ExperimentConfig):
     """How many tables to train on."""
     num_held_out: PositiveInt = 192
     """How many held-out tables to evaluate on."""
-    max_new_tokens: PositiveInt = 512
+    max_new_tokens: PositiveInt = 1024
     """Tokens that each turn may have."""
     temperature: PositiveFloat = 1.0
     """The temperature that turns are sampled at."""

@@ -25,7 +25,7 @@ def chosen(candidates: Sequence[Candidate], number: int) -> list[tuple[str, str]
 
 
 def test_a_tracked_text_has_a_mark_in_the_place_of_an_images_placeholders() -> None:
-    image = Image.kept(b"\x89PNG", 56, 28)
+    image = Image.kept(b"\x89PNG of a tracked text", 56, 28)
     seen = Trajectory(
         token_ids=[1, 9, 9, 9, 2, 3],
         loss_mask=[0] * 5 + [1],
