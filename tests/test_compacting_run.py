@@ -39,6 +39,7 @@ def storyteller(context_length: int = ROOM) -> MultiTurnWorkflow:
     )
 
 
+@pytest.mark.runs
 def test_every_context_fits_and_the_trainer_recomputes_the_samplers_logprobs(tmp_path: Path) -> None:
     shape = TinyShape(hidden_size=32, num_layers=1, head_dim=8, context_length=ROOM)
     model = write_tiny_model(tmp_path / "model", shape=shape)

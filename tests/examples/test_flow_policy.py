@@ -307,6 +307,7 @@ def launched(model: Path, run_dir: Path, **settings: Any) -> Any:
     )
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(120)
 async def test_a_run_learns_continues_from_its_checkpoint_and_accounts_for_every_step(
     model: Path, tmp_path: Path
