@@ -35,10 +35,10 @@ NUM_EXAMPLES = 23
 SEEN = "seen.json"
 
 
-def remembering(config: Config, *, looks_at_nodes: bool = False) -> LearnerHost:
-    """In the trainer's process: a learner that remembers."""
+def remembering(*args: Any, **kwargs: Any) -> LearnerHost:
+    """In the trainer's process: host_learner's learner, which remembers."""
     arl.engine.fsdp.train_engine.FSDPTrainEngine = Remembering
-    return host_learner(config, looks_at_nodes=looks_at_nodes)
+    return host_learner(*args, **kwargs)
 
 
 class Remembering(FSDPTrainEngine):
