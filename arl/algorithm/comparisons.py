@@ -118,8 +118,9 @@ def reference_points(batch: Batch) -> torch.Tensor:
         z0 = max(0, mean over the compared episodes of sum(p - reference) over their trained tokens)
 
     The paper's data is not the policy's, so it estimates z0 from answers to other prompts. Here the policy has sampled
-    the episodes itself, and their mean log-ratio is the KL, without bias. For older tokens its mean is KL(sampler ||
-    reference) - KL(sampler || p). It is one number for the whole batch, from before any update, however that is split.
+    the episodes itself, and the mean log-ratio of all of them is the KL, without bias. Labels by the group's mean leave
+    some out, which are not forwarded: then it is of the others. For older tokens the mean is KL(sampler || reference)
+    - KL(sampler || p). It is one number for the whole batch, from before any update, however that is split.
     """
     log_ratio = batch.proximal_logprobs.double() - batch.reference_logprobs.double()
     sums = batch.sums(torch.where(batch.loss_mask, log_ratio, 0.0))
