@@ -175,7 +175,9 @@ def _file_of(source: Any) -> tuple[bytes, str]:
     """The bytes of an image's file, and how errors call it."""
     if isinstance(source, Mapping):
         row = cast("Mapping[str, Any]", source)
-        source = row.get("bytes") or row.get("path")
+        source = row.get("path") if row.get("bytes") is None else row["bytes"]
+        if source is None:
+            raise ImageError("an image's row has neither bytes nor a path; give one of them")
     if isinstance(source, bytes):
         return _within_size(source, "the image"), "the image"
     if isinstance(source, str) and source.startswith("data:"):
@@ -234,6 +236,8 @@ def _opened(data: bytes, what: str) -> Picture:
 
 
 def _check_pixels(picture: Picture, what: str) -> None:
+    if not picture.width * picture.height:
+        raise ImageError(f"{what} has {picture.width} x {picture.height} pixels: there is nothing to see")
     if picture.width * picture.height > MAX_PIXELS:
         raise ImageError(
             f"{what} has {picture.width} x {picture.height} pixels, and at most {MAX_PIXELS:,} are read; scale it down"
@@ -280,7 +284,7 @@ def _rgb(picture: Picture, what: str) -> Picture:
     try:
         if _orientation(picture) is not None:
             picture = ImageOps.exif_transpose(picture)
-        if "A" in picture.mode or "a" in picture.mode or "transparency" in picture.info:
+        if picture.has_transparency_data:
             picture = picture.convert("RGBA")
             white = Pictures.new("RGBA", picture.size, "white")
             picture = Pictures.alpha_composite(white, picture)

@@ -41,12 +41,14 @@ class SentImages:
 
     def pickled(self, message: object) -> bytes:
         """The message, which the receiver gets next. Raises what pickling raises, and then has sent nothing."""
-        self._new = {}
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, protocol=5)
         pickler.dispatch_table = copyreg.dispatch_table.copy() | {Image: self._reduced}
-        pickler.dump(message)
-        self._sent |= self._new
+        try:
+            pickler.dump(message)
+            self._sent |= self._new
+        finally:
+            self._new = {}  # the receiver must not be told to forget what it did not get
         return stream.getvalue()
 
     def _reduced(self, image: Image) -> tuple[Any, ...]:

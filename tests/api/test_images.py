@@ -61,10 +61,12 @@ def test_other_modes_become_rgb(mode: str) -> None:
     assert image.picture().tobytes() == picture(mode).convert("RGB").tobytes()
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparent_parts_become_white(mode: str) -> None:
-    made = Pictures.new(mode, (4, 4), 0)
-    assert Image.of(file_of(made)).picture().getpixel((0, 0)) == (255, 255, 255)
+    made = Pictures.new("RGBA", (4, 4), (255, 0, 0, 0))
+    made = made.quantize() if mode == "P" else made.convert(mode)
+    for source in (made, file_of(made)):
+        assert Image.of(source).picture().getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_the_orientation_that_a_camera_noted_is_applied() -> None:
@@ -98,6 +100,9 @@ def test_a_mode_of_more_than_8_bits_is_refused(mode: str) -> None:
         ("https://example.org/a.png", "download it first"),
         ("data:image/png,xyz", "base64"),
         ("data:image/png;base64,???", "no base64"),
+        ({"bytes": b"", "path": None}, "empty"),
+        ({"bytes": None, "path": None}, "neither bytes nor a path"),
+        (Pictures.new("RGB", (0, 5)), "0 x 5 pixels"),
         (3, "of type int"),
         (None, "of type NoneType"),
     ],

@@ -1,6 +1,7 @@
 """The socket between the controller's process and a worker."""
 
 import asyncio
+import gc
 import socket
 
 import pytest
@@ -56,6 +57,15 @@ def test_an_image_of_a_message_that_cannot_be_sent_crosses_with_the_next_one() -
     with pytest.raises((AttributeError, TypeError)):
         sent.pickled((image, lambda: None))
     assert HeldImages().unpickled(sent.pickled(image)) == image
+
+
+def test_an_image_that_never_crossed_is_not_to_be_forgotten_there() -> None:
+    sent, image = SentImages(), Image.kept(FILE, 4, 2)
+    with pytest.raises((AttributeError, TypeError)):
+        sent.pickled((image, lambda: None))
+    del image
+    gc.collect()  # the error's traceback holds it
+    assert sent.gone() == []
 
 
 async def test_the_other_end_forgets_an_image_that_is_gone() -> None:
