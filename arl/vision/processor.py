@@ -106,14 +106,20 @@ class ImageProcessor:
     def scaled(self, image: Image) -> Image:
         """A PNG of the size to which `pixels` scales the image, with the same pixels; the image itself if it is one.
 
-        Raises ImageError, as num_placeholders does.
+        Raises ImageError, as num_placeholders does, and for an image so narrow that this PNG would be scaled again.
         """
-        _, rows, columns = self.grid(image)
+        _, rows, columns = grid = self.grid(image)
         side = self._processor.patch_size
         size = columns * side, rows * side
         if (image.width, image.height) == size and image.kind == "image/png":
             return image
-        return Image.of(image.picture().resize(size, self._processor.resample))
+        made = Image.of(image.picture().resize(size, self._processor.resample))
+        if self.grid(made) != grid:
+            raise ImageError(
+                f"SGLang and vLLM would see {image!r} otherwise than {self.model} does here: it is so narrow that they "
+                f"would scale it twice, to {size[0]}x{size[1]} and further; pad it"
+            )
+        return made
 
     def grid(self, image: Image) -> Grid:
         """Without reading its pixels. Raises ImageError, as num_placeholders does."""

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,24 @@ def test_when_a_file_has_its_name_its_content_is_on_the_disk_and_then_its_name_i
     ImageStore(tmp_path / "run").keep([one := image(1)])
     directories = {f"names in {path}" for path in ("run", "run/images", f"run/images/{one.digest[:2]}")}
     assert (done[:2], set(done[2:])) == (["content", "named"], directories)
+    done.clear()
+    ImageStore(tmp_path / "run").keep([one])  # somebody else may only just have named it
+    assert (done[0], set(done[1:])) == ("content", directories)
+
+
+def test_several_may_write_the_same_image_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, all_have_written, synced = image(1), threading.Barrier(2, timeout=10), os.fsync
+
+    def sync(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_file():
+            all_have_written.wait()
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with ThreadPoolExecutor(2) as threads:
+        for kept in [threads.submit(ImageStore(tmp_path).keep, [one]) for _ in range(2)]:
+            kept.result()
+    assert [path.read_bytes() for path in files(ImageStore(tmp_path))] == [one.data]
 
 
 def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image as Pictures
 
 from arl.api.errors import ImageError, TrajectoryError
-from arl.api.images import MAX_PIXELS, Image, PlacedImage
+from arl.api.images import Image, PlacedImage
 from arl.api.types import ModelRequest, Trajectory
 
 
@@ -67,6 +67,15 @@ def test_transparent_parts_become_white(mode: str) -> None:
     made = made.quantize() if mode == "P" else made.convert(mode)
     for source in (made, file_of(made)):
         assert Image.of(source).picture().getpixel((0, 0)) == (255, 255, 255)
+    red = file_of(Pictures.new("RGB", (4, 4), "red"), transparency=(255, 0, 0))
+    assert Image.of(red).picture().getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "GIF"])
+def test_of_an_animation_everybody_sees_the_first_frame(format: str) -> None:
+    first, *others = (Pictures.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
+    data = file_of(first, format, save_all=True, append_images=others, lossless=True)
+    assert Image.of(data).data == Image.of(first).data
 
 
 def test_the_orientation_that_a_camera_noted_is_applied() -> None:
@@ -112,10 +121,24 @@ def test_what_cannot_be_read_is_named(source: Any, told: str) -> None:
         Image.of(source)
 
 
-def test_a_small_file_of_very_many_pixels_is_refused_before_it_is_decoded() -> None:
-    side = int(MAX_PIXELS**0.5) + 1
-    with pytest.raises(ImageError, match="scale it down"):
-        Image.of(file_of(Pictures.new("1", (side, side))))
+@pytest.mark.parametrize("mode", ["RGB", "1"])
+def test_a_small_file_of_very_many_pixels_is_refused_before_it_is_decoded(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arl.api.images.MAX_PIXELS", 63 * 64)
+    pixels = file_of(picture(mode, (64, 64)))
+    for data in (pixels, pixels[:60]):  # of which the second cannot be decoded
+        with pytest.raises(ImageError, match=r"64 x 64 pixels, .* scale it down"):
+            Image.of(data)
+
+
+def test_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = file_of(picture())
+    (tmp_path / "a.png").write_bytes(data)
+    monkeypatch.setattr("arl.api.images.MAX_BYTES", len(data) - 1)
+    for source in (data, tmp_path / "a.png", "data:image/png;base64," + base64.b64encode(data).decode()):
+        with pytest.raises(ImageError, match=r"more than \d+ bytes; scale it down"):
+            Image.of(source)
 
 
 def test_equal_images_are_one_object_after_pickling_and_are_forgotten_when_unused() -> None:

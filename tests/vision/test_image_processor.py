@@ -53,6 +53,13 @@ def test_a_scaled_image_is_a_png_with_the_same_pixels_which_needs_no_scaling(
     assert processor.scaled(scaled) is scaled
 
 
+def test_an_image_that_servers_would_scale_once_more_is_named(model: Path) -> None:
+    processor, narrow = ImageProcessor(model), image_of((2000, 11))
+    assert processor.pixels(narrow).num_placeholders
+    with pytest.raises(ImageError, match=r"Image\(2000x11.* so narrow .* pad it"):
+        processor.scaled(narrow)
+
+
 def laid_out(processor: ImageProcessor, images: list[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
     """Text, then an image, then text, and so on."""
     tokens, placed = [5, 6, 7], list[PlacedImage]()
@@ -78,9 +85,11 @@ def test_a_processor_that_counts_otherwise_is_noticed(model: Path) -> None:
     processor = ImageProcessor(model)
     tokens, placed = laid_out(processor, [image_of(SIZES[1])])
     processor.check(tokens, placed)
-    shorter = PlacedImage(image=placed[0].image, start=placed[0].start, stop=placed[0].stop - 1)
-    with pytest.raises(ImageError, match="another processor"):
-        processor.check(tokens, (shorter,))
+    (own,) = placed
+    longer = [*tokens[: own.stop], processor.image_token_id, *tokens[own.stop :]]
+    for given, stop in ((tokens, own.stop - 1), (longer, own.stop + 1)):
+        with pytest.raises(ImageError, match="another processor"):
+            processor.check(given, (PlacedImage(image=own.image, start=own.start, stop=stop),))
     with pytest.raises(ImageError, match="no image was given"):
         processor.check(tokens, ())
     with pytest.raises(ImageError, match="other than the placeholder"):
@@ -95,6 +104,15 @@ def test_a_processor_that_does_not_scale_as_qwens_is_named(model: Path, tmp_path
     with pytest.raises(ImageError, match="arl needs do_resize"):
         processor.pixels(image_of((256, 160)))
     assert processor.pixels(image_of((32, 16))).num_placeholders == 2
+
+
+def test_a_processor_remembers_the_newest_pixels_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, old, new = ImageProcessor(model), image_of((40, 25)), image_of((41, 25))
+    seen = processor.pixels(old)
+    assert processor.pixels(old) is seen
+    monkeypatch.setattr("arl.vision.processor._REMEMBERED_BYTES", seen.values.nbytes)
+    assert processor.pixels(new) is processor.pixels(new)
+    assert processor.pixels(old) is not seen
 
 
 def test_an_image_of_an_impossible_shape_is_named(model: Path) -> None:
