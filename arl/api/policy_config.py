@@ -126,4 +126,7 @@ def _servers_flaw(policies: Mapping[str, PolicyConfig], engine: EngineConfig, sh
     address, number = taken.most_common(1)[0]
     if number > 1:
         return f"{address} would serve {number} policies, and holds one's weights; give each policy its own addresses"
+    for name, policy in policies.items():
+        if engine.min_servers > (number := len(policy.addresses or engine.addresses)):
+            return f"engine.min_servers is {engine.min_servers}, but policies.{name} has {number} of them; lower it"
     return None

@@ -37,6 +37,11 @@ def settings(policies: Any = TWO, **others: Any) -> Config:
         ({"a": {"roles": ["x"], "model": "other"}}, LORA, r"policies\.a\.model is set, but with weights\.transport=ad"),
         ({"a": {"roles": ["x"], "addresses": ["http://h:1"]}}, {}, r"policies\.a\.addresses is set, but arl starts"),
         (TWO, {"engine": SGLANG}, "http://127.0.0.1:1 would serve 2 policies, and holds one's weights"),
+        (
+            {**TWO, "reader": {"roles": ["critic"], "addresses": ["http://h:9"]}},
+            {"engine": {**SGLANG, "addresses": ["http://h:1", "http://h:2"], "min_servers": 2}},
+            r"engine\.min_servers is 2, but policies\.reader has 1 of them; lower it",
+        ),
         (TWO, {"engine": {**SGLANG, "servers_file": "s"}}, r"engine\.servers_file names servers of one policy"),
     ],
 )
