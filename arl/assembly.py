@@ -198,18 +198,22 @@ def _check(config: Config, given: _GivenRun) -> None:
 
 
 def _check_sees(task: RunTask) -> None:
-    """Raise ImageError if the task's first example has images, and the model sees none."""
+    """Raise ImageError if the task's first example has images that cannot be read, or that the model does not see."""
     if not isinstance(task.workflow, AgentWorkflow):
         return
     rows = task.dataset
     try:
         messages = task.workflow.messages(rows.head(1)[0] if isinstance(rows, StreamedRows) else rows[0])
+    except ImageError as error:
+        raise ImageError(f"{task.called('the first example')}: {error}") from error
     except Exception:  # noqa: BLE001 - the user's code, whose failures fail episodes
         return
     try:
         task.workflow.check_sees(messages)
     except ImageError as error:
         raise ImageError(f"{task.called('the first example')}: {error}") from error
+    if remark := task.workflow.unseen(messages):
+        log.warning("%s %s", task.called("the first example"), remark)
 
 
 async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played: RolloutWorkflow) -> Trainer:

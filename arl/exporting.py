@@ -106,7 +106,10 @@ def _checkpoint(run_dir: Path, version: int | None) -> tuple[Path, dict[str, Any
 def _check_policy(run_dir: Path, policy: str | None, known: Mapping[str, Any]) -> None:
     """Raise ConfigError unless it names one of the run's policies, or the run has none."""
     if policy is None and known:
-        raise ConfigError(f"{run_dir} has several policies; name one with --policy: {', '.join(known)}")
+        raise ConfigError(
+            f"{run_dir} has several policies; name one with --policy: {', '.join(known)}. arl try and arl eval play "
+            f"all of them, given the run's `policies`: --config {run_dir}/config.yaml"
+        )
     if policy is not None and policy not in known:
         of = f"has the policies {', '.join(known)}" if known else "has one policy, without a name; leave --policy out"
         raise ConfigError(f"--policy is {policy!r:.80}, and {run_dir} {of}")

@@ -458,10 +458,14 @@ def check_group_size(name: str, group_size: int, algorithm: AlgorithmConfig) -> 
 
 def _group_size_flaw(name: str, group_size: int, algorithm: AlgorithmConfig) -> str | None:
     if group_size == 1 and algorithm.is_group_relative:
+        other = (
+            ""
+            if algorithm.advantage.kind in ("pairs", "labels")
+            else (", or algorithm.advantage to one that does not compare, such as baseline=none")
+        )
         return (
             f"{name} is 1, but algorithm.preset={algorithm.preset} compares the episodes of a group: all advantages "
-            "would be 0. Set group_size to 2 or more, or algorithm.advantage to one that does not compare, such as "
-            "baseline=none"
+            f"would be 0. Set group_size to 2 or more{other}"
         )
     if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k >= group_size:
         return (

@@ -194,7 +194,7 @@ def _file_of(source: Any) -> tuple[bytes, str]:
             raise ImageError(f"cannot read the image {path:.200}: {reason}") from error
     raise ImageError(
         f"an image is of type {type(cast('object', source)).__name__}; give a path, a data URL, the bytes of a file, "
-        "or a PIL image"
+        "or a PIL image (of an array, PIL.Image.fromarray makes one)"
     )
 
 

@@ -77,7 +77,7 @@ class PolicyRoles:
             if not roles & set(own):
                 raise ConfigError(
                     f"the policy {name} would never be asked: it plays {', '.join(own)}, and the roles of the workflow "
-                    f"are {', '.join(sorted(roles))}; change policies.{name}.roles, or remove this policy"
+                    f"are {', '.join(sorted(roles)) or 'none'}; change policies.{name}.roles, or remove this policy"
                 )
 
 

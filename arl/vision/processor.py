@@ -161,7 +161,8 @@ class ImageProcessor:
             if given != needed:
                 raise ImageError(
                     f"image {number} ({placed.image!r}) has {given} placeholders among the tokens, and {self.model} "
-                    f"needs {needed}: another processor placed it"
+                    f"needs {needed}: another processor placed it. Give the workflow the tokenizer of the model that "
+                    "is trained, from a directory with the same settings of the image processor"
                 )
             if not is_placeholder[placed.start : placed.stop].all():
                 raise ImageError(f"image {number} lies on tokens other than the placeholder {self.image_token_id}")

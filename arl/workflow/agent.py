@@ -19,7 +19,7 @@ from arl.workflow.compacting import Compaction, conversation_of
 from arl.workflow.content import holds_image
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
-from arl.workflow.example_images import IMAGE_COLUMNS, with_images
+from arl.workflow.example_images import IMAGE_COLUMNS, MARKER, has_marker, with_images
 from arl.workflow.messages import Message
 from arl.workflow.placing import blind, processor_of
 
@@ -94,6 +94,18 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         if template_of(self.tokenizer, self.template_options).image_token_id is None:
             raise blind(self.tokenizer, first)
         processor_of(self.tokenizer)
+
+    def unseen(self, messages: Sequence[Message]) -> str | None:
+        """What is odd about messages that name an image and have none, for a model that sees; None if nothing is."""
+        if not self.image_columns or any(map(holds_image, messages)) or not has_marker(messages):
+            return None
+        if template_of(self.tokenizer, self.template_options).image_token_id is None:
+            return None
+        columns = " or ".join(map(repr, self.image_columns))
+        return (
+            f"has {MARKER} in its text and nothing in a column {columns}, so the model reads these letters and sees no "
+            "image; name the column with image_columns=(...) of the workflow"
+        )
 
     def conversation(self, data: Example, tools: Sequence[Tool] = ()) -> Conversation:
         return conversation_of(

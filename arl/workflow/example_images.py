@@ -52,6 +52,11 @@ def with_images(
     return [_filled(message, left) for message in messages]
 
 
+def has_marker(messages: Sequence[Message]) -> bool:
+    """Whether texts that an assistant does not say have places for images."""
+    return any(MARKER in (_text_of(part) or "") for m in messages if m["role"] != "assistant" for part in _parts(m))
+
+
 def _listed(given: Any) -> list[Any]:
     if isinstance(given, list | tuple):
         return list(cast("Sequence[Any]", given))

@@ -58,7 +58,7 @@ def check_sub_agents(agents: Iterable[SubAgent], settings: TeamSettings, depth: 
         if agent.compaction is not None:
             template = template_of(settings.tokenizer, settings.template_options)
             agent.compaction.check(template, agent.sampling or settings.sampling)
-        check_names([tool.name for tool in agent.tools], agent.sub_agents)
+        check_names([tool.name for tool in agent.made_tools], agent.sub_agents)
         check_sub_agents(agent.sub_agents, settings, depth + 1)
 
 
@@ -107,8 +107,11 @@ class SubAgents:
         }
         return {name: float(count) for name, count in counts.items()}
 
-    def trajectories(self, reward: float, rewards: Mapping[str, float]) -> list[Trajectory]:
-        """Of all that spoke, each with the role of its agent. They have no metrics, which are the caller's."""
+    def trajectories(self, reward: float, rewards: Mapping[str, float] | None = None) -> list[Trajectory]:
+        """Of all that spoke, each with the role of its agent. rewards: named parts of the reward.
+
+        They have no metrics, which are the caller's.
+        """
         return [
             replace(trajectory, metrics={})
             for _, episode in self._called
@@ -137,7 +140,7 @@ class SubAgents:
 
     async def _answer(self, agent: SubAgent, task: str) -> str:
         settings = self._settings
-        tools = [*agent.tools, *self.tools(agent.sub_agents)]
+        tools = [*agent.made_tools, *self.tools(agent.sub_agents)]
         chat = conversation_of(
             settings.tokenizer,
             with_system(agent.system, task),

@@ -11,10 +11,10 @@ Advantages compare trajectories of one role, so give members with the same job o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import Example, SamplingParams, Trajectory
@@ -47,11 +47,20 @@ class Member:
     """Trajectories of the same role are compared. If unset, the member's name."""
     system: str | None = None
     """Its system prompt."""
-    tools: Sequence[Tool] = ()
+    tools: Sequence[Tool | Callable[..., Any]] = ()
+    """A function becomes a tool as `Tool.from_function` makes it."""
     max_turns: int = 8
     """How often it may speak until it has answered, if it has tools."""
     sampling: SamplingParams | None = None
     """Unset, the team's."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools", tuple(map(Tool.of, self.tools)))
+
+    @property
+    def made_tools(self) -> tuple[Tool, ...]:
+        """`tools`, all of which are tools by now."""
+        return cast("tuple[Tool, ...]", self.tools)
 
     @property
     def played_role(self) -> str:
@@ -147,12 +156,12 @@ class Team:
         chat = Conversation(
             settings.tokenizer,
             with_system(member.system, said),
-            tools=member.tools,
+            tools=member.made_tools,
             template_options=settings.template_options,
             rewriting=settings.rewriting,
             role=member.played_role,
         )
-        self._episodes[name] = ToolEpisode(data={}, conversation=chat, tools=member.tools)
+        self._episodes[name] = ToolEpisode(data={}, conversation=chat, tools=member.made_tools)
         return self._episodes[name]
 
 

@@ -18,9 +18,15 @@ from arl.workflow.content import Content, image_part, text_part
 def content_of_result(result: object, tool: str) -> Content:
     """A tool's result for the model: an Image or a PIL image, a list in which there are some, or text as by `text_of`.
 
-    Raises ImageError, with the tool's name, for an image that cannot be shown, or that lies deeper.
+    Raises ImageError, with the tool's name, for an image that cannot be shown, or that lies deeper, and for an array
+    of pixels.
     """
     items = _items(result)
+    if any(map(_is_pixels, items)):
+        raise ImageError(
+            f"the tool {tool} returned an array of pixels, which the model would read as numbers; return "
+            "PIL.Image.fromarray(array) for an image, or array.tolist() for numbers"
+        )
     if any(_hides_image(item) for item in items):
         raise ImageError(
             f"the tool {tool} returned an image within a {type(result).__name__}, of which the model would read the "
@@ -79,6 +85,12 @@ def cut_content(content: Content, max_chars: int) -> Content:
 def _is_image(result: object) -> bool:
     is_picture = "PIL.Image" in sys.modules and isinstance(result, sys.modules["PIL.Image"].Image)
     return is_picture or isinstance(result, Image)
+
+
+def _is_pixels(result: object) -> bool:
+    """Whether it is an array as environments render their screens: bytes of height x width x channels."""
+    shape = getattr(result, "shape", ())
+    return str(getattr(result, "dtype", "")) in ("uint8", "torch.uint8") and len(shape) == 3 and shape[2] in (1, 3, 4)
 
 
 def text_of(result: object) -> str:

@@ -185,7 +185,7 @@ def test_settings_with_an_effect_are_allowed_and_without_one_if_the_preset_or_a_
         (
             {"preset": "online_dpo"},
             {"group_size": 1},
-            "rollout.group_size is 1, but algorithm.preset=online_dpo compares",
+            "online_dpo compares the episodes of a group: all advantages would be 0. Set group_size to 2 or more [",
         ),
         ({"preset": "pass_at_k"}, {"group_size": 4}, "advantage.k is 4; it must be below rollout.group_size=4"),
         ({"minibatches": 3}, {}, "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),

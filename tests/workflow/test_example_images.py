@@ -149,3 +149,29 @@ async def test_a_run_of_a_text_model_whose_first_example_has_an_image_does_not_s
         async with launch(small(tmp_path / "run"), workflow=agent(TOKENIZER), dataset=rows):
             pass
     assert not (tmp_path / "run").exists()
+
+
+async def test_a_run_whose_first_example_has_an_unreadable_image_does_not_start(tmp_path: Path) -> None:
+    rows = [{"question": "what?", "image": str(tmp_path / "none.png")}]
+    with pytest.raises(
+        ImageError, match=r"the first example: image 0 of .*: cannot read the image .*none\.png: No such"
+    ):
+        async with launch(small(tmp_path / "run"), workflow=agent(), dataset=rows):
+            pass
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("workflow", "data", "is_odd"),
+    [
+        (agent(), {"question": "<image> what?", "picture": SMALL}, True),
+        (agent(image_columns=("picture",)), {"question": "<image> what?", "picture": SMALL}, False),
+        (agent(), {"question": "what?"}, False),
+        (agent(image_columns=()), {"question": "<image> what?", "image": SMALL}, False),
+        (agent(TOKENIZER), {"question": "what is <image> in HTML?"}, False),
+    ],
+)
+def test_a_place_without_an_image_is_remarked(workflow: SingleTurnWorkflow, data: dict[str, Any], is_odd: bool) -> None:
+    remark = workflow.unseen(workflow.messages(data))
+    assert (remark is not None) == is_odd
+    assert remark is None or "nothing in a column 'images' or 'image'" in remark

@@ -180,3 +180,14 @@ async def test_many_episodes_share_one_workflow_and_no_conversation() -> None:
 def test_sub_agents_can_be_sent_to_a_worker_process() -> None:
     copied = pickle.loads(pickle.dumps(replace(READER, tools=())))
     assert copied == replace(READER, tools=())
+
+
+async def test_the_tools_of_a_sub_agent_may_be_functions() -> None:
+    def double(number: int) -> int:
+        """Twice a number."""
+        return 2 * number
+
+    engine = saying(asking("reader"), calling("double", number=21), "42", "done")
+    main, reader = await agent(replace(READER, tools=[double])).arun_episode(engine, QUESTION)
+    assert main.metrics["sub_agent_tool_calls"] == 1
+    assert "<tool_response>\n42\n</tool_response>" in decode(reader.token_ids)

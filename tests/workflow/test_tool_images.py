@@ -209,3 +209,11 @@ async def test_the_trainer_computes_the_logprobs_with_which_an_episode_was_sampl
         reference = SeeingReference(directory).logprobs_of(trajectory.images, ids[:first], ids[first:], 0.8)
         there = torch.from_numpy(trained[first:])
         assert (reference[there] - logprobs[first:][there]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("pixels", [np.zeros((4, 4, 3), np.uint8), torch.zeros(4, 4, 1, dtype=torch.uint8)])
+def test_an_array_of_pixels_is_no_text(pixels: Any) -> None:
+    for returned in (pixels, ["see:", pixels]):
+        with pytest.raises(ImageError, match=r"the tool render returned an array of pixels.*Image\.fromarray"):
+            content_of_result(returned, "render")
+    assert content_of_result(np.zeros((2, 2), np.uint8), "count") == "[[0 0]\n [0 0]]"
