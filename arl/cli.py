@@ -31,7 +31,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
-from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError
+from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError, says_all
 from arl.api.finetuning_config import FinetuneConfig
 from arl.api.moved_settings import instead_of_correction
 from arl.api.notebook import kernel_shell
@@ -139,7 +139,8 @@ def run(
         except Stopped as stop:
             code, message = 128 + stop.number, stop.said(if_stopped)
         except ArlError as error:
-            users_error = error.__cause__ if isinstance(error, FailureBudgetError | HookError) else None
+            cause = error.__cause__ if isinstance(error, FailureBudgetError | HookError) else None
+            users_error = None if cause is None or says_all(cause) else cause
             code, message = 1, f"error: {error}"
         except Exception as error:  # Python prints it, but not before the threads have ended
             threads.leave_hung_ones(1, error)

@@ -7,7 +7,7 @@ from asyncio import CancelledError, TaskGroup
 from collections.abc import Awaitable
 from typing import NoReturn, cast
 
-from arl.api.notebook import brief_traceback
+from arl.api.notebook import brief_traceback, users_frames
 
 
 class ArlError(Exception):
@@ -15,6 +15,16 @@ class ArlError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         return brief_traceback(self)
+
+
+def says_all(error: BaseException) -> bool:
+    """Whether an error needs no traceback: it is arl's, and no code of the user's led to it or to what caused it."""
+    caused: BaseException | None = error
+    while caused is not None:
+        if caused.__traceback__ is None or users_frames(caused):  # one of another process may have such frames
+            return False
+        caused = caused.__cause__ or (None if caused.__suppress_context__ else caused.__context__)
+    return isinstance(error, ArlError)
 
 
 class ConfigError(ArlError, ValueError):
@@ -112,7 +122,8 @@ class FailureBudgetError(ArlError):
     """More episodes failed than rollout.max_failure_rate allows; the first failure is the cause."""
 
     def _render_traceback_(self) -> list[str]:
-        first = () if self.__cause__ is None else traceback.format_exception(self.__cause__)
+        cause = self.__cause__
+        first = () if cause is None or says_all(cause) else traceback.format_exception(cause)
         return ["".join(first), *brief_traceback(self)]
 
 

@@ -191,7 +191,8 @@ def _file_of(source: Any) -> tuple[bytes, str]:
                 return _within_size(file.read(MAX_BYTES + 1), path), path
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ImageError(f"cannot read the image {path:.200}: {reason}") from error
+            where = f" in {Path.cwd()}" if isinstance(error, FileNotFoundError) and not Path(path).is_absolute() else ""
+            raise ImageError(f"cannot read the image {path:.200}: {reason}{where}") from error
     raise ImageError(
         f"an image is of type {type(cast('object', source)).__name__}; give a path, a data URL, the bytes of a file, "
         "or a PIL image (of an array, PIL.Image.fromarray makes one)"

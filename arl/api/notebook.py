@@ -59,12 +59,16 @@ def interrupt_like(error: BaseException) -> KeyboardInterrupt:
 
 
 def brief_traceback(error: BaseException) -> list[str]:
-    """For IPython, of an error whose message says enough: the frames that are neither arl's nor a library's, and the
-    message."""
+    """For IPython, of an error whose message says enough: the user's frames, and the message."""
+    shown = traceback.format_list(users_frames(error))
+    return [part.rstrip("\n") for part in (*shown, *traceback.format_exception_only(error))]
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of its traceback that are neither arl's nor a library's."""
     paths = sysconfig.get_paths()
     libraries = (str(Path(__file__).parents[1]), *{paths[name] for name in ("stdlib", "purelib", "platlib")}, "<")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-    return [part.rstrip("\n") for part in (*traceback.format_list(frames), *traceback.format_exception_only(error))]
+    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
 
 
 class DrawnTrajectory(Protocol):

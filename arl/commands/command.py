@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from arl.api.config import Config
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, says_all
 from arl.cli import exit_with, load_config, run
 from arl.experiment import IS_LOADED_FOR_ITS_EXPERIMENT, Experiment
 
@@ -41,7 +41,10 @@ def load_experiment(file: Path) -> Experiment[Any]:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback of an error, without the frames of arl and the import system above the user's code."""
+    """The traceback of an error, without the frames of arl and the import system above the user's code; the message
+    alone of an error of arl's to which no code of the user's led."""
+    if says_all(error):
+        return f"{type(error).__name__}: {error}"
     frames = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next

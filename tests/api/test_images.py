@@ -173,3 +173,12 @@ def test_no_token_within_an_image_is_trained() -> None:
             reward=1.0,
             images=(placed(1, 2),),
         )
+
+
+def test_a_missing_image_of_a_relative_path_is_said_to_be_missing_in_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ImageError) as missing:
+        Image.of("a/b.png")
+    assert str(missing.value) == f"cannot read the image a/b.png: No such file or directory in {tmp_path}"
