@@ -359,6 +359,7 @@ def test_a_placeholder_that_the_model_wrote_is_a_token_as_any_other(seeing: Path
     text, seen = sequence_of(processor, 5), sequence_of(processor, 5, ONE, 3)
     for sequence in (text, seen):
         sequence.token_ids[-3] = processor.image_token_id
+    seen.loss_mask[-3] = False  # as in a second trajectory that shows it
     ours, beside_an_image = make().forward([text, seen])
     assert_same_rows([ours[text.loss_mask]], [twin_logprobs(twin, text)[0].detach()])
     assert beside_an_image[seen.loss_mask].all()

@@ -216,6 +216,17 @@ def test_a_load_without_the_towers_weights_keeps_what_it_saw(sighted: Sighted, b
     assert num_computed(batch) == 1
 
 
+def test_the_tower_keeps_no_more_than_it_may_and_sees_the_rest_again(
+    sighted: Sighted, batch: RunningBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arl.engine.local.tower._KEPT_BYTES", 1)
+    jobs = [sighted.job([number], image) for number, image in enumerate((ONE, WIDE, WIDE, ONE))]
+    for job in jobs:
+        run_all(batch, [job])
+    sighted.check(*jobs)
+    assert num_computed(batch) == 3
+
+
 def test_a_placeholder_that_was_sampled_is_a_token_like_others(sighted: Sighted, batch: RunningBatch) -> None:
     placeholder = sighted.processor.image_token_id
     job = sighted.job(TEXT, ONE, [*TEXT, placeholder, 3, placeholder, placeholder], WIDE, [placeholder])
