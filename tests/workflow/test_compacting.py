@@ -27,16 +27,22 @@ from scripted_answers import (
 )
 
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError, TrajectoryError
+from arl.api.grammar import Grammar
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.workflow.agent import MultiTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction
+from arl.workflow.conversation import Conversation
 from arl.workflow.team import DebateWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tools import Tool
 
 TASK = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}]
 SAMPLING = SamplingParams(max_new_tokens=20)
 SMALL = Compaction(context_length=250, summary_tokens=30, instruction="Sum up.", handover="So far: {summary}")
+LOOK = Tool.from_schema(print, name="look", description="Look.", parameters={"type": "object", "properties": {}})
+OF_TOOLS = len(Conversation(TOKENIZER, TASK, tools=[LOOK]).token_ids) - len(Conversation(TOKENIZER, TASK).token_ids)
+"""Tokens of a prompt that show LOOK."""
 BEGUN = "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nHow many?"
 
 
@@ -173,6 +179,16 @@ async def test_messages_that_leave_no_room_for_a_summary_after_them_are_shown_in
     assert [said_in(t) for t in (first, second)] == ["a<|im_end|>b<|im_end|>the sum<|im_end|>", "c<|im_end|>"]
 
 
+@pytest.mark.parametrize("length", [100, 160], ids=["read", "unread"])
+async def test_tools_are_shown_in_each_context_and_where_a_summary_is_asked_for(length: int) -> None:
+    engine = saying("a", "b", "the sum", "c")
+    chat = begun(replace(SMALL, context_length=SMALL.context_length + OF_TOOLS), tools=[LOOK])
+    await told(chat, engine, "x" * 40, "y" * length)
+    assert [turn.text for turn in chat.summaries] == ["the sum"]
+    assert all('"name": "look"' in seen_by(engine, i) for i in range(4))
+    assert [len(t.turns) for t in chat.trajectories(1.0)] == [3, 1]
+
+
 async def test_what_does_not_even_fit_into_a_fresh_context_fills_it_and_the_episode_is_truncated() -> None:
     for trains in (True, False):
         engine, chat = saying("a", "the sum"), begun(replace(SMALL, train_summaries=trains))
@@ -245,7 +261,7 @@ async def test_an_earlier_time_may_be_set() -> None:
 
 
 async def test_a_summary_has_the_turns_sampling_but_neither_its_form_nor_its_stops() -> None:
-    sampling = SamplingParams(max_new_tokens=20, temperature=0.5, stop=("!",))
+    sampling = SamplingParams(max_new_tokens=20, temperature=0.5, stop=("!",), grammar=Grammar(kind="regex", text=".*"))
     engine, chat = saying("a", "the sum", "b"), begun()
     await told(chat, engine, "x" * 150, sampling=sampling)
     assert engine.requests[1].sampling == SamplingParams(max_new_tokens=30, temperature=0.5)
@@ -307,6 +323,13 @@ async def test_a_task_that_leaves_no_room_for_summaries_is_refused_before_anythi
     chat = CompactingConversation(TOKENIZER, [user("?" * 140)], SMALL)
     with pytest.raises(PromptTooLongError, match=r"the task has 1\d\d tokens, .* context of 250 .* shorten the task"):
         await chat.agenerate(saying(), SAMPLING)
+
+
+async def test_a_task_is_as_long_as_its_prompt_with_its_tools() -> None:
+    engine, less = saying("a"), replace(SMALL, context_length=SMALL.context_length + OF_TOOLS - 125)
+    with pytest.raises(PromptTooLongError, match="shorten the task"):
+        await begun(less, tools=[LOOK]).agenerate(engine, SAMPLING)
+    assert engine.requests == []
 
 
 async def test_a_server_with_less_room_than_the_setting_says_is_an_error() -> None:
