@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from chat_templates import tokenizer_of
 from scripted_answers import TOKENIZER, calling, decode, ended, exact, replying, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, ServerError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams
+from arl.rewards import InlineReward, Score
 from arl.workflow.compacting import Compaction
 from arl.workflow.sub_agents import MAX_DEPTH, SubAgent
 from arl.workflow.tool_agent import ToolAgentWorkflow
@@ -140,6 +142,22 @@ async def test_sub_agents_may_have_their_own_and_sampling_and_contexts_that_end(
     assert counts.items() <= made[0].metrics.items()
     assert "compactions" not in made[0].metrics
     assert [t.metrics for t in made[1:]] == [{}] * 3  # else they would count in the means over episodes
+
+
+def right_and_brief(answer: str, data: Any) -> Score:
+    return Score(value=1.0, parts={"right": 1.0, "brief": 0.5})
+
+
+async def test_a_sub_agent_has_its_workflows_template_options_and_reward_parts_and_its_answer_is_cut() -> None:
+    qwen3, brief = tokenizer_of("qwen3"), replace(READER, max_output_chars=60)
+    engine = ScriptedEngine.saying(qwen3, asking("reader"), "x" * 90, "done")
+    settings = {"sub_agents": [brief], "template_options": {"enable_thinking": False}}
+    made = await ToolAgentWorkflow(qwen3, InlineReward(right_and_brief), **settings).arun_episode(engine, QUESTION)
+    assert {t.role for t in made} == {"agent", "reader"}
+    assert all(t.rewards == {"right": 1.0, "brief": 0.5} for t in made)
+    seen = [str(qwen3.decode(request.input_ids)) for request in engine.requests]
+    assert all(text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n") for text in seen)
+    assert f"{'x' * 60}\n[cut here: 30 more characters]" in seen[2]
 
 
 def test_settings_that_make_no_sense_are_errors() -> None:
