@@ -47,6 +47,19 @@ def test_a_file_is_converted_once_while_its_image_is_in_use(monkeypatch: pytest.
     assert Image.of(data) is image
 
 
+def test_a_picture_is_written_once_while_its_image_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each episode of a group brings its example's. They are told apart by their pixels, as programs draw on them."""
+    drawn, turned = picture(), picture(size=(3, 5))
+    image = Image.of(drawn)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pictures.Image, "save", None)
+        assert Image.of(picture()) is image
+    drawn.putpixel((0, 0), (0, 0, 255))
+    for other in (drawn, turned):
+        assert Image.of(other) != image
+        assert Image.of(other).picture().tobytes() == other.tobytes()
+
+
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
 def test_a_file_of_rgb_pixels_stays_as_it_is(format: str) -> None:
     data = file_of(picture(), format)

@@ -424,7 +424,8 @@ def test_a_response_to_images_is_not_trained_without_them() -> None:
     other = replace(PHOTO, image=Image.kept(b"\x89PNG2", 4, 2))
     for right in (Photographed(PHOTO), Photographed(LATER, offset=3), Photographed(mask=(0, 0)), Photographed(start=8)):
         assert by_hand(right).is_finished
-    for flawed in (Photographed(), Photographed(other), Photographed(PHOTO, offset=3), Photographed(mask=(0, 1))):
+    elsewhere = (Photographed(PHOTO, offset=3), Photographed(replace(PHOTO, stop=2)))
+    for flawed in (Photographed(), Photographed(other), *elsewhere, Photographed(mask=(0, 1))):
         error = by_hand(flawed).error
         assert isinstance(error, TrajectoryError)
         assert "were sampled with images in view, but without all of these in their places" in str(error)
