@@ -18,7 +18,7 @@ from arl.api.types import NOT_SAMPLED, Evaluation
 from arl.rollout.controller import Dataset, EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.rollout.watches import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
-from arl.training.metrics import mean_metrics, mean_rewards
+from arl.training.metrics import mean_metrics, mean_rewards, role_rewards
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +268,7 @@ class _Played:
         return {
             **mean_metrics(trajectories),
             **mean_rewards(episode.trajectories for episode in self.episodes),
+            **role_rewards(episode.trajectories for episode in self.episodes),
             **_passes(self.by_example, config.pass_reward),
             **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
         }

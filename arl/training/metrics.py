@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 
 from arl.api.engine import PublishStats
 from arl.api.types import Group, Trajectory
-from arl.rollout.episode import episode_reward
+from arl.rollout.episode import episode_reward, rewards_by_role
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,16 @@ def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
             own = fmean(t.rewards[name] for t in trajectories if name in t.rewards)
             values.setdefault(f"reward/{name}", []).append(own)
     return {name: fmean(numbers) for name, numbers in values.items()}
+
+
+def role_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
+    """`role/NAME/reward`: the reward of each role in an episode, averaged over the episodes that have it. Nothing if
+    all trajectories have one role."""
+    values: dict[str, list[float]] = {}
+    for trajectories in episodes:
+        for role, reward in rewards_by_role(trajectories).items():
+            values.setdefault(f"role/{role}/reward", []).append(reward)
+    return {name: fmean(numbers) for name, numbers in values.items()} if len(values) > 1 else {}
 
 
 def publish_metrics(published: PublishStats | None) -> dict[str, float]:

@@ -306,7 +306,8 @@ class OpenRun:
     def _what_next(self, end: RunEnd) -> str:
         if end.how == "finished" and end.version is not None and end.version >= self._config.steps:
             model = self._config.run_dir / "trained"
-            there = f"; the trained model is {model}" if model.is_dir() else ""
+            what = "trained models are in" if self._config.policies else "trained model is"
+            there = f"; the {what} {model}" if model.is_dir() else ""
             return f"set steps above {end.version} to train further{there}"
         read = f"read {', '.join(end.logs)}; " if end.logs else ""
         if end.how == "failed" and end.error in _OF_PLACEMENT and _is_spread(self._config):

@@ -24,7 +24,7 @@ from arl.rollout.episode import EpisodeRunner
 from arl.tracking.rows import evaluation_metrics
 from arl.training.display import Display
 from arl.training.evaluator import Evaluator
-from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics
+from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics, role_rewards
 from arl.training.run_files import RunLog, plot_run, read_jsonl
 
 QUIET = LogConfig(console=False)
@@ -335,3 +335,14 @@ async def test_several_episodes_an_example_tell_pass_at_k_and_count_as_one_in_th
     assert hard.reward == pytest.approx((1.9 / 4 + 0) / 2)
     assert hard.standard_error == pytest.approx(1.9 / 4 / 2)  # of two examples, not of eight episodes
     assert evaluation.by_name["easy"].reward == pytest.approx(1.0)
+
+
+def test_roles_have_the_mean_reward_of_the_episodes_in_which_they_speak() -> None:
+    author, critic = trajectory(reward=1.0), trajectory(reward=0.25)
+    episodes = [
+        [replace(author, role="author"), replace(author, role="author", reward=0.0), replace(critic, role="critic")],
+        [replace(author, role="author")],
+        [],
+    ]
+    assert role_rewards(episodes) == {"role/author/reward": 0.75, "role/critic/reward": 0.25}
+    assert role_rewards([[author], [critic]]) == {}
