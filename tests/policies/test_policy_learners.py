@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(model: Path, tmp_path: Path) -> Config:
-    return settings(model, tmp_path)
+def config(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Config:
+    return settings(model, tmp_path, **getattr(request, "param", {}))
 
 
 @pytest.fixture
@@ -59,6 +59,13 @@ def weights(learners: PolicyLearners) -> dict[str, Any]:
     return {name: learner._learner.weights() for name, learner in learners._of.items()}
 
 
+ADAPTERS = {
+    "weights": {"transport": "adapter"},
+    "train": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "max_tokens_per_microbatch": 60, "lora": {"rank": 4, "alpha": 8}},
+}
+
+
+@pytest.mark.parametrize("config", [{}, ADAPTERS], indirect=True, ids=["whole models", "adapters"])
 def test_each_is_trained_as_a_run_of_its_roles_alone_to_the_bit(learners: PolicyLearners, config: Config) -> None:
     steps = [(learners.prepare(groups, REPLAYED), trained(learners, groups, REPLAYED)) for groups in batches(2)]
     for role, policy in ROLES.items():
