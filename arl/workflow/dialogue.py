@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.content import images_in
+from arl.workflow.content import image_part, images_in, text_part, texts_of
 from arl.workflow.messages import HistoryKeys, Message, ToolSpecs, history_key, normalised, plain, tools_key
 from arl.workflow.placing import placed
 from arl.workflow.rendering.history import History
@@ -405,6 +405,8 @@ class Dialogue:
     def _kept(self, said: Turn, new: Sequence[Message], tools: ToolSpecs) -> tuple[int, ...]:
         """The tokens of the new messages, as if the template left earlier turns alone."""
         first = next((m for m in (*said.messages, *new) if m["role"] == "user"), {"role": "user", "content": ""})
+        if images := images_in(said.messages):  # templates can number them
+            first = {**first, "content": [*map(image_part, images), *map(text_part, texts_of(first))]}
         return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:

@@ -145,6 +145,18 @@ def test_where_sampled_tokens_are_kept_in_view_new_images_follow_them() -> None:
     assert [one.image for one in prompt.all_images] == [SMALL, WIDE, TALL]
 
 
+def test_where_sampled_tokens_are_kept_in_view_images_are_numbered_on() -> None:
+    dialogue = Dialogue(Talk(seeing(SEES), add_vision_id=True).dialogue.template, rewriting="keep")
+    messages, turn = list[Any](), None
+    for number, image in enumerate((SMALL, WIDE, TALL), start=1):
+        messages.append(seen(image, "?"))
+        prompt = dialogue.prompt(messages, after=turn)
+        assert f"Picture {number}: <|vision_start|>" in seeing(SEES).decode(list(prompt.given_ids))
+        turn = dialogue.record(prompt, response_of(seeing(SEES).encode(f"{THOUGHT}a cat<|im_end|>")))
+        messages.append(turn.message)
+    assert [one.image for one in prompt.all_images] == [SMALL, WIDE, TALL]
+
+
 def test_equal_images_in_other_forms_continue_a_turn_and_other_images_do_not(tmp_path: Path) -> None:
     talk = Talk(seeing(SEES))
     turn = talk.say([seen(SMALL, "?")], "a cat")
