@@ -1,6 +1,7 @@
 """Tools of a real MCP server, written with the official package, over stdio and over HTTP."""
 
 import asyncio
+import io
 import os
 import re
 import signal
@@ -28,7 +29,16 @@ from arl.workflow.tools import Tool, ToolLimits, ToolResult, arun_tools
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 MUTE = ["sh", "-c"]
-PICTURE = Image.of(Pictures.new("RGB", (20, 10), "red"))
+
+
+def png() -> bytes:
+    """The file that the server draws; arl itself would write its pixels otherwise."""
+    file = io.BytesIO()
+    Pictures.new("RGB", (20, 10), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+PICTURE = Image.of(png())
 QUESTION = {"question": "?", "answer": "done"}
 
 
