@@ -11,6 +11,7 @@ import pytest
 from PIL import Image as Pictures
 
 from arl.api.errors import ImageError, TrajectoryError
+from arl.api.image_places import num_drawn
 from arl.api.images import Image, PlacedImage
 from arl.api.types import ModelRequest, Trajectory
 
@@ -174,6 +175,10 @@ def test_images_lie_in_order_within_the_tokens(places: list[tuple[int, int]]) ->
     images = tuple(placed(*place) for place in places)
     with pytest.raises(ValueError, match="lie in order"):
         ModelRequest(input_ids=[1, 2, 3, 4], images=images)
+
+
+def test_an_image_is_drawn_whole_and_counts_as_one() -> None:
+    assert [num_drawn([placed(2, 5), placed(5, 7)], most) for most in (2, 3, 4, 5)] == [2, 5, 7, 8]
 
 
 def test_no_token_within_an_image_is_trained() -> None:
