@@ -2,8 +2,8 @@
 
     python benchmarks/policies.py --seeds 0 1 2
 
-Trains both arms with each seed, with runs in a temporary directory, and prints each role's mean held-out reward before
-and after. Both arms see the same prompts, rewards and numbers of groups and steps.
+Trains each arm with each seed, with runs in a temporary directory, and prints each role's mean held-out reward before
+and after. All arms see the same prompts, rewards and numbers of groups and steps.
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ import tempfile
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "agents" / "two_policies.py"
+APART = ["--config", str(EXAMPLE.with_suffix(".yaml"))]
+ADAPTERS = ["--weights.transport", "adapter", "--train.lora.rank", "8"]
 ARMS = {
     "one policy": [],
-    "own servers": ["--config", str(EXAMPLE.with_suffix(".yaml"))],
+    "own servers": APART,
+    "adapters": [*APART, *ADAPTERS],
+    "one policy, warm": ["--warm_start"],
+    "own servers, warm": [*APART, "--warm_start"],
+    "one adapter, warm": [*ADAPTERS, "--warm_start"],
+    "adapters, warm": [*APART, *ADAPTERS, "--warm_start"],
 }
+"""Adapters share servers. Warm: from a model that has learned to say letters and digits, not from random weights."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["one policy", "own servers"])
     options = parser.parse_args()
     sys.stdout.write("| arm | seed | author | critic | training, s |\n|---|---|---|---|---|\n")
     with tempfile.TemporaryDirectory(prefix="arl-policies-") as scratch:
