@@ -182,7 +182,7 @@ def _check(config: Config, given: _GivenRun) -> None:
         )
     is_distilled = isinstance(config.algorithm.advantage, DistillationAdvantage)
     for task in given.tasks.tasks:
-        _check_sees(task)
+        check_sees(config, task, task.dataset)
         if is_distilled and isinstance(task.workflow, DistillationWorkflow) and task.workflow.keep_reward:
             raise ConfigError(
                 f"the {task.called('workflow')} keeps its own rewards beside the teacher's (keep_reward=True), and "
@@ -197,11 +197,11 @@ def _check(config: Config, given: _GivenRun) -> None:
         )
 
 
-def _check_sees(task: RunTask) -> None:
-    """Raise ImageError if the task's first example has images that cannot be read, or that the model does not see."""
+def check_sees(config: Config, task: RunTask, rows: Dataset | StreamedRows) -> None:
+    """Raise ImageError if the first row has images that cannot be read, or that the model does not see as they are."""
     if not isinstance(task.workflow, AgentWorkflow):
         return
-    rows = task.dataset
+    models = {policy.model or config.model for policy in config.policies.values()} or {config.model}
     try:
         messages = task.workflow.messages(rows.head(1)[0] if isinstance(rows, StreamedRows) else rows[0])
     except ImageError as error:
@@ -209,7 +209,7 @@ def _check_sees(task: RunTask) -> None:
     except Exception:  # noqa: BLE001 - the user's code, whose failures fail episodes
         return
     try:
-        task.workflow.check_sees(messages)
+        task.workflow.check_sees(messages, sorted(models))
     except ImageError as error:
         raise ImageError(f"{task.called('the first example')}: {error}") from error
     if remark := task.workflow.unseen(messages):

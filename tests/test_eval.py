@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,16 @@ def test_on_a_console_of_json_the_scores_are_one_object(script: Commands) -> Non
     assert result["estimates"].keys() == {"reward", "pass@1", "pass@2"}
     assert result["means"]["turns"] == 1.0
     assert [result[f"num_{name}"] for name in ("episodes", "failed", "rejected")] == [12, 0, 0]
+
+
+@pytest.mark.parametrize("command", ["eval", "try"])
+def test_a_text_model_is_not_asked_about_images(script: Commands, command: str) -> None:
+    script.script.write_text((Path(__file__).parent / "sighted_script.py").read_text())
+    code, out, err = script.run(command)
+    assert code == 1
+    assert "the first example: a message of role 'user' has an image, and the chat template" in err
+    assert not script.requests
+    assert not out
 
 
 def test_by_default_there_are_8_episodes_of_each_or_a_greedy_one_and_every_k_that_doubles(script: Commands) -> None:

@@ -206,7 +206,7 @@ class Stage:
 @asynccontextmanager
 async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice) -> AsyncGenerator[Stage]:
     """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of a part that cannot start."""
-    from arl.assembly import decoder
+    from arl.assembly import check_sees, decoder
     from arl.serving import serve
 
     trained = _trained(config, choice) if choice.trained is not None else None
@@ -215,6 +215,9 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     config, setup = await experiment.aprepare(config)
     tasks = given_tasks(setup) if choice.task is None else given_tasks(setup).alone(choice.task)
     examples = _examples(tasks.held_out if choice.split == "held-out" else tasks.trained, choice)
+    for task in tasks.tasks:
+        if (rows := task.eval_dataset if choice.split == "held-out" else task.dataset) is not None:
+            await offload(check_sees, config, task, rows)
     decode = await offload(decoder, config.model)
     with tempfile.TemporaryDirectory(prefix="arl-weights-") as scratch, _failures_shown_once():
         what, served = str(trained or config.model), config

@@ -74,6 +74,18 @@ class ImageProcessor:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
+    @property
+    def placing(self) -> dict[str, int]:
+        """The settings that num_placeholders follows, by name, and the placeholder."""
+        limits = self._processor.size
+        return {
+            "patch_size": self._processor.patch_size,
+            "merge_size": self._merge_size,
+            "shortest_edge": limits["shortest_edge"],
+            "longest_edge": limits["longest_edge"],
+            "image_token_id": self.image_token_id,
+        }
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageProcessor, (self.model,)
 

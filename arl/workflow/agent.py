@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,7 @@ from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
 from arl.workflow.example_images import IMAGE_COLUMNS, MARKER, has_marker, with_images
 from arl.workflow.messages import Message
-from arl.workflow.placing import blind, processor_of
+from arl.workflow.placing import blind, check_places_as, processor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,13 +87,18 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         self.check_sees(self.messages(data))
         self._score.check_example(data)
 
-    def check_sees(self, messages: Sequence[Message]) -> None:
-        """Raise ImageError if messages have images, and the model is one of texts."""
+    def check_sees(self, messages: Sequence[Message], models: Iterable[str] = ()) -> None:
+        """Raise ImageError if messages have images, and the model is one of texts.
+
+        models: those that are asked; also if one of them places images otherwise than the tokenizer's.
+        """
         if (first := next(filter(holds_image, messages), None)) is None:
             return
         if template_of(self.tokenizer, self.template_options).image_token_id is None:
             raise blind(self.tokenizer, first)
         processor_of(self.tokenizer)
+        for model in models:
+            check_places_as(self.tokenizer, model)
 
     def unseen(self, messages: Sequence[Message]) -> str | None:
         """What is odd about messages that name an image and have none, for a model that sees; None if nothing is."""

@@ -58,6 +58,27 @@ def processor_of(tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
         raise ImageError(f"the messages have images, and {error}") from error
 
 
+def check_places_as(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Raise ImageError if the tokenizer's model places images otherwise than the one that is asked.
+
+    model: a directory, or a name on the hub; nothing is checked if it has no image processor that can be loaded.
+    """
+    if str(tokenizer.name_or_path) == model:
+        return
+    try:
+        needed = _processor(model).placing
+    except ModelError:
+        return  # said by what loads the model itself
+    given = processor_of(tokenizer).placing
+    if differing := [name for name in given if given[name] != needed[name]]:
+        raise ImageError(
+            f"the workflow's tokenizer is of {tokenizer.name_or_path}, whose image processor has "
+            f"{', '.join(f'{name}={given[name]}' for name in differing)}; {model}, which is asked, has "
+            f"{', '.join(f'{name}={needed[name]}' for name in differing)}, and so other numbers of tokens for an "
+            "image. Load the tokenizer from there"
+        )
+
+
 @lru_cache(maxsize=8)
 def _processor(model: str) -> ImageProcessor:
     from arl.vision.processor import ImageProcessor

@@ -16,9 +16,11 @@ from arl.api.images import Image
 from arl.api.scripted import ScriptedEngine
 from arl.assembly import launch
 from arl.data.row_digests import fingerprint
+from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
 from arl.rewards.adapt import InlineReward
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.content import image_part, images_in, text_part
+from arl.workflow.placing import check_places_as
 from arl.workflow.team import SolverCheckerWorkflow
 
 SEEING = seeing("qwen2_5_vl")
@@ -157,6 +159,20 @@ async def test_a_run_whose_first_example_has_an_unreadable_image_does_not_start(
         ImageError, match=r"the first example: image 0 of .*: cannot read the image .*none\.png: No such"
     ):
         async with launch(small(tmp_path / "run"), workflow=agent(), dataset=rows):
+            pass
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_run_whose_model_places_images_otherwise_than_its_workflow_does_not_start(tmp_path: Path) -> None:
+    rows = [{"question": "what?", "image": SMALL}]
+    for name, vision in {"same": TinyVision(), "other": TinyVision(patch_size=14)}.items():
+        write_tiny_vision_model(tmp_path / name, vision=vision)
+    check_places_as(SEEING, str(tmp_path / "same"))
+    settings = small(tmp_path / "run").model_copy(update={"model": str(tmp_path / "other")})
+    with pytest.raises(
+        ImageError, match=r"the first example: .* has patch_size=8; .*other, which is asked, has patch_size=14,"
+    ):
+        async with launch(settings, workflow=agent(), dataset=rows):
             pass
     assert not (tmp_path / "run").exists()
 
