@@ -46,7 +46,7 @@ quickstart: $(RUN_STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not runs and not browser and not cluster' -n $(TEST_WORKERS)
 
-# Whole runs that are killed and go on, and Ray: processes that take their time to start.
+# Whole runs, some of which are killed and go on, ranks that see, and Ray: processes that take their time to start.
 test-runs: $(STAMP)
 	$(BIN)/python -m pytest -m 'runs and not slow' -n $(TEST_WORKERS)
 

@@ -35,6 +35,7 @@ from arl.serving import serve
 from arl.training.run_files import read_jsonl
 from arl.workflow.conversation import Conversation
 
+pytestmark = pytest.mark.runs
 SCRIPT = Path(__file__).with_name("agent_script.py")
 DATASET: Any = [{"number": n} for n in range(64)]
 ETA = 2
@@ -238,7 +239,6 @@ async def test_servers_that_a_run_left_without_weights_are_not_asked_for_answers
             pass
 
 
-@pytest.mark.runs
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_is_ended_while_servers_sleep_goes_on_with_them(
     model: Path, server: ServerProcess, tmp_path: Path, end: signal.Signals

@@ -19,6 +19,7 @@ def run(parts: str, tmp_path: Path) -> dict[str, dict[str, float]]:
     return json.loads((tmp_path / "figures.json").read_text())
 
 
+@pytest.mark.runs
 def test_training_and_logprobs_are_measured(tmp_path: Path):
     figures = run("train,logprobs", tmp_path)
     assert figures.keys() == {"train", "logprobs"}
@@ -26,6 +27,7 @@ def test_training_and_logprobs_are_measured(tmp_path: Path):
     assert "mfu" not in figures["train"]  # nobody says what a CPU's peak is
 
 
+@pytest.mark.runs
 def test_a_part_without_the_memory_for_it_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

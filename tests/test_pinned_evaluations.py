@@ -21,6 +21,7 @@ from arl.engine.tiny import write_tiny_model
 from arl.training.trainer import Trainer
 from arl.workflow.conversation import Conversation
 
+pytestmark = pytest.mark.runs
 DATASET: Any = [{"number": n, "held_out": False} for n in range(64)]
 HELD_OUT: Any = [{"number": n, "held_out": True} for n in range(3)]
 STEPS = 6
@@ -89,7 +90,7 @@ def largest_difference(model: Reference, trajectory: Trajectory) -> float:
     return float(abs(trajectory.behavior_logprobs[mask] - wanted[mask - 1]).max())
 
 
-@pytest.mark.parametrize("transport", ["disk", pytest.param("adapter", marks=pytest.mark.runs)])
+@pytest.mark.parametrize("transport", ["disk", "adapter"])
 async def test_servers_of_their_own_keep_an_evaluations_version_while_training_runs_to_its_end(
     model: Path, tmp_path: Path, transport: str
 ) -> None:
@@ -113,7 +114,6 @@ async def test_held_weights_stay_until_the_evaluation_ends_while_training_goes_o
     assert all(one.metrics["at_version"] == 1.0 for one in trainer.evaluations.values())
 
 
-@pytest.mark.runs
 async def test_training_goes_on_without_the_server_for_evaluations_which_may_come_back(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

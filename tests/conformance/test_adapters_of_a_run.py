@@ -20,7 +20,7 @@ from arl.assembly import launch
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 SERVERS = [
-    "embedded",
+    pytest.param("embedded", marks=pytest.mark.runs),
     pytest.param("sglang-lora", marks=pytest.mark.sglang),
     pytest.param("vllm-lora", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
 ]

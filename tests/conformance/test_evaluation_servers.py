@@ -51,6 +51,7 @@ def beside(server: Server, served: Models, tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
+@pytest.mark.runs
 @ON_EACH_KIND
 async def test_an_evaluation_is_of_one_version_on_a_server_that_serves_nothing_else(
     client: Client | VLLMWatch, server: Server, beside: str, served: Models, tmp_path: Path

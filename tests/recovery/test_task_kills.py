@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from nursery import Nursery
 from recovery.invariants import newest_checkpoint
 from recovery.task_lives import FIRST_NUMBER, SIZES, WEIGHTS
@@ -73,6 +74,7 @@ def check_log(run_dir: Path, seen: list[list[int]]) -> None:
         assert sorted(of_step) == batch
 
 
+@pytest.mark.runs
 def test_a_run_of_tasks_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Nursery(["task_lives"], [HERE]) as nursery:

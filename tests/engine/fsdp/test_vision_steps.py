@@ -136,6 +136,7 @@ def rounds_on_a_rank(rank: int, directory: Path, options: dict[str, Any], target
         engine.close()
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", RANK_OPTIONS)
 def test_ranks_of_which_one_sees_train_like_one_process(
     seeing: Path, make: MakeEngine, pair: Ranks, tmp_path: Path, name: str
@@ -165,6 +166,7 @@ def split_on_a_rank(rank: int, directory: Path, target: Path) -> Report:
         engine.close()
 
 
+@pytest.mark.runs
 def test_ranks_that_split_the_layers_each_see_for_themselves(
     seeing: Path, make: MakeEngine, pair: Ranks, tmp_path: Path
 ) -> None:

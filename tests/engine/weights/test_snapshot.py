@@ -166,7 +166,7 @@ def failing(*args: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "tensor_parallel"),
     [
-        (2, torch.bfloat16, 1),
+        pytest.param(2, torch.bfloat16, 1, marks=pytest.mark.runs),
         pytest.param(3, torch.bfloat16, 1, marks=pytest.mark.slow),
         pytest.param(2, torch.float32, 2, marks=pytest.mark.slow),
     ],
