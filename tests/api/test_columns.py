@@ -187,8 +187,8 @@ def test_equality_is_of_contents_and_outlives_copies_and_pickles():
     assert all(made(**change) != trajectory != change for change in changes)
 
 
-def test_a_trajectory_takes_13_bytes_a_token_and_less_than_1600_beside_them():
-    length, number = 4096, 20
+def test_a_trajectory_takes_13_bytes_a_token_and_less_than_1500_beside_them():
+    length, number = 4096, 100  # so many that what Python allocates beside them does not count
 
     def made(reward: float) -> Trajectory:
         return Trajectory(
@@ -207,4 +207,4 @@ def test_a_trajectory_takes_13_bytes_a_token_and_less_than_1600_beside_them():
     finally:
         tracemalloc.stop()
     assert len(trajectories) == number
-    assert held / number < 13 * length + 1600
+    assert held / number < 13 * length + 1500
