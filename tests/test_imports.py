@@ -146,7 +146,7 @@ ALLOWED = {
     "arl.engine.tiny_vision": ("arl.engine.tiny",),
     "arl.engine.model_files": ("arl.api", "arl.engine.routers"),
     "arl.extending": ("arl.api", "arl.algorithm", "arl.training", "arl.lazy"),
-    "arl.sandbox": ("arl.api", "arl.web", "arl.lazy", "arl.offload"),
+    "arl.sandbox": ("arl.api", "arl.lazy", "arl.offload"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),
     "arl.workflow": ("arl.api", "arl.vision", "arl.web", "arl.sandbox", "arl.rewards"),
     "arl.workers": (

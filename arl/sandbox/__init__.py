@@ -8,10 +8,9 @@
 | docker, container | containers; container is their process 1, and arl sends it there as text |
 | bubblewrap_terminal | files that stay from one command to the next; one_command runs each, sent as text |
 | docker_terminal | the same in a container |
-| remote | a sandbox on another machine, and the command that serves it |
 | streams | bytes in and out. keeper and streams run in a bare Python, and import nothing else of arl |
 
-May import arl.api and arl.web. Loads each module only when it is needed.
+May import arl.api. Loads each module only when it is needed.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from arl.sandbox.docker import DockerSandbox
     from arl.sandbox.docker_terminal import DockerImages, DockerTerminal
     from arl.sandbox.find import Kind, UnsafeSandbox, find_sandbox
-    from arl.sandbox.remote import RemoteSandbox
 
 _HOMES = {
     "arl.sandbox.bubblewrap": "BubblewrapSandbox",
@@ -33,7 +31,6 @@ _HOMES = {
     "arl.sandbox.docker": "DockerSandbox",
     "arl.sandbox.docker_terminal": "DockerImages DockerTerminal",
     "arl.sandbox.find": "Kind UnsafeSandbox find_sandbox",
-    "arl.sandbox.remote": "RemoteSandbox",
     "arl.sandbox.bubblewrap_terminal": "BubblewrapTerminal CommandOutcome Terminal",
 }
 

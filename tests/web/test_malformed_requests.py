@@ -22,8 +22,6 @@ from arl.api.endpoint import EndpointConfig
 from arl.api.types import SamplingParams
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.engine.weights.package import MAGIC, PREAMBLE, Replica, block_digest, file_digest
-from arl.sandbox.contract import Limits, LocalSandbox, ProgramOutcome
-from arl.sandbox.remote import application
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
@@ -136,27 +134,6 @@ async def episodes(_: Path) -> AsyncIterator[Door]:
             yield Door(port=int(urls[0].removesuffix("/episodes").rpartition(":")[2]), sound=[counts, *posts])
 
 
-class Writing(LocalSandbox):
-    """Runs nothing; it only lays out the files."""
-
-    async def _open(self, opened: object) -> None: ...
-
-    async def _run(self, contents: object, stdin: bytes, limits: Limits) -> ProgramOutcome:
-        return ProgramOutcome(exit_code=0, stdout="", stderr="", wall_s=0.0, ended_by="exit")
-
-
-@asynccontextmanager
-async def sandbox(_: Path) -> AsyncIterator[Door]:
-    files = {"a/b": {"text": "t"}, "c": {"base64": "YQ=="}}
-    body = {"program": "p", "stdin": "s", "files": files, "limits": {"wall_s": 1.0, "files": 3}}
-    async with (
-        Writing() as opened,
-        serving(application(opened, api_key=KEY, limits=Limits()), bind("127.0.0.1", 0)) as port,
-    ):
-        health = Sound(method="GET", path="/health", headers=BEARER)
-        yield Door(port=port, sound=[health, Sound(method="POST", path="/run", body=body, headers=BEARER)])
-
-
 CONTENT = b"abcd"
 DIGEST = file_digest([block_digest(CONTENT)])
 """Of the one file in a package."""
@@ -217,7 +194,7 @@ def faults(request: bytes, answer: bytes) -> list[str]:
     return [] if (status < 500 or status == NO_ROOM) and says_why else [f"{request[:700]!r} -> {answer[:700]!r}"]
 
 
-@pytest.mark.parametrize("opened", [embedded, endpoint, episodes, sandbox, mirror, viewer])
+@pytest.mark.parametrize("opened", [embedded, endpoint, episodes, mirror, viewer])
 async def test_every_malformed_request_is_refused_with_a_sentence_and_the_server_goes_on(
     opened: Callable[[Path], AbstractAsyncContextManager[Door]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
