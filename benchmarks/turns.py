@@ -1,11 +1,11 @@
-"""What a turn of a long conversation costs the controller, in CPU time: nothing that grows with the turns before it.
+"""What a turn of a long conversation costs the controller, in CPU time.
 
     python benchmarks/turns.py [--turns 10 100 1000] [--branches 300]
 
-The engine answers at once. With Qwen3's template the model thinks and calls a tool in each turn; with ChatML a user
-speaks, and once more through the endpoint, to which a program sends the whole history each time. Then a conversation in
-which a user speaks in each turn and the template drops the thinking before, so that each turn is a branch. Compare two
-commits with PYTHONPATH. A token is one byte here.
+The template renders the whole history in each turn, and the engine answers at once. With Qwen3's template the model
+thinks and calls a tool in each turn; with ChatML a user speaks, and once more through the endpoint, to which a program
+sends the whole history each time. Then a conversation in which a user speaks in each turn and the template drops the
+thinking before, so that each turn is a branch. Compare two commits with PYTHONPATH. A token is one byte here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import marshal
 import os
@@ -13,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from jinja2 import Template, TemplateError
+from jinja2 import TemplateError
 
 from arl.api.errors import ModelError
 from arl.api.images import Image
@@ -21,9 +20,6 @@ from arl.api.types import StopReason
 from arl.workflow.content import images_in
 from arl.workflow.messages import Message, ToolSpecs, normalised, plain, text_content
 from arl.workflow.placing import PLACEHOLDER, blind
-from arl.workflow.rendering.incremental import CLOCK, loop_context
-from arl.workflow.rendering.stretches import is_plain
-from arl.workflow.rendering.watching import watched
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,9 +28,7 @@ if TYPE_CHECKING:
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
-_UNTRUE: set[str] = set()
-"""Templates for which a check has failed."""
-REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
+_REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 """The exceptions that a template raises for messages that it does not accept."""
 _REMEMBERED, _LONGEST = 256, 20_000
 """Texts, and encodings of texts, that a template remembers; longer ones, in characters, it does not."""
@@ -95,20 +89,15 @@ class ChatTemplate:
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
         """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
         said = [normalised(message) for message in messages]
-        shown, specs = self.as_texts(said), self.specs_as_texts(tools)
-        self.check_shows(shown, specs)
-        text = self.render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
-        self.check_images(text, len(images_in(said)))
+        shown = [self._as_text(self._seeable(message), by=message["role"]) for message in said]
+        specs = [self._as_text(plain(tool)) for tool in tools]
+        self._check_shows(shown, specs)
+        text = self._render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
+        self._check_images(text, len(images_in(said)))
         return text
 
-    def as_texts(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """`normalised` messages, with cuts in the texts of control tokens, and without what their images show.
-
-        Raises ImageError for images if the template has no place for them.
-        """
-        return [self._as_text(self._seeable(message), by=message["role"]) for message in messages]
-
     def _seeable(self, message: Message) -> Message:
+        """The message. Raises ImageError for images if the template has no place for them."""
         if self.image_token_id is None and images_in([message]):
             raise blind(self.tokenizer, message)
         return message
@@ -119,7 +108,7 @@ class ChatTemplate:
         is_shown = PLACEHOLDER in str(self.tokenizer.chat_template)
         return next((i for i, text in self._special.items() if text == PLACEHOLDER), None) if is_shown else None
 
-    def check_images(self, text: str, num_images: int) -> None:
+    def _check_images(self, text: str, num_images: int) -> None:
         """Raise ModelError unless a rendering shows so many images."""
         if self.image_token_id is not None and (num_shown := text.count(PLACEHOLDER)) != num_images:
             raise ModelError(
@@ -127,13 +116,12 @@ class ChatTemplate:
                 "none in messages of some roles (system, tool), so put them into a user's message"
             )
 
-    def specs_as_texts(self, tools: ToolSpecs) -> list[Any]:
-        return [self._as_text(plain(tool)) for tool in tools]
-
-    def render_texts(self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True) -> str:
-        """As `render`, of messages and tools `as_texts`. Episodes of a group begin alike, so texts are remembered."""
+    def _render_texts(
+        self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True
+    ) -> str:
+        """As `render`, of messages and tools with cuts. Short texts are remembered: episodes of a group begin alike."""
         source = self._source(specs)
-        if self._is_own or _changes(source) or not is_plain(self._options):
+        if self._is_own or _changes(source) or not _is_exact(self._options):
             return self._text(shown, specs, add_generation_prompt)
         try:
             packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
@@ -153,17 +141,9 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 shown, tools=specs or None, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
             )
-        except REFUSALS as error:
+        except _REFUSALS as error:
             raise ModelError(f"the model's chat template does not take these messages: {error}") from error
         return str(text).encode(errors="replace").decode()  # a call's JSON may hold half a surrogate pair
-
-    def watched(self, specs: list[Any]) -> tuple[Template, dict[str, Any]] | None:
-        """The template for a Rendering, and its variables besides the messages; None if only `render` is exact."""
-        source, parameters = self._source(specs), inspect.signature(type(self.tokenizer).apply_chat_template).parameters
-        is_odd = bool(self._options.keys() & parameters) or not is_plain(self._options)
-        template = None if self._is_own or is_odd or source in _UNTRUE else watched(source, loop_context)
-        given = {"tools": specs or None, "documents": None, "add_generation_prompt": True}
-        return template and (template, {**given, **self.tokenizer.special_tokens_map, **self._options})
 
     @property
     def _is_own(self) -> bool:
@@ -172,17 +152,6 @@ class ChatTemplate:
 
         render = getattr(self.tokenizer.apply_chat_template, "__func__", None)
         return render is not PreTrainedTokenizerBase.apply_chat_template
-
-    def check(self, text: str, shown: list[dict[str, Any]], specs: list[Any]) -> None:
-        """Raise ModelError if a Rendering's text is not that of a whole rendering, and make no more such renderings."""
-        source = self._source(specs)
-        if CLOCK in source or text == self.render_texts(shown, specs):
-            return
-        _UNTRUE.add(source)
-        raise ModelError(
-            "a rendering of new messages alone differs from that of the whole history, so prompts of this episode may "
-            "differ from the model's chat template; from now on arl renders whole histories. Please report the template"
-        )
 
     def _source(self, tools: Sequence[Any]) -> str:
         return str(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
@@ -254,7 +223,7 @@ class ChatTemplate:
         roles = ("user", "assistant", "user")
         special = set(self._special.values())
         try:
-            text = self.render_texts(
+            text = self._render_texts(
                 [{"role": role, "content": _MARKER} for role in roles], [], add_generation_prompt=False
             )
         except ModelError:
@@ -385,7 +354,7 @@ class ChatTemplate:
         pieces = unit.findall(self._special_pattern.sub(" ", text.replace(_CUT, "")))
         return sorted(pieces) if unit is _WORD else ["".join(pieces)]
 
-    def check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
+    def _check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
         source = self._source(tools)
         if tools and "tools" not in source:
             raise ModelError("the model's chat template shows no tools; use a model or a template that does")
@@ -398,7 +367,7 @@ class ChatTemplate:
 @lru_cache(maxsize=64)
 def _changes(source: str) -> bool:
     """Whether a template may render the same messages differently."""
-    return any(word in source for word in (CLOCK, "random", "lipsum"))
+    return any(word in source for word in ("strftime_now", "random", "lipsum"))
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> ChatTemplate:

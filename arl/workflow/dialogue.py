@@ -25,7 +25,6 @@ from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.content import image_part, images_in, text_part, texts_of
 from arl.workflow.messages import HistoryKeys, Message, ToolSpecs, history_key, normalised, plain, tools_key
 from arl.workflow.placing import placed
-from arl.workflow.rendering.history import History
 
 if TYPE_CHECKING:
     from arl.api.images import PlacedImage
@@ -89,8 +88,6 @@ class Prompt:
     """The number of messages said so far."""
     tools: ToolSpecs
     shown: Shown = field(repr=False, compare=False)
-    history: History = field(repr=False, compare=False)
-    """Renders this prompt's messages, and those of prompts that continue it."""
     key: bytes
     """Equal for equal histories of messages and tools."""
     num_prefilled: int = 0
@@ -109,12 +106,6 @@ class Prompt:
             parts += ((turn.message,), turn.prompt.new_messages)
             turn = turn.prompt.after
         return tuple(chain.from_iterable(reversed(parts)))
-
-    @property
-    def last_message(self) -> Message | None:
-        if self.new_messages:
-            return self.new_messages[-1]
-        return self.after.message if self.after else None
 
     @property
     def num_routed(self) -> int:
@@ -238,9 +229,8 @@ class Dialogue:
             specs, key = said.prompt.tools, history_key(said.key, new)
         else:
             specs, key = plain(tools), history_key(tools_key(tools), (*said.messages, *new) if said else new)
-        text, history = self._rendered(said, new, specs)
+        text = self.template.render((*said.messages, *new) if said else new, specs)
         num_images = (said.prompt.num_images if said else 0) + len(images_in(new))
-        self.template.check_images(text, num_images)
         shown = Shown(text)
         parent, given_ids = self._place(said, shown, text)
         if said and parent is not said and self._rewriting != "branch":
@@ -257,7 +247,6 @@ class Dialogue:
             num_messages=num_known + len(new),
             tools=specs,
             shown=Shown(text + self.template.as_said(prefill)) if begun else shown,
-            history=history,
             key=key,
             num_prefilled=len(begun),
             images=images,
@@ -374,18 +363,6 @@ class Dialogue:
             return found[0] if found else None
         given = [normalised(message) for message in messages[:length]]
         return max(reversed(found), key=lambda turn: sum(a == b for a, b in zip(turn.messages, given, strict=True)))
-
-    def _rendered(self, said: Turn | None, new: Sequence[Message], tools: ToolSpecs) -> tuple[str, History]:
-        """The text of what was said up to `said`, and of the new messages. It may be rendered on from the turn's."""
-        if said and tools is said.prompt.tools:
-            prompt = said.prompt
-            text = prompt.history.render((said.message, *new), prompt.num_messages, prompt.last_message)
-            if text is not None:
-                return text, prompt.history
-        history = History(self.template, tools)
-        text = history.render((*said.messages, *new) if said else new)
-        assert text is not None, "nobody else has this history"
-        return text, history
 
     def _place(self, said: Turn | None, shown: Shown, text: str) -> tuple[Turn | None, tuple[int, ...]]:
         """The turn, up to `said`, after which the text goes on, and the tokens of the rest of the text."""

@@ -1,7 +1,7 @@
 """On the templates of well-known models, whatever is said: the model sees what a server renders, token by token."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -182,13 +182,6 @@ def played(name: str, messages: list[Said], *, by_messages: bool = False, cut: S
             last = turn
         sent.append(as_clients_send(message) if message["role"] == "assistant" else message)
     return episode
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short_histories_are_rendered_on_too() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("arl.workflow.rendering.history._FEW", 1)
-        yield
 
 
 every_template = pytest.mark.parametrize("name", TEMPLATES)

@@ -157,13 +157,13 @@ def test_a_tokenizer_without_chat_template_and_an_added_answer_are_errors_that_s
 async def test_a_long_transcript_is_rendered_beside_the_event_loop(
     text: str, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    render, threads = ChatTemplate.render_texts, []
+    render, threads = ChatTemplate.render, []
 
     def noted(*args: Any, **options: Any) -> str:
         threads.append(threading.current_thread().name)
         return render(*args, **options)
 
-    monkeypatch.setattr(ChatTemplate, "render_texts", noted)
+    monkeypatch.setattr(ChatTemplate, "render", noted)
     chat = Conversation(TOKENIZER, [{"role": "user", "content": text}])
     await chat.agenerate(saying("4"), SamplingParams())
     assert [name.partition("_")[0] for name in threads[:1]] == [thread]

@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from talk import (
     ALPACA,
     CALL,
@@ -30,6 +32,7 @@ from talk import (
 from transformers import PreTrainedTokenizerFast
 
 from arl.api.errors import ModelError
+from arl.workflow.dialogue import Shown
 from arl.workflow.messages import Message
 
 # What stays as it was sampled -----------------------------------------------------------------------------------------
@@ -244,3 +247,48 @@ def test_thousands_of_turns_are_a_path_like_any_other() -> None:
         turn = talk.answer(prompt, "4")
         prompt = replace(prompt, parent=turn, after=turn, given_ids=(1,))
     assert len(turn.path) == 3001
+
+
+class KeptMeanwhile(Shown):
+    """Another thread keeps its text in a longer one as soon as this thread has looked at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "_text":
+            self.keep_in(Shown("a longer text"))
+        return value
+
+    def keep_in(self, longer: Shown) -> None:
+        self.__dict__["_text"] = longer
+
+
+def test_a_text_is_found_while_another_thread_keeps_it_in_a_longer_one() -> None:
+    shown = Shown("a")
+    shown.keep_in(KeptMeanwhile("a long"))
+    assert shown.num_shared(Shown("a lot")) == 1
+
+
+def test_a_long_dialogue_keeps_one_text_and_finds_where_a_rewritten_history_leaves_it() -> None:
+    talk, messages = Talk(QWEN3), [user("begin")]
+    for _ in range(40):
+        messages = [*talk.say(messages, THOUGHT + CALL, calling(thought="hm")).messages, RESULT]
+    last = talk.dialogue.turns[-1]
+    assert len(last.path) == 40
+    prompt = talk.prompt([*last.messages, SURE], after=last)
+    assert prompt.parent is None, "the thinking is gone from all turns"
+    texts = {id(text): len(text) for turn in last.path if isinstance(text := turn.prompt.shown.__dict__["_text"], str)}
+    assert sum(texts.values()) == last.prompt.shown.length, "not a text for each turn"
+    assert len(repr(last)) < 10 * len(talk.text(last)), "not a tree of all turns before it"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=2, max_size=12))
+def test_lines_that_take_turns_have_the_prompts_that_they_would_have_alone(steps: list[tuple[int, bool]]) -> None:
+    talk = Talk(QWEN3)
+    turns = [talk.say([user("?")], CALL, calling())]
+    for number, is_tools in steps:
+        after = turns[number % len(turns)]
+        prompt = talk.prompt([*after.messages, RESULT if is_tools else SURE], after=after)
+        alone = Talk(QWEN3).prompt(prompt.messages)
+        assert talk.text(prompt) == talk.text(alone)
+        turns.append(talk.answer(prompt, THOUGHT + CALL, calling(thought="hm")))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from arl.workflow.dialogue import Dialogue, Prompt, Shown, Turn
 from arl.workflow.messages import history_key
-from arl.workflow.rendering.history import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,6 @@ class TextDialogue(Dialogue):
             num_messages=parent.prompt.num_messages + 2 if parent else 1,
             tools=(),
             shown=Shown(text),
-            history=History(self.template, ()),
             key=history_key(b"text", [message]),
         )
 

@@ -1,1 +1,0 @@
-"""Renders the growing history of a dialogue for the cost of what is new."""
