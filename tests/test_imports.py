@@ -159,7 +159,7 @@ ALLOWED = {
         "arl.sent_object",
     ),
     "arl.policies": ("arl.api", "arl.training"),
-    "arl.tracking": ("arl.api", *CALLS),
+    "arl.tracking": ("arl.api", "arl.remote_calls"),
     "arl.plan": ("arl.api", "arl.rollout", "arl.eventlog", "arl.training.delivery"),
     "arl.replaying": (
         "arl.api",

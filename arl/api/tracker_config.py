@@ -11,18 +11,16 @@ from arl.api.settings import Section
 
 
 class TrackioConfig(Section):
-    """trackio: a local database and dashboard, or a Hugging Face Space."""
+    """trackio: its local database ($TRACKIO_DIR) and dashboard, or a Hugging Face Space."""
 
     kind: Literal["trackio"] = "trackio"
     project: str = "arl"
     name: str | None = None
-    """The run's name. Unset: run_dir's. It gets a random ending if runs of other directories go to the same place."""
+    """The run's name; it gets a random ending. Unset: run_dir's."""
     group: str | None = None
     """Shown with the other runs of this group."""
-    directory: Path | None = None
-    """The database's directory. Unset: run_dir/trackio."""
     space_id: str | None = None
-    """A Hugging Face Space that gets the run, instead of the directory. Unset: $TRACKIO_SPACE_ID, if any."""
+    """A Hugging Face Space that gets the run, instead of the database. Unset: $TRACKIO_SPACE_ID, if any."""
 
 
 class WandbConfig(Section):

@@ -97,8 +97,8 @@ class TrackedTrajectory:
 class Tracker(ABC):
     """Shows a run in another tool. All calls of a tracker are made on its own thread, one after another.
 
-    It cannot stop a run or slow it down: an exception is logged, and after three failed calls in a row the tracker is
-    left out. The run does not wait for a call that hangs; records that come meanwhile are dropped once too many wait.
+    It cannot stop a run or make it wait: its first exception is logged, further ones are counted, and a tracker whose
+    `open` fails is left out. Records that come while a call hangs are dropped once 256 wait.
     """
 
     def open(self, run: TrackedRun) -> str | None:

@@ -1,7 +1,6 @@
 """Each ready-made tracker, with its real package: what its own reader finds after a run that was continued once."""
 
 import json
-import os
 import signal
 import sqlite3
 import struct
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 from training.trainer_run import running
 
-from arl.api.tracker_config import MLflowConfig, TensorBoardConfig, TrackerConfig, TrackioConfig
+from arl.api.tracker_config import MLflowConfig
 from arl.api.tracking import TrackedRun
-from arl.tracking import mlflow_tracker
-from arl.tracking.rows import COLUMNS
-from arl.tracking.tracker_process import TrackerError, TrackerProcess
+from arl.tracking.ready_made import COLUMNS, mlflow_name, ready_made
+
+PROJECT = "arl-tests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,10 @@ class Found:
 
 
 def read_trackio(run_dir: Path) -> Found:
-    """Its database, as trackio's own reader imports where its directory is only once in a process."""
-    with sqlite3.connect(run_dir / "trackio" / "arl.db") as database:
+    """Its database, in the directory that trackio has for the whole process."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    with sqlite3.connect(SQLiteStorage.get_project_db_path(PROJECT)) as database:
         rows = database.execute("select run_id, step, metrics from metrics order by id").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
     shown = [(step, json.loads(metrics)) for _, step, metrics in rows]
@@ -154,11 +155,13 @@ READERS: dict[str, Callable[[Path], Found]] = {
 async def test_its_own_reader_finds_one_run_with_all_steps_evaluations_settings_and_tables(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
     pytest.importorskip(kind)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")  # of the reader
     hooks = (sys.excepthook, sys.exit, signal.getsignal(signal.SIGINT))
-    tracker = {"kind": "wandb", "mode": "offline"} if kind == "wandb" else kind
+    own = {"wandb": {"mode": "offline"}, "trackio": {"project": PROJECT}}
+    tracker = {"kind": kind, **own.get(kind, {})}
     log = {"trackers": [tracker], "track_every": 2, "track_trajectories": 3}
     run_dir = tmp_path / "run"
     for steps in (2, 4):
@@ -180,27 +183,12 @@ async def test_its_own_reader_finds_one_run_with_all_steps_evaluations_settings_
     assert '{"number": 3}' in str(found.held_out[4]), "the example of the highest reward"
 
 
-def tracked(config: TrackerConfig, run_dir: Path, run_id: str | None = None) -> str | None:
-    """The id of a run that a tracker begins, or continues, and ends."""
-    process = TrackerProcess(config)
-    try:
-        return process.open(TrackedRun(run_dir=run_dir, settings={"steps": 3}, run_id=run_id))
-    finally:
-        process.close(None)
-
-
-def test_runs_that_share_a_trackio_directory_are_two_even_if_their_names_are_equal(tmp_path: Path) -> None:
-    pytest.importorskip("trackio")
-    config = TrackioConfig(directory=tmp_path / "shared")
-    first, second = (tracked(config, tmp_path / where / "run") for where in ("a", "b"))
-    assert first != second
-    assert tracked(config, tmp_path / "a" / "run", first) == first
-
-
-def test_a_run_that_the_mlflow_server_does_not_know_begins_anew(tmp_path: Path) -> None:
+def test_a_run_that_the_mlflow_server_does_not_know_begins_as_a_new_one(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    begun = tracked(MLflowConfig(), tmp_path, "0123456789abcdef0123456789abcdef")
-    assert begun not in (None, "0123456789abcdef0123456789abcdef")
+    tracker = ready_made(MLflowConfig())
+    begun = tracker.open(TrackedRun(run_dir=tmp_path, settings={"steps": 3}, run_id="0123456789abcdef" * 2))
+    tracker.close(None)
+    assert begun not in (None, "0123456789abcdef" * 2)
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
@@ -216,34 +204,8 @@ def test_a_run_that_the_mlflow_server_does_not_know_begins_anew(tmp_path: Path) 
     ],
 )
 def test_whatever_a_number_is_called_mlflow_takes_its_name(name: str, shown: str) -> None:
-    assert mlflow_tracker._named(name) == shown
+    assert mlflow_name(name) == shown
     if find_spec("mlflow"):
         from mlflow.utils.validation import _validate_metric_name  # pyright: ignore[reportMissingImports]
 
         _validate_metric_name(shown)
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[TrackerProcess]:
-    pytest.importorskip("tensorboard")
-    config: TrackerConfig = TensorBoardConfig()
-    tracker = TrackerProcess(config)
-    yield tracker
-    tracker.kill()
-
-
-def test_a_tracker_whose_process_is_killed_fails_and_names_its_log(process: TrackerProcess, tmp_path: Path) -> None:
-    process.open(TrackedRun(run_dir=tmp_path, settings={}))
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
-    with pytest.raises(TrackerError, match=f"its process has ended; see {tmp_path}/logs/tracker-tensorboard.log"):
-        process.close(None)
-
-
-def test_an_error_of_the_package_comes_with_its_place_and_leaves_its_traceback_in_the_log(
-    process: TrackerProcess, tmp_path: Path
-) -> None:
-    (tmp_path / "tensorboard").write_text("a file, not a directory")
-    with pytest.raises(TrackerError, match=r"FileExistsError: .*tensorboard.* \(at .*\.py:\d+\)"):
-        process.open(TrackedRun(run_dir=tmp_path, settings={}))
-    assert "Traceback" in (tmp_path / "logs" / "tracker-tensorboard.log").read_text()

@@ -22,7 +22,7 @@ from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, Example, StepStats, Trajectory
 from arl.experiment import Experiment, Setup
 from arl.tracking import ready_made
-from arl.tracking.fan_out import MOST_FAILURES, MOST_WAITING, Trackers
+from arl.tracking.fan_out import MOST_WAITING, Trackers
 
 STATS = {
     "reward": 0.5,
@@ -180,45 +180,18 @@ async def test_a_continued_run_gives_a_tracker_the_id_that_it_returned_and_goes_
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"Recorder": "abc", "Recorder-2": "other"}
 
 
-async def test_a_tracker_that_raises_is_left_out_after_some_failures_in_a_row_and_the_others_go_on(
+async def test_a_tracker_that_raises_is_warned_of_once_and_the_run_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = Recorder(raising(ValueError("no\nspace"))), Recorder()
-    async with running(tmp_path, steps=MOST_FAILURES + 2, trackers=[bad, good]) as trainer:
+    async with running(tmp_path, steps=4, trackers=[bad, good]) as trainer:
         steps = [step.version async for step in trainer]
-    assert good.versions == steps == list(range(1, MOST_FAILURES + 3))
-    assert bad.calls == [("close", "the tracker failed too often")]
-    lines = said(caplog)
-    assert len(lines) == MOST_FAILURES
-    assert lines[0].startswith("the tracker Recorder failed in step 1: ValueError: no space (at ")
-    assert Path(__file__).name in lines[0]
-    assert [line.endswith("; the run goes on without it") for line in lines] == [False] * (MOST_FAILURES - 1) + [True]
-
-
-def test_a_tracker_that_is_left_out_is_closed_at_once(tmp_path: Path) -> None:
-    is_closed = threading.Event()
-
-    class Failing(Recorder):
-        def close(self, error: str | None) -> None:
-            is_closed.set()
-
-    trackers = Trackers(own=[Failing(raising(ValueError()))])
-    given(tmp_path, trackers, MOST_FAILURES)
-    assert is_closed.wait(60)
-
-
-def test_failures_that_are_not_in_a_row_leave_no_tracker_out(tmp_path: Path) -> None:
-    is_bad = iter([True, True, False] * 4)
-
-    def sometimes() -> None:
-        if next(is_bad):
-            raise ValueError
-
-    recorder = Recorder(sometimes)
-    trackers = Trackers(own=[recorder])
-    given(tmp_path, trackers, 12)
-    trackers.close(None)
-    assert recorder.versions == [3, 6, 9, 12]
+    assert good.versions == steps == [1, 2, 3, 4]
+    assert bad.calls == [("close", None)]
+    first, last = said(caplog)
+    assert first.startswith("the tracker Recorder failed in step 1: ValueError: no space (at ")
+    assert Path(__file__).name in first
+    assert last == "the tracker Recorder has missed 0 records, and failed in 4 calls"
 
 
 def test_a_tracker_that_exits_ends_nothing_but_its_call(tmp_path: Path) -> None:
@@ -255,7 +228,7 @@ def test_the_end_does_not_wait_for_a_tracker_that_hangs_and_says_where_it_is(
     assert hung.calls == []
     assert good.calls == [("step", 1), ("step", 2), ("close", None)]
     (line,) = said(caplog, level=logging.ERROR)
-    assert "the tracker Recorder is still busy with step 1: it is at threading.py" in line
+    assert "the tracker Recorder is still at step 1, in threading.py" in line
     goes_on.set()
 
 
@@ -280,28 +253,23 @@ def test_records_beyond_those_that_may_wait_are_dropped_and_counted(
     goes_on.set()
     trackers.close(None)
     assert recorder.versions == list(range(1, MOST_WAITING + 2))
-    assert said(caplog)[1:] == ["the tracker Recorder has missed 3 records"]
+    assert said(caplog)[1:] == ["the tracker Recorder has missed 3 records, and failed in 0 calls"]
 
 
-@pytest.mark.parametrize(("run_id", "why"), [(Path("a"), "which is not a str"), ("a", "Is a directory")])
-def test_an_id_that_cannot_be_kept_is_told_of_and_the_tracker_goes_on_and_so_do_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, run_id: Any, why: str
+def test_an_id_that_cannot_be_kept_is_warned_of_and_the_tracker_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if isinstance(run_id, str):
-        (tmp_path / "trackers.json.tmp").mkdir()
-    recorders = [Recorder(run_id=run_id), Recorder(run_id=None if isinstance(run_id, str) else "known")]
-    trackers = Trackers(own=recorders)
+    (tmp_path / "trackers.json.tmp").mkdir()
+    recorder = Recorder(run_id="a")
+    trackers = Trackers(own=[recorder])
     given(tmp_path, trackers, 2)
     trackers.close(None)
-    assert [recorder.versions for recorder in recorders] == [[1, 2]] * 2
+    assert recorder.versions == [1, 2]
     (line,) = said(caplog)
     assert line.startswith("the run's id in the tracker Recorder is not kept for a continued run: ")
-    assert why in line
-    if not isinstance(run_id, str):
-        assert json.loads((tmp_path / "trackers.json").read_text()) == {"Recorder-2": "known"}
 
 
-@pytest.mark.parametrize("text", ["[1", '{"Recorder": 3}'])
+@pytest.mark.parametrize("text", ["[1", "[1]"])
 def test_a_broken_list_of_ids_is_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "trackers.json").write_text(text)
     recorder = Recorder()

@@ -21,7 +21,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import Evaluation, Example, Group, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner
-from arl.tracking.rows import evaluation_metrics
+from arl.tracking.ready_made import evaluation_metrics
 from arl.training.display import Display
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics, role_rewards
