@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
+.PHONY: quickstart test test-sandbox test-wheel test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -44,7 +44,16 @@ quickstart: $(RUN_STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not runs and not browser and not cluster' -n $(TEST_WORKERS)
+	$(BIN)/python -m pytest -m 'not slow and not runs and not browser and not cluster and not wheel' -n $(TEST_WORKERS)
+
+# What `make test` skips on a machine without bubblewrap, which `make bubblewrap` installs.
+test-sandbox: $(STAMP)
+	ARL_NEEDS_SANDBOX=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/sandbox tests/rewards/test_unit_tests.py \
+		tests/examples/test_terminal_agent.py tests/test_docs.py
+
+# The wheel in an empty environment of each Python that the machine has.
+test-wheel: $(STAMP)
+	$(BIN)/python -m pytest -m wheel
 
 # Whole runs, some of which are killed and go on, ranks that see, and Ray: processes that take their time to start.
 test-runs: $(STAMP)

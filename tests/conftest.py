@@ -1,8 +1,10 @@
-"""How xdist shares the tests among its workers, and what each of these does once."""
+"""How xdist shares the tests among its workers, what each of these does once, and what a machine lacks for some tests."""
 
 import gc
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.hookimpl(optionalhook=True)  # there is no such hook with `-p no:xdist`
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
     return GroupScheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line about the programs that tests were skipped without. The reason of such a skip is "needs PROGRAM: ..."."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    lacking = Counter(found[1] for reason in reasons if (found := re.match(r"Skipped: needs ([^:]+)", reason)))
+    if lacking:
+        counts = (f"{program} ({count})" for program, count in lacking.most_common())
+        terminalreporter.write_line(f"Skipped for want of: {', '.join(counts)}")
 
 
 def pytest_collection() -> None:

@@ -52,7 +52,7 @@ def test_the_adder_learns_on_the_quickstarts_model(tmp_path: Path, monkeypatch: 
     """Of `make quickstart`, which comes first."""
     trained = ROOT / "runs" / "quickstart" / "trained"
     if not trained.is_dir():
-        pytest.skip(f"make quickstart leaves the model in {trained}")
+        pytest.skip("needs the trained model: make quickstart")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, "runs/quickstart/trained")
     exec(ADDER, {"__name__": "adder"})

@@ -46,7 +46,7 @@ def sglang_python() -> str:
     """The interpreter that has SGLang; the test is skipped where none is named."""
     python = os.environ.get(SGLANG_PYTHON)
     if not python:
-        pytest.skip(f"no SGLang here: `make test-sglang` installs it and names its interpreter in {SGLANG_PYTHON}")
+        pytest.skip("needs SGLang: make test-sglang")
     return python
 
 
@@ -54,7 +54,7 @@ def vllm_python() -> str:
     """The interpreter that has vLLM; the test is skipped where none is named."""
     python = os.environ.get(VLLM_PYTHON)
     if not python:
-        pytest.skip(f"no vLLM here: `make test-vllm` installs it and names its interpreter in {VLLM_PYTHON}")
+        pytest.skip("needs vLLM: make test-vllm")
     return python
 
 

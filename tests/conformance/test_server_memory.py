@@ -58,17 +58,17 @@ async def test_weights_that_come_after_a_release_are_served(client: Client, mode
 async def test_a_retracted_request_goes_on_with_new_weights_from_the_tokens_that_it_has(
     client: Client, models: Models
 ) -> None:
-    sampling = {**GREEDY, "max_new_tokens": 400}
+    sampling = {**GREEDY, "max_new_tokens": 800}
     asking = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=sampling))
     await client.until_running(1)
-    await asyncio.sleep(0.1)
+    await client.until_gained(5)
     await calls(client, "/pause_generation", mode="retract")
     await calls(client, "/release_memory_occupation", "/resume_memory_occupation", **ALL)
     await load(client, models)
     await calls(client, "/continue_generation")
     answer = await asking
     (old, start, cut), (new, again, end) = spans(answer)
-    assert (old, start, cut == again, new, end) == ("a", 0, True, "7", 400)
+    assert (old, start, cut == again, new, end) == ("a", 0, True, "7", 800)
     ids = answer["output_ids"]
     assert ids[cut : cut + 20] == models.b.greedy([*PROMPT, *ids[:cut]], 20)
 

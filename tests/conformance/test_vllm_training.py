@@ -16,7 +16,9 @@ from arl.eventlog.run_record import read_run
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(VLLM_PYTHON not in os.environ, reason="no vLLM here"),  # before the warm start of its model
+    pytest.mark.skipif(
+        VLLM_PYTHON not in os.environ, reason="needs vLLM: make test-vllm"
+    ),  # before the warm start of its model
 ]
 OPTIONS = ["--dtype=float32", "--enforce-eager", "--max-model-len=1024"]
 

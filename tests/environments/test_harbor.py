@@ -30,9 +30,9 @@ allow_internet = false
 def harbor() -> Path:
     """The environment's directory of programs."""
     if (python := os.environ.get("ARL_ENVIRONMENTS_PYTHON")) is None:
-        pytest.skip("make test-environments installs what this needs")
+        pytest.skip("needs Harbor: make test-environments")
     if not (programs := Path(python).parent).joinpath("harbor").exists():
-        pytest.skip("Harbor needs Python 3.12; run make test-environments with ENVIRONMENTS_PYTHON=python3.12")
+        pytest.skip("needs Python 3.12: make test-environments ENVIRONMENTS_PYTHON=python3.12")
     return programs
 
 

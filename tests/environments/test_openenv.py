@@ -28,7 +28,7 @@ SERVER = Path(__file__).parent / "openenv_server.py"
 @contextmanager
 def served(kind: str) -> Iterator[str]:
     if (python := os.environ.get("ARL_ENVIRONMENTS_PYTHON")) is None:
-        pytest.skip("make test-environments installs what this needs")
+        pytest.skip("needs OpenEnv: make test-environments")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen([python, str(SERVER), str(port), kind], start_new_session=True) as server:

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    absent = pytest.mark.skip(reason="needs a GPU that torch can use (torch.cuda.is_available())")
+    absent = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is false")
     # torch compiles flex attention at first use, which takes its time, and warns of what torch itself does.
     compiling = [
         pytest.mark.timeout(600),

@@ -263,7 +263,7 @@ async def test_a_long_body_arrives_whole() -> None:
     assert server.requests[0].endswith(body)
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 async def test_a_server_at_an_ipv6_address_is_reached() -> None:
     async with raw([OK], host="::1") as (server, client):
         await client.ask("/")
@@ -315,7 +315,7 @@ async def test_closing_ends_a_get_on_a_kept_connection_and_one_that_is_connectin
                 await ended
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 async def test_tls_is_used_and_an_unknown_certificate_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tmp_path / "made.pem"
     process = await asyncio.create_subprocess_exec(

@@ -468,7 +468,7 @@ async def test_two_workflows_cannot_serve_their_episodes_at_one_proxy() -> None:
                 pass
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 async def test_the_guides_lines_for_curl_play_an_episode() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     (lines,) = re.findall(r"^```bash\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
