@@ -1,4 +1,4 @@
-"""How xdist shares the tests among its workers, what each of these does once, and what a machine lacks for some tests."""
+"""How xdist shares the tests among its workers, what each of these does once, and what a machine lacks."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line about the programs that tests were skipped without. The reason of such a skip is "needs PROGRAM: ..."."""
+    """One line about programs that tests were skipped without. The reason of such a skip is "needs PROGRAM: ..."."""
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
     lacking = Counter(found[1] for reason in reasons if (found := re.match(r"Skipped: needs ([^:]+)", reason)))
     if lacking:

@@ -9,6 +9,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,10 @@ THEIRS = (
     *("algorithm.filter_groups", "algorithm.rollout_correction", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"),
 )
 """Settings of verl that begin as arl's do."""
+
+
+def test_the_extras_of_servers_ask_for_the_versions_that_the_guide_names() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"stock (SGLang|vLLM) ([\d.]+) or newer", (ROOT / "docs" / "servers.md").read_text())
+    assert {name for name, _ in named} == {"SGLang", "vLLM"}
+    assert all(extras[name.lower()] == [f"{name.lower()}>={version}"] for name, version in named)

@@ -58,7 +58,7 @@ def test_the_wheel_alone_trains_ten_steps(empty: Path, wheel: Path, tmp_path: Pa
 
 
 def interpreter(version: str) -> str | None:
-    """Of this minor version: on PATH, or one of pyenv's; a shim of pyenv may stand for a version that it does not run."""
+    """Of this version: on PATH, where a shim of pyenv may stand for a version that it does not run, or pyenv's."""
     installed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
     for python in (f"python{version}", *map(str, sorted(installed))):
         if shutil.which(python) and not subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
