@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-sandbox test-wheel test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser cluster-packages health lint format clean
+.PHONY: quickstart test test-sandbox test-wheel test-runs test-slow test-browser test-cluster test-sglang test-vllm test-frameworks test-environments test-gpu chaos chaos-short soak bubblewrap browser health lint format clean
 
 $(RUN_STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl and torch for the CPU into $(VENV): about a minute, once.'
@@ -82,13 +82,6 @@ browser:
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		apt-get install --yes --no-install-recommends chromium || \
 		{ echo 'Install Chromium as root: apt-get install chromium, or dnf install chromium' >&2; exit 1; }
-
-# Slurm, ssh servers and the schemas of Kubernetes, in which what `arl launch` makes is tested; skipped without them.
-cluster-packages: $(STAMP)
-	@{ command -v slurmctld && command -v sshd; } >/dev/null || apt-get install --yes --no-install-recommends \
-		slurmctld slurmd slurm-client munge openssh-server openssh-client || \
-		{ echo 'Install Slurm, munge and OpenSSH with their servers, as root' >&2; exit 1; }
-	@$(BIN)/pip install $(PIP_SHOWS) kubernetes-validate
 
 # The page of `arl view` and traces of `arl trace`, in a real browser.
 test-browser: $(STAMP)

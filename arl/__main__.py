@@ -24,7 +24,6 @@ _COMMANDS = {
     "dpo": ("dpo_command", "fine-tune a model on preferences: DPO, IPO"),
     "rm": ("rm_command", "train a reward model on preferences"),
     "servers": ("servers_command", "show the servers of a run, add some, remove some, while it trains"),
-    "launch": ("launching", "start a run on many machines: Slurm, Kubernetes or ssh"),
     "plan": ("planning", "predict a run with other servers, ranks and settings, before they are rented"),
     "algorithms": ("listing", "list the algorithms"),
 }

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from described_runs import wait_until
 from nodes import REPOSITORY, Cluster
+from paced_run import until
 from plan.made_log import MadeRun, known_costs
 
 from arl.__main__ import main
@@ -36,7 +36,6 @@ KINDS = (
     ("python", SCRIPT),
     ("python", "-m", "sglang.launch_server"),
     ("ray", "start"),
-    ("arl", "launch"),
     ("arl", "servers"),
     ("arl", "plan"),
 )
@@ -72,14 +71,6 @@ def test_the_flags_of_a_training_fit_together_and_a_dry_run_finds_what_this_mach
     assert "GPU" in mistakes or "Ray" in mistakes
     assert all(address in mistakes for address in wanted)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("command", begins("arl", "launch"), ids=lambda command: command[2])
-def test_a_launch_writes_what_lies_beside_its_description(command: list[str], tmp_path: Path) -> None:
-    assert "--dry-run" in command
-    main([*command[1:2], str(REPOSITORY / command[2]), *command[3:], "--output", str(tmp_path)])
-    (made,) = tmp_path.iterdir()
-    assert made.read_text() == (EXAMPLES / "cluster" / made.name).read_text()
 
 
 @pytest.mark.parametrize("command", begins("arl", "plan"), ids=lambda command: command[2])
@@ -144,7 +135,7 @@ def test_a_run_by_hand_over_four_machines_changes_its_servers_and_continues_on_a
         keys = {"ARL_SERVER_API_KEY": "a key", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
         head = cluster.nodes[0]
         run = head.start(training(by_hand, steps=1000), log=log, env=keys)
-        wait_until(lambda: rows_of_run() >= 5 or run.poll() is not None, log)
+        until(lambda: rows_of_run() >= 5 or run.poll() is not None, "five steps were not trained", log)
         assert run.poll() is None, log.read_text()
         said = {words[2]: head.run([sys.executable, "-m", *map(here, words)]) for words in begins("arl", "servers")}
         assert "10.77.0.4:30000" in said["list"]
