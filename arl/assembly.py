@@ -50,7 +50,7 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.task_workflows import TaskWorkflows
 from arl.rollout.token_ledger import TokenLedger
-from arl.run_engines import Engines, evaluation_servers_of, open_engines, weight_transport
+from arl.run_engines import Engines, open_engines, weight_transport
 from arl.sent_object import check_is_no_import
 from arl.tracking.fan_out import Trackers
 from arl.tracking.ready_made import check_trackers
@@ -236,7 +236,6 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     if (transport := engines.transport) is None:
         transport = await thread(weight_transport, config, learner.engine, opened)
         stack.callback(transport.close)
-    evaluation_servers = await thread(evaluation_servers_of, stack, config, engines, learner.engine)
     is_decoded = trackers.has_any and config.log.track_trajectories and not own
     decode = await offload(decoder, config.model) if is_decoded else None
     tracker = trackers if trackers.has_any else None
@@ -282,8 +281,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
         transport=transport,
         buffer=buffer,
         rollout=rollout,
-        evaluator=_evaluator(config, given, engines.evaluations or engine, runner),
-        evaluation_servers=evaluation_servers,
+        evaluator=_evaluator(config, given, engine, runner),
         checkpoints=checkpoints,
         log=run_log,
         thread=thread,

@@ -1,8 +1,6 @@
 """The engines of a run: the trainer's process, and the servers with the engines that speak to them.
 
 model --> trainer's process --weight_transport--> servers <-- inference engine <-- episodes
-                 |
-                 +--whole models, as files--> servers for evaluations alone <-- their engine <-- held-out episodes
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightSource, WeightTransport
 from arl.api.engine_config import (
     DEFAULT_CONTEXT_LENGTH,
-    AdapterWeightsConfig,
     DeltaWeightsConfig,
-    DiskWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
-    WeightFilesConfig,
 )
 from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import Events
@@ -39,9 +34,8 @@ from arl.engine.weights.distributed import DistributedTransport
 from arl.given_tasks import RunTask, RunTasks
 from arl.offload import TrainThread
 from arl.sent_object import SentObject
-from arl.serving import OpenedServers, connect, connect_for_evaluations, open_all_servers
+from arl.serving import OpenedServers, connect, open_servers
 from arl.trainer_process import host_learner
-from arl.training.pinned_weights import EvaluationServers
 from arl.training.recording import Recorder
 from arl.training.recovery import RecoveringLearner
 from arl.training.remote_learner import RemoteLearner
@@ -57,9 +51,6 @@ class Engines:
 
     training: InferenceEngine
     opened: OpenedServers
-    evaluations: InferenceEngine | None = None
-    """Of servers for evaluations alone."""
-    opened_for_evaluations: OpenedServers | None = None
     transport: WeightTransport | None = None
     """The user's own, or the policies', which is closed with the engines, too."""
     policies: Mapping[str, OpenedServers] = field(default_factory=dict[str, OpenedServers])
@@ -89,7 +80,7 @@ async def open_engines(
     if config.engine.colocated:  # the device has no room for both
         await thread((await thread.finish(loading)).offload)
     try:
-        opened, for_evaluations = await open_all_servers(config, stack, config.run_dir / "logs")
+        opened = await open_servers(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
         await thread.finish(loading)  # a broken model raises the better error here
         raise
@@ -97,26 +88,7 @@ async def open_engines(
     training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
     if config.engine.colocated:  # the engine's end wakes servers that sleep: the trainer has to be gone by then
         stack.push_async_callback(close_learner, thread, loading)
-    if for_evaluations is None:
-        return learner, Engines(training, opened)
-    of_evaluations = await connect_for_evaluations(config, for_evaluations, events, unreceived)
-    return learner, Engines(training, opened, await stack.enter_async_context(of_evaluations), for_evaluations)
-
-
-def evaluation_servers_of(
-    stack: AsyncExitStack, config: Config, engines: Engines, source: WeightSource
-) -> EvaluationServers | None:
-    """They get adapters as training's servers do, or a whole model in a file, whatever training's transport."""
-    if engines.evaluations is None or engines.opened_for_evaluations is None:
-        return None
-    of_training = config.weights.directory if isinstance(config.weights, WeightFilesConfig) else None
-    directory = config.evaluation.directory or of_training
-    gets_adapters = isinstance(config.weights, AdapterWeightsConfig)
-    files = (AdapterWeightsConfig if gets_adapters else DiskWeightsConfig)(directory=directory)
-    addresses = engines.opened_for_evaluations.addresses
-    transport = DiskTransport(files, config.run_dir, source, addresses, setting="evaluation.directory")
-    stack.callback(transport.close)
-    return EvaluationServers(engine=engines.evaluations, transport=transport, gets_adapters=gets_adapters)
+    return learner, Engines(training, opened)
 
 
 def weight_transport(

@@ -13,7 +13,6 @@ from arl.api.errors import ArlError, ConfigError, ServerError
 from arl.api.placed import Finding, PlacedPart
 from arl.cluster.hosts import hostname_of
 from arl.cluster.node_checks import NodeReport
-from arl.cluster.planned import EVALUATES
 from arl.cluster.servers_file import SERVERS, base_url, read_servers
 from arl.engine.client.greeting import difference, expected_of, greet
 from arl.engine.client.remote_engine import client_class
@@ -44,16 +43,15 @@ def with_named_servers(config: Config) -> Config:
 def server_parts(devices: Mapping[str, str], report: NodeReport, config: Config) -> list[PlacedPart]:
     """Servers that somebody else runs. devices: what they compute on, by base URL."""
     given = config.engine.addresses if isinstance(config.engine, RunningServersConfig) else ()
-    use = {**dict.fromkeys(given, ""), **dict.fromkeys(config.evaluation.addresses, EVALUATES)}
     return [
         PlacedPart(
             part="server",
             host=report.hosts.get(url, hostname_of(url)),
             address=url,
             device=devices.get(url.rstrip("/"), ""),
-            note="; ".join(filter(None, ("not started by arl", what, report.notes.get(url)))),
+            note="; ".join(filter(None, ("not started by arl", report.notes.get(url)))),
         )
-        for url, what in use.items()
+        for url in given
     ]
 
 
@@ -63,7 +61,7 @@ async def ask_servers(config: Config) -> tuple[list[Greeting], list[Finding]]:
     if not isinstance(engine, RunningServersConfig):
         return [], []
     try:
-        urls = list(dict.fromkeys(map(base_url, (*engine.addresses, *config.evaluation.addresses))))
+        urls = list(dict.fromkeys(map(base_url, engine.addresses)))
     except ConfigError as error:
         return [], [Finding(text=str(error))]
     async with Connections() as connections:
@@ -79,8 +77,7 @@ async def ask_servers(config: Config) -> tuple[list[Greeting], list[Finding]]:
         return greetings, [Finding(text=text) for text in [*texts, str(error)]]
     if sentence := difference([*expected, *greetings]):
         texts.append(f"the servers do not serve the same model: {sentence}; start all with the model of this run")
-    num_serving = len({one.address for one in greetings} - {base_url(url) for url in config.evaluation.addresses})
-    is_mistake = num_serving < engine.min_servers or not await offload(_may_join_later, config)
+    is_mistake = len(greetings) < engine.min_servers or not await offload(_may_join_later, config)
     return greetings, [Finding(text=text, is_mistake=is_mistake) for text in texts]
 
 

@@ -21,7 +21,6 @@ from arl.api.engine_config import (
     DistributedWeightsConfig,
     LocalEngineConfig,
     RunningServersConfig,
-    StartedServersConfig,
 )
 from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
@@ -29,7 +28,7 @@ from arl.api.policy_config import PolicyRoles
 from arl.api.policy_parts import of_policy
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
-from arl.cluster.servers_file import SERVERS, NamedServer, base_url, read_servers
+from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, stock_servers
 from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.roster import RosterFiles
@@ -57,11 +56,6 @@ class OpenedServers:
     files: RosterFiles | None = None
     mirrors: dict[str, str] = field(default_factory=dict[str, str])
     """Server -> its mirror. Servers that join with a mirror are added to it."""
-
-    def apart(self, num_training: int) -> tuple[OpenedServers, OpenedServers]:
-        """The first of them, for training, and the others, for evaluations."""
-        first, others = self.addresses[:num_training], self.addresses[num_training:]
-        return replace(self, addresses=first), replace(self, addresses=others, files=None)
 
 
 @runtime_checkable
@@ -209,23 +203,6 @@ def _say_who_is_left_out(engine: RunningServersConfig, path: Path, named: Mappin
         )
 
 
-async def open_all_servers(
-    config: Config, stack: AsyncExitStack, logs: Path
-) -> tuple[OpenedServers, OpenedServers | None]:
-    """`open_servers`, and the servers for evaluations alone, if there are any. All are started at once."""
-    opened = await open_servers(config.model_copy(update={"engine": config.started_servers}), stack, logs)
-    if isinstance(config.engine, StartedServersConfig) and config.evaluation.servers:
-        return opened.apart(config.engine.num_servers)
-    if config.evaluation.addresses:
-        if both := {base_url(one) for one in config.evaluation.addresses} & {base_url(one) for one in opened.addresses}:
-            raise ConfigError(
-                f"{min(both)} is a server of training, and in evaluation.addresses: training would change the weights "
-                "that an evaluation runs on; take it out of one"
-            )
-        return opened, OpenedServers(addresses=config.evaluation.addresses, api_key=opened.api_key)
-    return opened, None
-
-
 def wanted_model(config: Config) -> ServedModel:
     """The model that servers should serve in this run. Raises ModelError."""
     return served_model(config.model, replay_routing=config.engine.replay_routing)
@@ -249,11 +226,3 @@ async def connect(
     if unreceived is not None:
         engine.unreceived = unreceived
     return engine
-
-
-async def connect_for_evaluations(
-    config: Config, opened: OpenedServers, events: Events, unreceived: Unreceived
-) -> RemoteInferenceEngine:
-    """The engine of servers for evaluations alone. Training goes on without any of them."""
-    own = config.engine.model_copy(update={"min_servers": 0, "update_order": "all"})
-    return await connect(config.model_copy(update={"engine": own}), opened, events, unreceived)

@@ -86,7 +86,8 @@ def use_scripted_servers(
 ) -> None:
     """Let `launch` train as it does, and sample from `engine`."""
     monkeypatch.setattr(arl.serving, "RemoteInferenceEngine", ScriptedServers(engine))
-    monkeypatch.setattr(arl.serving, "open_servers", _no_addresses)
+    for module in (arl.serving, arl.run_engines):
+        monkeypatch.setattr(module, "open_servers", _no_addresses)
     monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
 
 

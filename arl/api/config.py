@@ -34,7 +34,6 @@ from arl.api.engine_config import (
     LocalEngineConfig,
     RunningServersConfig,
     SGLangProcessesConfig,
-    StartedServersConfig,
     TrainConfig,
     WeightsConfig,
     check_fused,
@@ -296,28 +295,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _evaluations_have_servers_of_the_same_kind(self) -> Self:
-        runs_already = isinstance(self.engine, RunningServersConfig)
-        if self.evaluation.servers and runs_already:
-            raise ValueError(
-                f"evaluation.servers is {self.evaluation.servers}, but arl starts no servers with engine.kind="
-                f"{self.engine.kind}; name those that run already in evaluation.addresses"
-            )
-        if self.evaluation.addresses and not runs_already:
-            raise ValueError(
-                f"evaluation.addresses is set, but engine.kind={self.engine.kind} has arl start the servers; set "
-                "evaluation.servers to how many evaluations get"
-            )
-        return self
-
-    @property
-    def started_servers(self) -> EngineConfig:
-        """`engine`, with the servers that arl starts for evaluations alone in num_servers: they are the last ones."""
-        if not isinstance(self.engine, StartedServersConfig):
-            return self.engine
-        return self.engine.model_copy(update={"num_servers": self.engine.num_servers + self.evaluation.servers})
-
-    @model_validator(mode="after")
     def _servers_can_take_turns(self) -> Self:
         if self.engine.colocated and not isinstance(self.weights, DiskWeightsConfig):
             why = {
@@ -329,12 +306,6 @@ class Config(Section):
                 f"weights.transport is {self.weights.transport}, but with engine.colocated {why}; use disk, whose "
                 "files are in this machine's memory"
             )
-        if self.engine.colocated and self.evaluation.has_servers:
-            raise ValueError(
-                "evaluations have servers of their own (evaluation.servers or addresses), but with engine.colocated "
-                "servers give their memory to the trainer in turn, and those would not; set evaluation.hold_weights "
-                "instead"
-            )
         return self
 
     @model_validator(mode="after")
@@ -344,7 +315,6 @@ class Config(Section):
         refused = {
             "record": self.record,
             "engine.colocated": self.engine.colocated,
-            "evaluation.servers or evaluation.addresses": self.evaluation.has_servers,
             "algorithm.reward_model": self.algorithm.reward_model is not None,
             "train.num_ranks above 1": self.train.is_over_ray,
         }

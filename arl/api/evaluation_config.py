@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from arl.api.settings import Section
 
@@ -35,34 +34,17 @@ class EvaluationConfig(Section):
     suites: dict[str, SuiteConfig] = Field(default_factory=dict)
     """What differs for held-out datasets, by the names that they have: {"aime": {"every": 50,
     "episodes_per_example": 32}}. A task's examples are named by the task, or TASK/NAME."""
-    servers: NonNegativeInt = 0
-    """Servers that arl starts beside engine.num_servers for evaluations alone. They hold the evaluated version to the
-    end, while training goes on. 0: evaluations run on training's servers, whose weights change meanwhile."""
-    addresses: tuple[str, ...] = ()
-    """The same with servers that already run (engine.kind sglang and vllm): their base URLs."""
-    directory: Path | None = None
-    """Where the weights for these servers are written, which must see it. Unset: weights.directory."""
     hold_weights: bool = False
-    """Training's servers keep the evaluated version until the evaluation has ended. Newer weights wait for that, and so
-    does training once it is max_staleness ahead."""
+    """Servers keep the evaluated version until the evaluation ends. Newer weights wait, and training waits once it is
+    max_staleness ahead. Otherwise an evaluation runs on weights that change meanwhile."""
     keep_best: str | None = None
     """The metric by which run_dir/best has the best evaluated model: reward, pass@4, episode/NAME, or SUITE/reward and
-    so on for one held-out dataset. Higher is better. Needs servers, addresses or hold_weights."""
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether an evaluation runs wholly on the version that it is named for."""
-        return self.has_servers or self.hold_weights
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether evaluations have servers of their own."""
-        return bool(self.servers or self.addresses)
+    so on for one held-out dataset. Higher is better. Needs hold_weights."""
 
     @property
     def needs_examples(self) -> list[str]:
         """The settings that have an effect with held-out examples alone."""
-        return self._changed("servers", "addresses", "hold_weights", "keep_best", "suites")
+        return self._changed("hold_weights", "keep_best", "suites")
 
     def repeats_of(self, suite: str) -> int:
         """The episodes of each example of a held-out dataset."""
@@ -95,22 +77,10 @@ class EvaluationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _is_pinned_in_one_way(self) -> Self:
-        if self.servers and self.addresses:
+    def _best_model_is_one_model(self) -> Self:
+        if self.keep_best is not None and not self.hold_weights:
             raise ValueError(
-                f"servers is {self.servers}, and addresses names {self.addresses[0]}: evaluations have servers that "
-                "arl starts, or those that run already; leave one out"
-            )
-        if self.has_servers and self.hold_weights:
-            raise ValueError(
-                "hold_weights is set, but evaluations have servers of their own, whose weights nobody changes; leave "
-                "it out"
-            )
-        if self.directory is not None and not self.has_servers:
-            raise ValueError("directory is set, but evaluations have no servers of their own; set servers or addresses")
-        if self.keep_best is not None and not self.is_pinned:
-            raise ValueError(
-                f"keep_best is {self.keep_best!r}, but training's servers change their weights during an evaluation, "
-                "so its numbers are of no single model; set servers (or addresses), or hold_weights=true"
+                f"keep_best is {self.keep_best!r}, but servers change their weights during an evaluation, so its "
+                "numbers are of no single model; set hold_weights=true"
             )
         return self

@@ -57,8 +57,6 @@ class OwnEngines:
         for name in ("engine", "weights"):
             if getattr(config, name) != fields[name].get_default(call_default_factory=True):
                 yield f"{name} is set"
-        if config.evaluation.has_servers:
-            yield "evaluations have servers of their own (evaluation.servers or addresses)"
         if config.train.is_over_ray:
             yield f"train.num_ranks is {config.train.num_ranks}, which arl's own train engine alone has"
         if config.record:

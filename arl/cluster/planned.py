@@ -18,8 +18,6 @@ from arl.api.engine_config import (
 from arl.api.placed import Finding, PlacedPart
 from arl.cluster.hosts import own_address
 
-EVALUATES = "for evaluations"
-"""The note of servers that serve nothing else."""
 _MEMORY_FLAGS = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
 """What limits the memory of servers that arl starts."""
 
@@ -52,7 +50,7 @@ def planned_trainer(config: Config) -> list[PlacedPart]:
 
 def planned_servers(config: Config) -> list[PlacedPart]:
     """The servers that arl starts on this machine; none if they run already."""
-    engine, host = config.started_servers, socket.gethostname()
+    engine, host = config.engine, socket.gethostname()
     if isinstance(engine, RunningServersConfig):
         return []
     if isinstance(engine, LocalEngineConfig):
@@ -60,17 +58,7 @@ def planned_servers(config: Config) -> list[PlacedPart]:
         devices = [device] * engine.num_servers
     else:
         devices = [gpus_text(gpus) or "cpu" for gpus in _gpus_of_servers(engine)]
-    first_of_evaluations = len(devices) - config.evaluation.servers
-    return [
-        PlacedPart(
-            part="server",
-            host=host,
-            address="a free port",
-            device=device,
-            note=EVALUATES if number >= first_of_evaluations else "",
-        )
-        for number, device in enumerate(devices)
-    ]
+    return [PlacedPart(part="server", host=host, address="a free port", device=device) for device in devices]
 
 
 def beside_parts(config: Config) -> list[PlacedPart]:
@@ -91,7 +79,7 @@ def gpu_mistakes(config: Config, num_gpus: int | None = None) -> list[Finding]:
 
     num_gpus: that this process may use; None if that is not known. Ranks of a cluster get their GPUs from Ray.
     """
-    train, engine, found = config.train, config.started_servers, list[str]()
+    train, engine, found = config.train, config.engine, list[str]()
     on_cluster = train.ray_address is not None
     ranks = [] if on_cluster or not is_cuda(config) else _gpus_of_ranks(config) or [_own_gpu(train.device)]
     servers = _gpus_of_servers(engine) if isinstance(engine, ServerProcessesConfig) else []

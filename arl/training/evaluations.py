@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from arl.api.errors import ArlError, ProcessLostError
+from arl.api.errors import ArlError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.api.types import Evaluation
 from arl.offload import TrainThread, finished, offload
 from arl.training.best_model import BestModel
 from arl.training.evaluator import Evaluator
-from arl.training.pinned_weights import Pin, Pins, UndeliveredError
+from arl.training.pinned_weights import Pin
 from arl.training.run_files import RunLog
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ class Evaluations:
 
     config: EvaluationConfig
     evaluator: Evaluator
-    pins: Pins
+    pin: Callable[[], Awaitable[Pin]]
+    """Pins the trainer's newest version. Called while nothing is trained."""
     best: BestModel | None
     """None keeps none."""
     log: RunLog
@@ -58,7 +59,7 @@ class Evaluations:
             return
         await self._one.acquire()
         try:
-            pin = await self.pins.pin()
+            pin = await self.pin()
         except BaseException:
             self._one.release()
             raise
@@ -90,10 +91,7 @@ class Evaluations:
                 await self._turn()
                 pin = await self._pinned()
             due, self._due = self._due, []
-            try:
-                await self._evaluate(pin, due, is_first=False)
-            except UndeliveredError as error:
-                log.error("the evaluation of version %d is left out: %s", due[-1], error)
+            await self._evaluate(pin, due, is_first=False)
             pin = None
 
     async def _turn(self) -> None:
@@ -108,7 +106,7 @@ class Evaluations:
         """Pin the newest version. The caller has acquired `_one`, which this releases if it fails."""
         try:
             async with self.training:
-                return await self.pins.pin()
+                return await self.pin()
         except BaseException:
             self._one.release()
             raise
@@ -116,9 +114,7 @@ class Evaluations:
     async def _evaluate(self, pin: Pin, due: Sequence[int] | None, *, is_first: bool) -> Evaluation:
         """Releases the pin, and `_one`. due: the versions whose suites are played. None: all."""
         try:
-            while not await self._is_ready(pin):
-                async with self.training:
-                    pin = await self.pins.pin()
+            await pin.ready()
             with self.log.display.work(
                 "evaluating", self.evaluator.num_episodes(due), "episodes", leave=False
             ) as advance:
@@ -132,16 +128,6 @@ class Evaluations:
             pin.release()
             self._one.release()
         return evaluation
-
-    async def _is_ready(self, pin: Pin) -> bool:
-        """Whether servers hold its weights. False if these were lost with the trainer's process."""
-        try:
-            await pin.ready()
-        except ProcessLostError:
-            log.warning("the weights to evaluate were lost with the trainer's process; newer ones follow")
-            pin.release()
-            return False
-        return True
 
     async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, due: Sequence[int] | None) -> None:
         """Raises ConfigError if the metric is unknown. What cannot be written is logged: the best one before stays."""

@@ -96,11 +96,11 @@ class Evaluator:
         places: Mapping[str, range] | None = None,
         task_of: Callable[[int], str] = lambda _: "",
     ) -> None:
-        """engine: training's, or that of servers for evaluations alone. seed: gives each request a seed, the same in
-        every evaluation. None: requests keep the workflow's seed. places: the indices of each named dataset's examples,
-        if they have names. task_of: the task of the example at an index; its workflow runs the example. Raises
-        ConfigError if evaluation.suites names another dataset, or leaves none for the evaluation's own reward, and if
-        evaluation.keep_best is a pass@k that episodes_per_example does not give.
+        """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed.
+        places: the indices of each named dataset's examples, if they have names. task_of: the task of the example at an
+        index; its workflow runs the example. Raises ConfigError if evaluation.suites names another dataset, or leaves
+        none for the evaluation's own reward, and if evaluation.keep_best is a pass@k that episodes_per_example does not
+        give.
         """
         self.engine = engine
         self._runner = runner

@@ -51,7 +51,7 @@ from arl.training.device_turns import DeviceTurns
 from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import RunTotals, publish_metrics
-from arl.training.pinned_weights import CaughtUpPins, EvaluationServers, pins_of
+from arl.training.pinned_weights import MovingWeights, Pin, hold_weights
 from arl.training.run_files import RunLog, read_jsonl
 from arl.training.run_learner import RunLearner
 from arl.training.saver import Saver, written
@@ -78,7 +78,6 @@ class Trainer:
     checkpoints: Checkpoints
     log: RunLog
     thread: TrainThread
-    evaluation_servers: EvaluationServers | None = None
     replay: Replay = field(default_factory=Replay)
     totals: RunTotals = field(default_factory=RunTotals)
     events: EventStore = NOWHERE
@@ -127,19 +126,25 @@ class Trainer:
 
     def _evaluations_beside(self, evaluator: Evaluator) -> Evaluations:
         config = self.config.evaluation
-        pins = pins_of(config, self._delivery, self.evaluation_servers, self.learner, self.thread)
-        if config.hold_weights or self._turns.is_colocated:
-            pins = CaughtUpPins(pins=pins, catch_up=self._catch_up_servers)
         return Evaluations(
             config=config,
             evaluator=evaluator,
-            pins=pins,
+            pin=self._pin_weights,
             best=None if config.keep_best is None else BestModel(self.config.run_dir, config.keep_best),
             log=self.log,
             thread=self.thread,
             tasks=self._tasks,
             training=self._training,
         )
+
+    async def _pin_weights(self) -> Pin:
+        """Pin the newest weights for an evaluation. The caller holds `_training`."""
+        config = self.config.evaluation
+        if config.hold_weights or self._turns.is_colocated:
+            await self._catch_up_servers()
+        if not config.hold_weights:
+            return MovingWeights(self._delivery)
+        return await hold_weights(self._delivery, self.learner, self.thread, keeps_model=config.keep_best is not None)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:

@@ -90,11 +90,6 @@ IMPOSSIBLE = [
         "engine.local",
         "with colocated all servers let go of their memory together",
     ),
-    (
-        {"engine": {"colocated": True}, "evaluation": {"servers": 1}},
-        "",
-        "give their memory to the trainer in turn, and",
-    ),
     ({"engine": {"colocated": True}, "weights": {"transport": "distributed"}}, "", "which NCCL refuses; use disk"),
     (
         {"engine": {"colocated": True}, "weights": {"transport": "adapter"}, "train": {"lora": {}}},

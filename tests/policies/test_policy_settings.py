@@ -31,7 +31,6 @@ def settings(policies: Any = TWO, **others: Any) -> Config:
         (TWO, {"record": True}, "record is for runs of one policy, and this one has 2"),
         (TWO, {"engine": {"colocated": True}}, r"engine\.colocated is for runs of one policy"),
         (TWO, {"weights": {"transport": "distributed"}}, "weights.transport is distributed, which brings the weights"),
-        (TWO, {"evaluation": {"every": 1, "servers": 1}}, r"evaluation\.servers or evaluation\.addresses is for runs"),
         (TWO, {"train": {"num_ranks": 2}}, r"train\.num_ranks above 1 is for runs of one policy"),
         (TWO, {"algorithm": {"preset": "prime"}}, r"algorithm\.reward_model is for runs of one policy"),
         ({"a": {"roles": ["x"], "model": "other"}}, LORA, r"policies\.a\.model is set, but with weights\.transport=ad"),

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from training.trainer_run import DirectTransport, running
 
 from arl.api.config import Config, LogConfig
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, ProcessLostError
+from arl.api.errors import ConfigError
 from arl.api.evaluation_config import EvaluationConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
@@ -22,11 +22,9 @@ from arl.api.workflow import RolloutWorkflow
 from arl.experiment import TrainingResult
 from arl.offload import TrainThread
 from arl.rollout.episode import EpisodeRunner
-from arl.serving import open_all_servers
 from arl.training.best_model import BestModel
 from arl.training.evaluations import Evaluations
 from arl.training.evaluator import Evaluator
-from arl.training.pinned_weights import UndeliveredError
 from arl.training.run_files import RunLog, read_jsonl
 
 ROWS = [{"reward": reward} for reward in (0.0, 1.0, 0.5, 0.5, 0.25)]
@@ -94,11 +92,7 @@ async def test_an_evaluation_tells_the_share_of_its_tokens_that_are_of_its_versi
     [
         ({"suites": {"a": {"every": 20}}}, "evaluation.every is unset"),
         ({"every": 8, "suites": {"a": {"every": 20}}}, "not a multiple of evaluation.every=8"),
-        ({"servers": 1, "addresses": ["http://127.0.0.1:1"]}, "leave one out"),
-        ({"servers": 1, "hold_weights": True}, "whose weights nobody changes"),
         ({"keep_best": "reward"}, "of no single model"),
-        ({"directory": "/x"}, "no servers of their own"),
-        ({"addresses": ["http://127.0.0.1:1"]}, "engine.kind=local has arl start the servers"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(evaluation: dict[str, Any], error: str) -> None:
@@ -106,25 +100,7 @@ def test_settings_that_contradict_each_other_are_refused(evaluation: dict[str, A
         Config.model_validate({"model": "m", "evaluation": evaluation})
 
 
-RUNNING: Any = {"kind": "sglang", "addresses": ["http://127.0.0.1:30000"]}
-
-
-def test_arl_starts_no_server_for_evaluations_beside_running_ones() -> None:
-    with pytest.raises(ValueError, match=r"arl starts no servers with engine\.kind=sglang"):
-        Config.model_validate({"model": "m", "engine": RUNNING, "evaluation": {"servers": 1}})
-
-
-async def test_running_servers_are_trainings_or_evaluations(tmp_path: Path) -> None:
-    settings = {"model": "m", "run_dir": tmp_path, "engine": RUNNING}
-    config = Config.model_validate({**settings, "evaluation": {"addresses": ["http://127.0.0.1:30000/"]}})
-    async with AsyncExitStack() as stack:
-        with pytest.raises(
-            ConfigError, match=r"http://127\.0\.0\.1:30000 is a server of training, and in evaluation\.addr"
-        ):
-            await open_all_servers(config, stack, tmp_path)
-
-
-@pytest.mark.parametrize("setting", [{"servers": 1}, {"hold_weights": True}, {"suites": {"a": {}}}])
+@pytest.mark.parametrize("setting", [{"hold_weights": True}, {"suites": {"a": {}}}])
 async def test_settings_of_evaluations_need_examples(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=f"evaluation.{next(iter(setting))} is set, but there is nothing to evaluate on"
@@ -273,9 +249,9 @@ async def test_held_weights_wait_for_the_evaluation_and_training_for_its_bound(t
 
 
 class NotedPin:
-    """Notes how many are pinned at once. The first ones are lost with the trainer's process."""
+    """Notes how many are pinned at once."""
 
-    pinned = most = num_released = num_lost = num_undelivered = 0
+    pinned = most = num_released = 0
 
     def __init__(self) -> None:
         self.may_pin = asyncio.Event()
@@ -291,12 +267,7 @@ class NotedPin:
         return self
 
     async def ready(self) -> None:
-        if self.num_lost:
-            self.num_lost -= 1
-            raise ProcessLostError("the trainer's process is gone")
-        if self.num_undelivered:
-            self.num_undelivered -= 1
-            raise UndeliveredError("no server took it")
+        pass
 
     def write_model(self, directory: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(directory))
@@ -316,7 +287,7 @@ async def evaluations(run_dir: Path, pins: NotedPin, **config: Any) -> AsyncIter
         yield Evaluations(
             config=EvaluationConfig(every=1, hold_weights=True, **config),
             evaluator=evaluator(engine, suites={}),
-            pins=pins,
+            pin=pins.pin,
             best=BestModel(run_dir, "reward"),
             log=RunLog(run_dir, LogConfig(console=False)),
             thread=thread,
@@ -324,30 +295,6 @@ async def evaluations(run_dir: Path, pins: NotedPin, **config: Any) -> AsyncIter
             training=asyncio.Lock(),
         )
     thread.close()
-
-
-async def test_weights_that_were_lost_with_the_trainers_process_are_pinned_again(tmp_path: Path) -> None:
-    pins = NotedPin()
-    pins.num_lost = 2
-    async with evaluations(tmp_path, pins) as beside:
-        assert (await beside.evaluate(is_first=False)).reward > 0
-    assert (pins.pinned, pins.num_released) == (0, 3)
-
-
-async def test_an_evaluation_without_servers_is_left_out_and_one_that_was_asked_for_raises(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pins = NotedPin()
-    pins.num_undelivered = 2
-    async with evaluations(tmp_path, pins) as beside:
-        with pytest.raises(UndeliveredError):
-            await beside.evaluate(is_first=False)
-        for version in (1, 2):
-            await beside.begin(version)
-            await beside.finished()
-    assert "the evaluation of version 1 is left out: no server took it" in caplog.text
-    assert len(read_jsonl(tmp_path / "evaluations.jsonl")) == 1
-    assert (pins.pinned, pins.num_released) == (0, 3)
 
 
 async def test_one_evaluation_runs_at_a_time_and_those_that_come_due_meanwhile_are_one(tmp_path: Path) -> None:

@@ -426,7 +426,7 @@ def _gpus(config: ServerProcessesConfig, index: int) -> str:
     devices = [device.strip() for device in visible.split(",") if device.strip()]
     if last > len(devices) and config.gpus_per_server:
         raise ConfigError(
-            f"{config.num_servers} servers (engine.num_servers, and evaluation.servers) with engine.gpus_per_server="
+            f"{config.num_servers} servers (engine.num_servers) with engine.gpus_per_server="
             f"{config.gpus_per_server} from engine.first_gpu={config.first_gpu} on need more than the {len(devices)} "
             "GPUs of CUDA_VISIBLE_DEVICES"
         )
