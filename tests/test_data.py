@@ -181,7 +181,7 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
         ("rows.txt", "question,answer\n", r"has an unknown format; its name must end in \.jsonl, \.json, \.csv"),
         ("rows.csv", "question,answer\n", "has no rows in split 'train'"),
         ("rows.csv", "question,question\n", "has the columns 'question', 'question'; each needs a name of its own"),
-        ("rows.csv", 'question,answer\n"a\nb",c\nd,e,f\n', r"rows\.csv, line 4, has 3 values for 2 columns; put"),
+        ("rows.csv", 'question,answer\n"a\nb",c\nd,e,f\n', r"rows\.csv, line 4, does not have 2 values, one for each"),
         ("rows.csv", 'question,answer\n"a"b,c\n', r"rows\.csv is not CSV: .*expected after"),
         ("rows.jsonl.gz", "{}", r"rows\.jsonl\.gz cannot be read: Not a gzipped file"),
         ("rows.arrow", "not arrow", r"rows\.arrow cannot be read"),

@@ -2,8 +2,7 @@
 
 | module | what lives there |
 |---|---|
-| loading | load_dataset and load_splits |
-| file_rows | one file's rows |
+| loading | load_dataset and load_splits: the hub, directories, files |
 | lazy_rows | rows that are made when they are read |
 | streamed_rows | a stream of `datasets`, read in chunks |
 | row_digests | whether a dataset is the one that it was |

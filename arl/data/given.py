@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, cast
@@ -27,17 +27,17 @@ def examples_of(name: str, given: Any, columns: Columns = MappingProxyType({}), 
     dicts), tables of pandas, polars and pyarrow, and streams of `datasets`, which are read to their end; with
     may_stream they become StreamedRows. Raises DatasetError for anything else.
     """
-    if may_stream and (isinstance(given, StreamedRows) or _is_stream(given)):
-        return _streamed(name, given, columns)
-    rows = _taken(name, given)
-    if len(rows) == 0:
+    if may_stream and _is_stream(given):
+        given = StreamedRows(name, given, columns)
+    rows = given if isinstance(given, StreamedRows) else _taken(name, given)
+    first = next(iter(rows.head(1)), None) if isinstance(rows, StreamedRows) else rows[0] if len(rows) else None
+    if first is None:
         raise DatasetError(f"{name} is empty; it needs at least one example")
-    first = rows[0]
     if not isinstance(first, Mapping):
         kind = type(first).__name__
         example = {"prompt": first} if isinstance(first, str) else "{'question': ..., 'answer': ...}"
         raise DatasetError(f"{name} has {first!r:.80}, a {kind}, in its first row; each row must be a dict: {example}")
-    return WithColumns(rows, columns, name) if columns else rows
+    return WithColumns(rows, columns, name) if columns and not isinstance(rows, StreamedRows) else rows
 
 
 def held_out_of(given: Any, columns: Columns = MappingProxyType({})) -> Any:
@@ -75,6 +75,7 @@ _COLUMNS = "{name} is a dict of columns; give its rows: datasets.Dataset.from_di
 
 
 def _taken(name: str, given: Any) -> Any:
+    """Rows by index, or DatasetError with what to give instead."""
     kind, library = type(given).__name__, type(given).__module__.partition(".")[0]
     if isinstance(given, Mapping):
         splits = cast("Mapping[Any, Any]", given)
@@ -86,20 +87,32 @@ def _taken(name: str, given: Any) -> Any:
         )
     if isinstance(given, str | bytes):
         raise DatasetError(f"{name} is a text; load what it names: arl.load_dataset({given!r:.80})")
-    if library == "pandas" and hasattr(given, "to_dict"):
-        return given.to_dict(orient="records")
-    if library == "polars" and hasattr(given, "to_dicts"):
-        return given.to_dicts()
-    if library == "pyarrow" and hasattr(given, "to_pylist"):
-        return given.to_pylist()
-    if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
-        return given
-    if _is_stream(given):
-        return _read(name, given)
-    what = f"{name} is a {kind}, which has no {'rows by index' if hasattr(given, '__len__') else 'length'}"
-    if hasattr(given, "__iter__"):
-        raise DatasetError(f"{what}; if it ends, give its rows: list({name})")
-    raise DatasetError(f"{what}; give a list of dicts, a datasets.Dataset, or a name for arl.load_dataset")
+    match library:
+        case "pandas" if hasattr(given, "to_dict"):
+            return given.to_dict(orient="records")
+        case "polars" if hasattr(given, "to_dicts"):
+            return given.to_dicts()
+        case "pyarrow" if hasattr(given, "to_pylist"):
+            return given.to_pylist()
+        case _ if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+            return given
+        case "datasets" if hasattr(given, "__iter__"):  # runs need a length and an order to return to
+            rows = list(islice(given, MAX_STREAMED + 1))
+            if len(rows) <= MAX_STREAMED:
+                log.warning("%s is a stream; its %d rows were read into memory", name, len(rows))
+                return rows
+            raise DatasetError(
+                f"{name} is a stream of more than {MAX_STREAMED:,} rows, the most that are read into memory; give the "
+                f"first of them, {name}.take({MAX_STREAMED}), or load it without streaming=True, which maps its files"
+            )
+        case _:
+            lacking = "rows by index" if hasattr(given, "__len__") else "length"
+            advice = (
+                f"if it ends, give its rows: list({name})"
+                if hasattr(given, "__iter__")
+                else "give a list of dicts, a datasets.Dataset, or a name for arl.load_dataset"
+            )
+            raise DatasetError(f"{name} is a {kind}, which has no {lacking}; {advice}")
 
 
 def _is_stream(given: Any) -> bool:
@@ -107,26 +120,7 @@ def _is_stream(given: Any) -> bool:
     return is_plain and type(given).__module__.partition(".")[0] == "datasets"
 
 
-def _streamed(name: str, given: Any, columns: Columns) -> StreamedRows:
-    rows = given if isinstance(given, StreamedRows) else StreamedRows(name, given, columns)
-    if not rows.head(1):
-        raise DatasetError(f"{name} is empty; it needs at least one example")
-    return rows
-
-
 def _are_columns(given: Mapping[Any, Any]) -> bool:
     """Whether it has a list of values for each column. A list of rows has mappings, and a split is no list."""
     columns = [value for value in given.values() if isinstance(value, list | tuple) and value]
     return bool(columns) and not any(isinstance(column[0], Mapping) for column in columns)
-
-
-def _read(name: str, stream: Iterable[Any]) -> list[Any]:
-    """Runs need a length and an order to return to, which a stream does not have."""
-    rows = list(islice(stream, MAX_STREAMED + 1))
-    if len(rows) > MAX_STREAMED:
-        raise DatasetError(
-            f"{name} is a stream of more than {MAX_STREAMED:,} rows, the most that are read into memory; give the "
-            f"first of them, {name}.take({MAX_STREAMED}), or load it without streaming=True, which maps its files"
-        )
-    log.warning("%s is a stream; its %d rows were read into memory", name, len(rows))
-    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import mmap
 import os
@@ -109,17 +108,13 @@ class WithColumns(LazyRows):
         return {**given, **{name: self._value(name, made, given, index) for name, made in self._columns.items()}}
 
     def _value(self, name: str, made: str | Callable[[Example], Any], given: Example, index: int) -> Any:
-        if isinstance(made, str):
-            if made in given:
-                return given[made]
-            close = difflib.get_close_matches(made, map(str, given), n=1)
-            advice = f"did you mean {close[0]!r}?" if close else "name one of them"
+        if isinstance(made, str) and made not in given:
             raise DatasetError(
                 f"row {index + 1} of {self._source} has no {made!r} for columns[{name!r}] (it has "
-                f"{', '.join(map(repr, given))}); {advice}"
+                f"{', '.join(map(repr, given))})"
             )
         try:
-            return made(given)
+            return given[made] if isinstance(made, str) else made(given)
         except Exception as error:
             raise DatasetError(
                 f"columns[{name!r}] failed on row {index + 1} of {self._source}: {type(error).__name__}: {error}"

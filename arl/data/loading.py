@@ -1,19 +1,34 @@
-"""Datasets by name: from the Hugging Face hub, or from files and directories. Checks, renames and computes columns."""
+"""Datasets by name: from the Hugging Face hub, or from files and directories. Checks, renames and computes columns.
+
+`datasets` reads the hub, parquet, Arrow and what it saved. Rows of text files are decoded here, because its readers
+change values: JSON's dates become datetimes, whole numbers among others become floats, and lines of CSV are cut.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
+import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from arl.api.errors import DatasetError
-from arl.data.file_rows import FORMATS, datasets_library, format_of, read_rows
-from arl.data.lazy_rows import Chosen, Columns, Joined, WithColumns
+from arl.api.installing import install_command
+from arl.data.lazy_rows import Chosen, Columns, Joined, JsonlRows, WithColumns, stamp_of
 
 if TYPE_CHECKING:
     from arl.api.types import Example
+
+TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv")
+FORMATS = (*TEXT_FORMATS, *(f"{form}.gz" for form in TEXT_FORMATS), ".parquet", ".arrow")
 
 
 def load_dataset(
@@ -27,24 +42,23 @@ def load_dataset(
     subset: the configuration of a dataset on the hub. Unset: its only one, or the one called main or default.
     columns: columns that each row must have; or columns that rows get, each by the name of another column or by a
     function of the row: {"question": lambda row: row["problem"].strip(), "answer": "solution"}. Raises DatasetError,
-    which says what to do.
+    which names the file and the line or row, and says what to do.
     """
     path = Path(source).expanduser()
     made = columns if isinstance(columns, Mapping) else {}
     required = [other for other in made.values() if isinstance(other, str)] if made else [*columns]
-    check = partial(_check_row, source, required)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         rows = _saved_by_library(path, split)
     elif path.exists():
-        parts = [read_rows(file, check) for file in _files(path, split)]
+        parts = [_file_rows(file, required) for file in _files(path, split)]
         rows = parts[0] if len(parts) == 1 else Joined(parts)
-    elif isinstance(source, Path) or format_of(path) in FORMATS or str(source).startswith((".", "/", "~")):
+    elif isinstance(source, Path) or _format_of(path) in FORMATS or str(source).startswith((".", "/", "~")):
         raise DatasetError(f"there is no file {source}; give an existing one, or the name of a dataset on the hub")
     else:
         rows = _from_hub(str(source), split, subset)
-    if len(rows) == 0:
+    if not len(rows):
         raise DatasetError(f"{source} has no rows in split {split!r}; it needs at least one")
-    check(1, rows[0])
+    _check_row(source, 1, rows[0], required)
     return WithColumns(rows, made, source) if made else rows
 
 
@@ -76,7 +90,7 @@ def load_splits(
 def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
-    found = sorted(file for file in path.rglob("*") if format_of(file) in FORMATS)
+    found = sorted(file for file in path.rglob("*") if _format_of(file) in FORMATS)
     chosen = [file for file in found if split in re.split(r"[^A-Za-z]+", file.name.partition(".")[0])]
     if not chosen:
         names = ", ".join(str(file.relative_to(path)) for file in found[:8]) or f"no {', '.join(FORMATS)} file at all"
@@ -86,43 +100,133 @@ def _files(path: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
-    datasets = datasets_library(f"loading {name} from the hub")
+def _format_of(path: Path) -> str:
+    """The ending that tells the format, such as .jsonl.gz; the last one, if the format is unknown."""
+    name = path.name.lower()
+    return next((form for form in FORMATS if name.endswith(form)), path.suffix)
+
+
+def _file_rows(file: Path, required: Sequence[str]) -> Sequence[Example]:
+    """A file's rows. JSONL is mapped into memory, and so are parquet and Arrow files, by `datasets`; JSON, CSV and what
+    gzip compresses are read. Each row of a text file is decoded once and must have the required columns.
+    """
+    form = _format_of(file)
     try:
-        subset = subset or _main_subset(name, datasets.get_dataset_config_names(name))
-        return datasets.load_dataset(name, subset, split=split)
+        if form not in FORMATS:
+            raise DatasetError(f"{file} has an unknown format; its name must end in {', '.join(FORMATS)}")
+        if form in (".parquet", ".arrow"):
+            dataset = _datasets(f"reading {file}").Dataset
+            return dataset.from_file(str(file)) if form == ".arrow" else dataset.from_parquet(str(file))
+        if form == ".jsonl":
+            return _mapped(file, required)
+        text = gzip.decompress(file.read_bytes()) if form.endswith(".gz") else file.read_bytes()
+        match form.removesuffix(".gz"):
+            case ".jsonl":
+                lines = enumerate(text.split(b"\n"), start=1)
+                rows = [_object(file, number, line, json.loads) for number, line in lines if line.strip()]
+            case ".json":
+                rows = json.loads(text.decode("utf-8-sig"))
+                if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                    raise DatasetError(f"{file} must hold a list of objects, one for each example")
+            case _:
+                rows = [*_table(file, text.decode("utf-8-sig"), "," if form.startswith(".csv") else "\t")]
     except DatasetError:
         raise
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+        raise DatasetError(f"{file} cannot be read: {error}") from None
+    except Exception as error:  # of `datasets`
+        raise DatasetError(f"{file} cannot be read: {type(error).__name__}: {error.__cause__ or error}") from error
+    for number, row in enumerate(rows, start=1):
+        _check_row(file, number, row, required)
+    return rows
+
+
+def _mapped(file: Path, required: Sequence[str]) -> Sequence[Example]:
+    """Numbers beyond 64 bits are not exact in this pass: JsonlRows decodes a row again when it is read."""
+    starts, position = array("q"), 0
+    with file.open("rb") as lines:
+        stamp = stamp_of(lines.fileno())
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                starts.append(position)
+                _check_row(file, len(starts), _object(file, number, line, orjson.loads), required)
+            position += len(line)
+    return JsonlRows(file, starts, stamp) if starts else []
+
+
+def _object(file: Path, number: int, line: bytes, decode: Any) -> dict[str, Any]:
+    """The object of a line. decode: a faster one than the standard library's, which takes what that refuses: NaN."""
+    try:
+        try:
+            row = decode(line)
+        except ValueError:
+            row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{file}, line {number}, is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DatasetError(f"{file}, line {number}, is not an object; each line must be one, such as {{...}}")
+    return row
+
+
+def _table(file: Path, text: str, delimiter: str) -> Iterator[dict[str, Any]]:
+    """Values are text, as they stand in the file. The first line names the columns."""
+    limit = csv.field_size_limit(sys.maxsize)  # a solution may be longer than the default of 131,072 characters
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names) or "" in names:
+            raise DatasetError(f"{file} has the columns {', '.join(map(repr, names))}; each needs a name of its own")
+        for row in reader:
+            if None in row or None in row.values():
+                raise DatasetError(
+                    f"{file}, line {reader.line_num}, does not have {len(names)} values, one for each column; put "
+                    "values that contain the delimiter or a line's end into double quotes"
+                )
+            yield row
+    except csv.Error as error:
+        raise DatasetError(f"{file} is not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
+    datasets, subsets = _datasets(f"loading {name} from the hub"), list[str]()
+    try:
+        if subset is None:
+            subsets = datasets.get_dataset_config_names(name)
+            known = [one for one in ("main", "default") if one in subsets]
+            subset = known[0] if known else subsets[0] if len(subsets) == 1 else None
+        if subset is not None:
+            return datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise DatasetError(
             f"{name} is not a local file or directory, and as a dataset on the hub its split {split!r} could not be "
             f"loaded: {type(error).__name__}: {error}. Check the name and the network, or give a local copy"
         ) from error
-
-
-def _main_subset(name: str, subsets: Sequence[str]) -> str:
-    chosen = next((subset for subset in ("main", "default") if subset in subsets), None)
-    if chosen is None and len(subsets) == 1:
-        chosen = subsets[0]
-    if chosen is None:
-        raise DatasetError(f"{name} has the subsets {', '.join(subsets)}; choose one")
-    return chosen
+    raise DatasetError(f"{name} has the subsets {', '.join(subsets)}; choose one")
 
 
 def _saved_by_library(path: Path, split: str) -> Sequence[Example]:
-    datasets = datasets_library(f"reading {path}")
+    datasets = _datasets(f"reading {path}")
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:
         raise DatasetError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(saved, Mapping):
-        return saved
-    if split not in saved:
+    if isinstance(saved, Mapping) and split not in saved:
         raise DatasetError(f"{path} has no split {split!r}; it has {', '.join(map(repr, saved))}")
-    return saved[split]
+    return saved[split] if isinstance(saved, Mapping) else saved
 
 
-def _check_row(source: str | Path, required: Sequence[str], number: int, row: Example) -> None:
+def _datasets(what_for: str) -> Any:
+    """The package `datasets`. Raises DatasetError, which says how to install it."""
+    try:
+        import datasets
+    except ImportError:
+        raise DatasetError(f"{what_for} needs datasets: {install_command('examples')}") from None
+    return datasets
+
+
+def _check_row(source: str | Path, number: int, row: Example, required: Iterable[str]) -> None:
     if missing := [column for column in required if row.get(column) is None]:
         raise DatasetError(
             f"row {number} of {source} has no {' and no '.join(map(repr, missing))} (it has "

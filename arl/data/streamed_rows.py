@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +22,10 @@ class StreamedRows:
 
     def __init__(self, name: str, stream: Any, columns: Columns = MappingProxyType({})) -> None:
         """name: what errors call it. columns: that rows get, as in load_dataset. Raises DatasetError."""
-        self._name = name
-        self._columns = columns
+        self._name, self._columns = name, columns
         self._open: Iterator[Any] = iter(())
         self._next: Any = None
         """The cursor of the row that `_open` gives next; None: it is not open."""
-        if not hasattr(stream, "load_state_dict"):
-            raise DatasetError(f"{name} is a stream without a cursor; install datasets 2.20 or newer")
         if _has_buffer(stream):
             raise DatasetError(
                 f"{name} is a stream that was shuffled: what is in its buffer when a run stops would be lost. Shuffle "
@@ -42,13 +39,10 @@ class StreamedRows:
 
     def head(self, number: int) -> list[Example]:
         """The first rows."""
-        rows: list[Example] = []
-        cursor = self.beginning
-        while len(rows) < number:
+        rows, cursor = list[Example](), self.beginning
+        while len(rows) < number and cursor is not None:
             chunk = self.read(cursor)
             rows, cursor = [*rows, *chunk.rows], chunk.after
-            if len(chunk.rows) < CHUNK:
-                break
         return rows[:number]
 
     def read(self, cursor: Any) -> StreamChunk:
@@ -62,8 +56,6 @@ class StreamedRows:
         except Exception as error:
             self._next = None
             raise DatasetError(f"{self._name} cannot be read: {type(error).__name__}: {error}") from error
-        if rows and not isinstance(rows[0], Mapping):
-            raise DatasetError(f"{self._name} has {rows[0]!r:.80} as a row; each row must be a dict")
         if self._columns and rows:
             rows = [*WithColumns(rows, self._columns, self._name)]
         digest = digest_of(rows[0]) if rows else ""
