@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from arl.workflow.served_workflow import ServedWorkflow
     from arl.workflow.sub_agents import SubAgent, SubAgents
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
-    from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
+    from arl.workflow.team import Member, Team, TeamSettings
     from arl.workflow.tool_agent import ToolAgentWorkflow
     from arl.workflow.tools import Tool, ToolLimits, acall_tools
     from arl.workflow.verifiers_workflow import VerifiersWorkflow
@@ -104,7 +104,7 @@ _HOMES = {
     "arl.workflow.served_workflow": "ServedWorkflow",
     "arl.workflow.sub_agents": "SubAgent SubAgents",
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
-    "arl.workflow.team": "DebateWorkflow Member SolverCheckerWorkflow Team TeamSettings",
+    "arl.workflow.team": "Member Team TeamSettings",
     "arl.workflow.tool_agent": "ToolAgentWorkflow",
     "arl.workflow.tools": "Tool ToolLimits acall_tools",
     "arl.workflow.verifiers_workflow": "VerifiersWorkflow",

@@ -81,12 +81,6 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def joined(contents: Iterable[Content]) -> Content:
-    """One content of several, without anything between them."""
-    parts = [part for content in contents for part in ([text_part(content)] if isinstance(content, str) else content)]
-    return parts if any("image" in part for part in parts) else "".join(part["text"] for part in parts)
-
-
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 

@@ -10,19 +10,16 @@ Advantages compare trajectories of one role, so give members with the same job o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
-from arl.api.errors import ConfigError, PromptTooLongError
-from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.errors import ConfigError
+from arl.api.types import SamplingParams, Trajectory
 from arl.rewards.score import Score, score_of
 from arl.rewards.threads import together
-from arl.workflow.agent import AgentWorkflow, with_system
+from arl.workflow.agent import with_system
 from arl.workflow.call_formats import CallFormat, call_format_of
-from arl.workflow.content import content_of, joined
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
@@ -163,174 +160,3 @@ class Team:
         )
         self._episodes[name] = ToolEpisode(data={}, conversation=chat, tools=member.made_tools)
         return self._episodes[name]
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class _TeamWorkflow(AgentWorkflow):
-    shared: bool = False
-    """Whether all members get one reward: the debaters' mean, or the solver's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compaction is not None:
-            raise ConfigError(
-                f"{type(self).__name__} has no compaction: its members' conversations end when they are full"
-            )
-
-    def _team(self, engine: Sampler, members: Sequence[Member]) -> Team:
-        settings = TeamSettings(
-            tokenizer=self.tokenizer,
-            sampling=self.sampling,
-            template_options=self.template_options,
-            rewriting=self.rewriting,
-        )
-        return Team(engine, members, settings)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class DebateWorkflow(_TeamWorkflow):
-    """Debaters answer at the same time, read each other's answers, and answer again; the last answers are rewarded.
-
-    All have the role `debater`, so they are compared with each other and with the debaters of the group's other
-    episodes. Metrics: turns.
-    """
-
-    debaters: int = 2
-    rounds: int = 2
-    """How often each debater answers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.debaters < 2 or self.rounds < 1:
-            raise ConfigError(
-                f"debaters is {self.debaters} and rounds {self.rounds}; give at least 2 debaters and 1 round"
-            )
-
-    def member(self, index: int) -> Member:
-        """One debater. Only `others_said` sees its name."""
-        return Member(name=f"debater {index + 1}", role="debater", system=self.system)
-
-    def _roles(self) -> frozenset[str]:
-        return frozenset(self.member(index).played_role for index in range(self.debaters))
-
-    def others_said(self, answers: Mapping[str, str]) -> str:
-        """What to tell a debater between rounds. answers: the other debaters' answers, by name."""
-        said = "\n\n".join(f"Another agent answered:\n{answer}" for answer in answers.values())
-        return f"{said}\n\nConsider these answers, and give yours again."
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        members = [self.member(index) for index in range(self.debaters)]
-        names = [member.name for member in members]
-        team = self._team(engine, members)
-        said: dict[str, Said] = dict.fromkeys(names, self.messages(data))
-        answers = dict.fromkeys(names, "")
-        for _ in range(self.rounds):
-            new = await team.ask_all(said)
-            answers |= {name: answer for name, answer in new.items() if answer is not None}
-            said = {name: self.others_said({n: a for n, a in answers.items() if n != name}) for name in names}
-        scores = await together(self.ascore(answers[name], data) for name in names)
-        return team.trajectories(self.rewards(dict(zip(names, scores, strict=True))), _mean_metrics(scores))
-
-    def rewards(self, scores: Mapping[str, Score]) -> Mapping[str, float | Score]:
-        """The reward of each debater. Takes name -> score of the last answer, and returns name -> reward."""
-        if not self.shared:
-            return scores
-        parts = {name: fmean(s.parts[name] for s in scores.values()) for name in next(iter(scores.values())).parts}
-        return dict.fromkeys(scores, Score(fmean(score.value for score in scores.values()), parts))
-
-
-def _mean_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    names = dict.fromkeys(name for score in scores for name in score.metrics)
-    return {name: fmean(s.metrics[name] for s in scores if name in s.metrics) for name in names}
-
-
-CHECKER_SYSTEM = (
-    "You check answers. Say what is wrong with the answer, if anything, and end with one word: ACCEPT where the answer "
-    "is right, REJECT where it is not."
-)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class SolverCheckerWorkflow(_TeamWorkflow):
-    """A solver answers. A checker accepts the answer, or rejects it with a reason, and the solver tries again.
-
-    The solver's reward is the reward of its last answer. The checker's reward is the share of right verdicts. A verdict
-    is right if it accepts an answer worth at least right_from, or rejects an answer worth less. An unreadable verdict
-    is wrong, and counts as a rejection. Roles: solver, checker. Metrics: turns, attempts, accepted (1 or 0),
-    right_verdicts (share).
-    """
-
-    checker_system: str = CHECKER_SYSTEM
-    max_attempts: int = 3
-    """How often the solver may answer."""
-    right_from: float = 1.0
-    """The least reward of a right answer."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_attempts < 1:
-            raise ConfigError(f"max_attempts is {self.max_attempts}; it must be at least 1")
-
-    def members(self) -> tuple[Member, Member]:
-        """The solver and the checker."""
-        return Member(name="solver", system=self.system), Member(name="checker", system=self.checker_system)
-
-    def _roles(self) -> frozenset[str]:
-        return frozenset(member.played_role for member in self.members())
-
-    def to_check(self, data: Example, answer: str, attempt: int) -> Said:
-        """What to ask the checker. attempt: the number of answers it has seen before."""
-        if attempt:
-            return f"The next answer:\n{answer}\n\nACCEPT or REJECT?"
-        asked = [content_of(message) for message in self.messages(data) if message["role"] == "user"]
-        question = [part for content in asked for part in ("\n\n", content)][1:]
-        said = joined(("Question:\n", *question, f"\n\nAnswer:\n{answer}\n\nACCEPT or REJECT?"))
-        return said if isinstance(said, str) else [{"role": "user", "content": said}]
-
-    def objection(self, verdict: str) -> str:
-        """What to tell the solver after a rejection."""
-        return f"A checker rejected your answer:\n{verdict}\n\nTry again."
-
-    def accepts(self, verdict: str) -> bool | None:
-        """Whether the last ACCEPT or REJECT in the verdict is ACCEPT; None if it has neither."""
-        words = re.findall(r"\b(ACCEPT|REJECT)\b", verdict)
-        return words[-1] == "ACCEPT" if words else None
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        solver, checker = self.members()
-        team = self._team(engine, (solver, checker))
-        answers: list[str] = []
-        verdicts: list[bool | None] = []
-        said: Said = self.messages(data)
-        while len(answers) < self.max_attempts and (answer := await team.ask(solver.name, said)) is not None:
-            answers.append(answer)
-            try:
-                verdict = await team.ask(checker.name, self.to_check(data, answer, len(answers) - 1))
-            except PromptTooLongError:  # the first answer alone fills its context
-                verdict = None
-            if verdict is None:
-                break
-            verdicts.append(self.accepts(verdict))
-            if verdicts[-1]:
-                break
-            said = self.objection(verdict)
-        return await self._rewarded(team, answers or [""], verdicts, data)
-
-    async def _rewarded(
-        self, team: Team, answers: Sequence[str], verdicts: Sequence[bool | None], data: Example
-    ) -> Sequence[Trajectory]:
-        scores = await together(self.ascore(answer, data) for answer in answers)
-        rights = [
-            float(verdict is not None and verdict == (score.value >= self.right_from))
-            for verdict, score in zip(verdicts, scores, strict=False)  # the checker's context may be full
-        ]
-        share = fmean(rights) if rights else 0.0
-        metrics = {
-            "attempts": float(len(answers)),
-            "accepted": float(bool(verdicts and verdicts[-1])),
-            "right_verdicts": share,
-            **scores[-1].metrics,
-        }
-        solver, checker = self.members()
-        own: dict[str, float | Score] = {solver.name: scores[-1], checker.name: share}
-        return team.trajectories(scores[-1] if self.shared else own, metrics)

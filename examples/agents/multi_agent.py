@@ -18,34 +18,35 @@ Read and score their episodes without training:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import math_agent
 import multi_tasks
 from math_agent import CALCULATOR, MathAgentConfig
-from multi_tasks import Teacher
+from multi_tasks import CHECKER, SOLVER, Teacher, objection, to_check
 from pydantic import PositiveInt
 
 from arl import (
     Example,
     Experiment,
     Member,
+    RolloutWorkflow,
+    Sampler,
     SamplingParams,
     Setup,
-    SolverCheckerWorkflow,
+    Team,
+    TeamSettings,
+    Trajectory,
     finetuning,
     load_tokenizer,
-    tiny_tokenizer,
 )
-from arl.rewards import Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SOLVER = "Solve the problem. You may use the calculator. End with the answer, a number."
-CHECKER = "Check the answer. You may use the calculator. End with one word: ACCEPT if it is right, REJECT if not."
 
 
 class MultiAgentConfig(MathAgentConfig):
@@ -65,34 +66,53 @@ class MultiAgentConfig(MathAgentConfig):
     """How many times the solver may answer."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class SolverAndChecker(SolverCheckerWorkflow):
-    """Both may calculate before they answer. max_turns: how many turns each may take for an answer."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SolverAndChecker(RolloutWorkflow):
+    """The solver's reward is its last answer's; the checker's is the share of its verdicts that are right.
 
-    max_turns: int = 6
+    A verdict is right if it accepts a right answer, or rejects a wrong one. One that can't be read is wrong, and counts
+    as a rejection. Metrics: turns, tool calls, attempts, accepted (1 or 0), solver_reward, right_verdicts (share).
+    """
 
-    def members(self) -> tuple[Member, Member]:
-        solver, checker = super().members()
-        own = {"tools": [CALCULATOR], "max_turns": self.max_turns}
-        return replace(solver, **own), replace(checker, **own)
+    tokenizer: PreTrainedTokenizerBase
+    score: Callable[[str, Example], Awaitable[float]]
+    sampling: SamplingParams
+    max_attempts: int
+    """How many times the solver may answer."""
+    max_turns: int
+    """How many turns each may take for an answer, to calculate."""
 
+    declared_roles = frozenset({"solver", "checker"})
 
-def pair(config: MultiAgentConfig, tokenizer: PreTrainedTokenizerBase) -> SolverAndChecker:
-    score = math_agent.answer_score(config)
-
-    async def solver_reward(answer: str, data: Example) -> Score:
-        value = await score(answer, data)
-        return Score(value, metrics={"solver_reward": value})
-
-    return SolverAndChecker(
-        tokenizer,
-        solver_reward,
-        sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
-        system=SOLVER,
-        checker_system=CHECKER,
-        max_attempts=config.max_attempts,
-        max_turns=config.max_turns,
-    )
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
+        members = [
+            Member(name=name, system=system, tools=[CALCULATOR], max_turns=self.max_turns)
+            for name, system in (("solver", SOLVER), ("checker", CHECKER))
+        ]
+        team = Team(engine, members, TeamSettings(tokenizer=self.tokenizer, sampling=self.sampling))
+        said, is_accepted = data["question"], False
+        scores: list[float] = []
+        rights: list[bool] = []
+        while not is_accepted and len(scores) < self.max_attempts:
+            answer = await team.ask("solver", said)
+            if answer is None:  # it calculated and calculated, or its context is full
+                break
+            scores.append(await self.score(answer, data))
+            verdict = await team.ask("checker", to_check(data["question"], answer, len(scores) - 1))
+            if verdict is None:
+                break
+            words = re.findall(r"\b(ACCEPT|REJECT)\b", verdict)
+            is_accepted = words[-1:] == ["ACCEPT"]
+            rights.append(bool(words) and is_accepted == (scores[-1] == 1.0))
+            said = objection(verdict)
+        rewards = {"solver": scores[-1] if scores else 0.0, "checker": fmean(rights) if rights else 0.0}
+        metrics = {
+            "attempts": float(len(scores)),
+            "accepted": float(is_accepted),
+            "solver_reward": rewards["solver"],
+            "right_verdicts": rewards["checker"],
+        }
+        return team.trajectories(rewards, metrics)
 
 
 def questions(config: MultiAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
@@ -107,9 +127,15 @@ def prepare(config: MultiAgentConfig) -> Setup:
     training, held_out = questions(config)
     model = config.model
     if config.is_tiny:
-        teacher = Teacher(pair(config, tiny_tokenizer()), CALCULATOR, held_out, config.seed)
+        teacher = Teacher(CALCULATOR, held_out, config.seed)
         model = str(finetuning.warm_start(config.run_dir / "model", teacher.lessons, seed=config.seed))
-    agents = pair(config, load_tokenizer(model))
+    agents = SolverAndChecker(
+        tokenizer=load_tokenizer(model),
+        score=math_agent.answer_score(config),
+        sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
+        max_attempts=config.max_attempts,
+        max_turns=config.max_turns,
+    )
     return Setup(model=model, workflow=agents, dataset=training, eval_dataset=held_out)
 
 

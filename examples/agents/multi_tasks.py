@@ -1,4 +1,4 @@
-"""The solver's and the checker's tasks: questions of one calculation, and demonstrations of both roles."""
+"""What the solver and the checker are told, questions of one calculation, and demonstrations of both roles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 import math_tasks
 from calculator import calculator
 
-from arl import Example, SolverCheckerWorkflow, Tool, finetuning
+from arl import Example, Tool, finetuning
+
+SOLVER = "Solve the problem. You may use the calculator. End with the answer, a number."
+CHECKER = "Check the answer. You may use the calculator. End with one word: ACCEPT if it is right, REJECT if not."
 
 NUM_CAREFUL, NUM_MIXED = 6000, 1500
 """Demonstrations of each role: careful ones, which teach a model to copy; then mixed ones, with bad habits."""
@@ -19,17 +22,27 @@ SHARE_HASTY = (0.15, 0.85)
 rejected guesses teach the model to try again."""
 
 
+def to_check(question: str, answer: str, attempt: int) -> str:
+    """What the checker is asked. attempt: the number of answers that it has seen before."""
+    if attempt:
+        return f"The next answer:\n{answer}\n\nACCEPT or REJECT?"
+    return f"Question:\n{question}\n\nAnswer:\n{answer}\n\nACCEPT or REJECT?"
+
+
+def objection(verdict: str) -> str:
+    """What the solver is told after a rejection."""
+    return f"A checker rejected your answer:\n{verdict}\n\nTry again."
+
+
 def short(entries: Sequence[Example]) -> list[Example]:
     """The questions that take one calculation: all but equations."""
     return [entry for entry in entries if entry["metadata"]["source_dataset"] != "simple_equations"]
 
 
 class Teacher:
-    """Demonstrates both roles, with the workflow's messages between them."""
+    """Demonstrates both roles, with the agent's messages between them."""
 
-    def __init__(self, agents: SolverCheckerWorkflow, tool: Tool, excluded: Sequence[Example], seed: int) -> None:
-        self._agents = agents
-        self._checker = {"role": "system", "content": agents.checker_system}
+    def __init__(self, tool: Tool, excluded: Sequence[Example], seed: int) -> None:
         self._tool = tool
         self._excluded = excluded
         self._rng = random.Random(seed)
@@ -47,15 +60,15 @@ class Teacher:
 
     def careful_solver(self, entry: Example) -> Example:
         (expression,) = math_tasks.expressions(entry)
-        return self._shown(self._agents.messages(entry), *self._calculated(expression), said(solved(entry)))
+        return self._shown(asked(entry), *self._calculated(expression), said(solved(entry)))
 
     def hasty_solver(self, entry: Example) -> Example:
         """Answers at once, and calculates after a rejection."""
         guess = math_tasks.garbled(solved(entry), self._rng, 0.7)
-        guessed = (self._agents.messages(entry), said(guess))
+        guessed = (asked(entry), said(guess))
         if guess == solved(entry):
             return self._shown(*guessed)
-        rejected = told(self._agents.objection("REJECT"))
+        rejected = told(objection("REJECT"))
         (expression,) = math_tasks.expressions(entry)
         return self._shown(*guessed, rejected, *self._calculated(expression), said(solved(entry)))
 
@@ -76,8 +89,8 @@ class Teacher:
         return str(int(math_tasks.garbled(answer, self._rng, 0.7))) if self._rng.random() < 0.5 else answer
 
     def _asked(self, entry: Example, answer: str, attempt: int) -> list[Mapping[str, Any]]:
-        question = told(self._agents.to_check(entry, answer, attempt))
-        return question if attempt else [self._checker, *question]
+        question = told(to_check(entry["question"], answer, attempt))
+        return question if attempt else [{"role": "system", "content": CHECKER}, *question]
 
     def _checked(self, entry: Example, answer: str) -> list[Sequence[Mapping[str, Any]]]:
         (expression,) = math_tasks.expressions(entry)
@@ -93,6 +106,10 @@ class Teacher:
 
 def solved(entry: Example) -> str:
     return math_tasks.solved(entry).answer
+
+
+def asked(entry: Example) -> list[Mapping[str, Any]]:
+    return [{"role": "system", "content": SOLVER}, *told(entry["question"])]
 
 
 def said(text: str) -> list[Mapping[str, Any]]:

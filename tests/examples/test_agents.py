@@ -18,12 +18,12 @@ import search_agent
 import search_tasks
 import terminal_agent
 import terminal_tasks
-from multi_agent import MultiAgentConfig, pair, questions
+from multi_agent import MultiAgentConfig, SolverAndChecker, questions
 from multi_tasks import Teacher
 from played import TOKENIZER, played
 
 from arl.api.errors import DatasetError
-from arl.api.types import Example
+from arl.api.types import Example, SamplingParams
 from arl.cli import load_config
 from arl.commands.command import load_experiment
 from arl.engine.model_files import load_tokenizer
@@ -139,19 +139,53 @@ EXPRESSION = math_tasks.expressions(ENTRY)[0]
 CALL = tool_call("calculator", expression=EXPRESSION)
 
 
+def pair(*, max_attempts: int = 2) -> SolverAndChecker:
+    return SolverAndChecker(
+        tokenizer=TOKENIZER,
+        score=math_agent.answer_score(MultiAgentConfig()),
+        sampling=SamplingParams(max_new_tokens=500),
+        max_attempts=max_attempts,
+        max_turns=6,
+    )
+
+
 async def test_both_calculate_and_are_paid_each_for_its_own() -> None:
-    agents = pair(load_config(MultiAgentConfig, ["--max_new_tokens", "500"]), TOKENIZER)
-    made = await played(agents, ENTRY, CALL, f"It is {ENTRY['answer']}.", CALL, "ACCEPT")
+    made = await played(pair(), ENTRY, CALL, f"It is {ENTRY['answer']}.", CALL, "ACCEPT")
     assert {trajectory.role: trajectory.reward for trajectory, _ in made} == {"solver": 1.0, "checker": 1.0}
     assert all(f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text for _, text in made)
     metrics = {name: value for trajectory, _ in made for name, value in trajectory.metrics.items()}
-    assert metrics["solver_reward"] == metrics["right_verdicts"] == 1.0
+    assert metrics["solver_reward"] == metrics["right_verdicts"] == metrics["accepted"] == 1.0
+
+
+async def test_the_solver_reads_the_objection_and_the_checker_the_next_answer() -> None:
+    made = await played(pair(), ENTRY, "-1", "It is too little. REJECT", ENTRY["answer"], "ACCEPT")
+    (solver, solver_saw), (checker, checker_saw) = made
+    assert (solver.reward, checker.reward, solver.metrics["attempts"]) == (1.0, 1.0, 2)
+    assert "A checker rejected your answer:\nIt is too little. REJECT" in solver_saw
+    assert f"Question:\n{ENTRY['question']}\n\nAnswer:\n-1" in checker_saw
+    assert f"The next answer:\n{ENTRY['answer']}" in checker_saw
+
+
+@pytest.mark.parametrize(
+    ("said", "solver", "checker"),
+    [
+        (["-1", "ACCEPT"], 0.0, 0.0),
+        (["right", "REJECT", "right", "I would not REJECT it: ACCEPT"], 1.0, 0.5),
+        (["-1", "hm", "-1", "REJECT"], 0.0, 0.5),
+    ],
+)
+async def test_the_checker_is_paid_for_being_right(said: list[str], solver: float, checker: float) -> None:
+    answers = [ENTRY["answer"] if text == "right" else text for text in said]
+    made = await played(pair(), ENTRY, *answers)
+    assert {t.role: t.reward if t.role == "checker" else float(t.reward == 1) for t, _ in made} == {
+        "solver": solver,
+        "checker": checker,
+    }
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
 async def test_attempts_end_where_the_settings_say(attempts: int) -> None:
-    agents = pair(load_config(MultiAgentConfig, ["--max_attempts", str(attempts)]), TOKENIZER)
-    made = await played(agents, ENTRY, *("-1", "REJECT") * attempts)
+    made = await played(pair(max_attempts=attempts), ENTRY, *("-1", "REJECT") * attempts)
     assert {trajectory.role: trajectory.reward > 0.5 for trajectory, _ in made} == {"solver": False, "checker": True}
 
 
@@ -159,7 +193,7 @@ async def test_attempts_end_where_the_settings_say(attempts: int) -> None:
 def teacher(monkeypatch: pytest.MonkeyPatch) -> Teacher:
     monkeypatch.setattr(multi_tasks, "NUM_CAREFUL", 100)
     monkeypatch.setattr(multi_tasks, "NUM_MIXED", 100)
-    return Teacher(pair(MultiAgentConfig(), TOKENIZER), multi_agent.CALCULATOR, math_tasks.held_out(192), seed=0)
+    return Teacher(multi_agent.CALCULATOR, math_tasks.held_out(192), seed=0)
 
 
 def spoken(demonstration: Example) -> list[str]:
@@ -209,7 +243,7 @@ def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:
 def test_lessons_have_the_workflows_prompts_and_nothing_held_out(teacher: Teacher) -> None:
     lessons = teacher.lessons()
     openings = {demonstration["messages"][0]["content"] for lesson in lessons for demonstration in lesson}
-    assert openings == {multi_agent.SOLVER, multi_agent.CHECKER}
+    assert openings == {multi_tasks.SOLVER, multi_tasks.CHECKER}
     asked = {demonstration["messages"][1]["content"] for lesson in lessons for demonstration in lesson}
     assert not any(entry["question"] in asked for entry in math_tasks.held_out(192))
 

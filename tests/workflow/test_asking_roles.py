@@ -13,7 +13,7 @@ from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction
 from arl.workflow.conversation import Conversation
 from arl.workflow.sub_agents import SubAgent
-from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
+from arl.workflow.team import Member, Team, TeamSettings
 from arl.workflow.tool_agent import ToolAgentWorkflow
 
 ASKED = [{"role": "user", "content": "?"}]
@@ -74,8 +74,11 @@ class OwnConversation(SingleTurnWorkflow):
         return Conversation(self.tokenizer, self.messages(data), role="critic")
 
 
+class Pair(Own):
+    declared_roles = frozenset({"solver", "checker"})
+
+
 AGENT = SingleTurnWorkflow(TOKENIZER, exact)
-PAIR = SolverCheckerWorkflow(TOKENIZER, exact)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +86,8 @@ PAIR = SolverCheckerWorkflow(TOKENIZER, exact)
     [
         (AGENT, {"agent"}),
         (ToolAgentWorkflow(TOKENIZER, exact, sub_agents=[READER]), {"agent", "reader", "author"}),
-        (DebateWorkflow(TOKENIZER, exact), {"debater"}),
-        (PAIR, {"solver", "checker"}),
-        (TaskWorkflows({"a": AGENT, "b": PAIR}), {"agent", "solver", "checker"}),
+        (Pair(), {"solver", "checker"}),
+        (TaskWorkflows({"a": AGENT, "b": Pair()}), {"agent", "solver", "checker"}),
         (TaskWorkflows({"a": AGENT, "b": Own()}), None),
         (Own(), None),
         (OwnEpisodes(TOKENIZER, exact), None),

@@ -33,7 +33,6 @@ from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.workflow.agent import MultiTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction
 from arl.workflow.conversation import Conversation
-from arl.workflow.team import DebateWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tools import Tool
 
@@ -315,8 +314,6 @@ async def test_settings_without_room_are_errors_that_say_so() -> None:
     ):
         with pytest.raises(ConfigError, match=complaint):
             ToolAgentWorkflow(TOKENIZER, compaction=compaction, **agent)
-    with pytest.raises(ConfigError, match="DebateWorkflow has no compaction"):
-        DebateWorkflow(TOKENIZER, exact, sampling=SAMPLING, compaction=SMALL)
 
 
 async def test_a_task_that_leaves_no_room_for_summaries_is_refused_before_anything_is_sampled() -> None:

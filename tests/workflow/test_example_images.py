@@ -21,7 +21,6 @@ from arl.rewards.adapt import InlineReward
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.content import image_part, images_in, text_part
 from arl.workflow.placing import check_places_as
-from arl.workflow.team import SolverCheckerWorkflow
 
 SEEING = seeing("qwen2_5_vl")
 
@@ -126,14 +125,6 @@ async def test_an_episode_shows_them() -> None:
     ids, images = their_tokens("qwen2_5_vl", asked(SMALL, ": what?"))
     assert list(engine.requests[0].input_ids) == ids
     assert [one.image for one in made.images] == images == [SMALL]
-
-
-async def test_a_checker_sees_the_images_of_the_question() -> None:
-    engine = ScriptedEngine.saying(SEEING, "a cat", "ACCEPT")
-    workflow = SolverCheckerWorkflow(SEEING, InlineReward(likes_all))
-    made = await workflow.arun_episode(engine, {"question": "<image>: what?", "image": SMALL})
-    assert [[one.image for one in trajectory.images] for trajectory in made] == [[SMALL], [SMALL]]
-    assert "Question:\n" in SEEING.decode(engine.requests[1].input_ids)
 
 
 def test_rows_with_pictures_survive_pickling_and_have_a_fingerprint() -> None:

@@ -4,16 +4,15 @@ import asyncio
 from contextlib import nullcontext
 
 import pytest
-from scripted_answers import TOKENIZER, calling, decode, ended, exact, replying, said_in, saying, seen_by, too_long
+from scripted_answers import TOKENIZER, calling, decode, ended, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, SamplingParams
+from arl.api.types import ModelRequest, SamplingParams
 from arl.rewards import Score
-from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
+from arl.workflow.team import Member, Team, TeamSettings
 from arl.workflow.tools import Tool
 
-QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
 SETTINGS = TeamSettings(tokenizer=TOKENIZER)
 
 
@@ -85,79 +84,3 @@ async def test_mistakes_in_a_team_are_errors_that_say_so() -> None:
     await team.ask("a", "?")
     with pytest.raises(ConfigError, match="a spoke but has no reward"):
         team.trajectories({"b": 1.0})
-    with pytest.raises(ConfigError, match="debaters is 1"):
-        DebateWorkflow(TOKENIZER, exact, debaters=1)
-    with pytest.raises(ConfigError, match="max_attempts is 0"):
-        SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=0)
-
-
-def persuaded(said: str) -> str:
-    """Answers 4 from the second round on, and before that 5."""
-    return "4" if "Another agent answered:\n5" in said else "5"
-
-
-async def test_debaters_answer_read_each_other_and_answer_again() -> None:
-    engine = replying(persuaded)
-    workflow = DebateWorkflow(TOKENIZER, exact, debaters=3, rounds=2, system="Argue.")
-    trajectories = await workflow.arun_episode(engine, QUESTION)
-    assert [said_in(trajectory) for trajectory in trajectories] == ["5<|im_end|>4<|im_end|>"] * 3
-    assert {(trajectory.role, trajectory.reward) for trajectory in trajectories} == {("debater", 1.0)}
-    assert [trajectory.metrics.get("turns") for trajectory in trajectories] == [6, None, None]
-    assert seen_by(engine).count("Another agent answered:") == 2
-    assert seen_by(engine, 0).startswith("<|im_start|>system\nArgue.<|im_end|>")
-
-
-async def test_debaters_have_rewards_of_their_own_or_their_mean() -> None:
-    async def scored(answer: str, data: Example) -> Score:
-        value = float(answer == "4")
-        return Score(value, {"correct": value}, {"seen": value})
-
-    for shared, rewards in ((False, [1.0, 0.0]), (True, [0.5, 0.5])):
-        workflow = DebateWorkflow(TOKENIZER, scored, rounds=1, shared=shared)
-        trajectories = await workflow.arun_episode(saying("4", "5"), QUESTION)
-        assert [trajectory.reward for trajectory in trajectories] == rewards
-        assert [trajectory.rewards["correct"] for trajectory in trajectories] == rewards
-        assert trajectories[0].metrics["seen"] == 0.5
-
-
-async def test_a_debater_whose_context_is_full_keeps_its_last_answer() -> None:
-    workflow = DebateWorkflow(TOKENIZER, exact, rounds=2)
-    first, second = await workflow.arun_episode(saying("4", "5", too_long(), "6"), QUESTION)
-    assert (first.reward, first.is_truncated) == (1.0, True)
-    assert (second.reward, second.is_truncated) == (0.0, False)
-
-
-async def test_the_solver_tries_again_until_the_checker_accepts() -> None:
-    engine = saying("5", "It is too much. REJECT", "4", "ACCEPT")
-    solver, checker = await SolverCheckerWorkflow(TOKENIZER, exact, system="Solve.").arun_episode(engine, QUESTION)
-    assert (solver.role, solver.reward, checker.role, checker.reward) == ("solver", 1.0, "checker", 1.0)
-    assert solver.metrics == {"turns": 4, "attempts": 2, "accepted": 1, "right_verdicts": 1.0, "context_full": 0}
-    assert "A checker rejected your answer:\nIt is too much. REJECT" in decode(solver.token_ids)
-    assert "Question:\n2 + 2 = ?\n\nAnswer:\n5" in decode(checker.token_ids)
-    assert "The next answer:\n4" in decode(checker.token_ids)
-
-
-@pytest.mark.parametrize(
-    ("said", "solver_reward", "checker_reward"),
-    [
-        (["5", "ACCEPT"], 0.0, 0.0),
-        (["4", "ACCEPT"], 1.0, 1.0),
-        (["4", "REJECT", "4", "I would not REJECT it: ACCEPT"], 1.0, 0.5),
-        (["5", "hm", "5", "REJECT"], 0.0, 0.5),
-        (["5", "REJECT", too_long()], 0.0, 1.0),
-        (["5", "REJECT", "4", too_long()], 1.0, 1.0),
-    ],
-)
-async def test_the_checker_is_paid_for_being_right(
-    said: list[str | Exception], solver_reward: float, checker_reward: float
-) -> None:
-    for shared, rewards in ((False, (solver_reward, checker_reward)), (True, (solver_reward, solver_reward))):
-        workflow = SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=2, shared=shared)
-        solver, checker = await workflow.arun_episode(saying(*said), QUESTION)
-        assert (solver.reward, checker.reward) == rewards
-
-
-async def test_an_answer_too_long_for_the_checker_is_rewarded_all_the_same() -> None:
-    (solver,) = await SolverCheckerWorkflow(TOKENIZER, exact).arun_episode(saying("4", too_long()), QUESTION)
-    assert (solver.role, solver.reward) == ("solver", 1.0)
-    assert (solver.metrics["attempts"], solver.metrics["accepted"]) == (1, 0)
