@@ -153,14 +153,14 @@ def test_data_is_never_read_as_code() -> None:
     pickled = {"pool", "remote_calls", "object_process", "pipe", "sent_object", "worker"}
     assert callers("pickle.loads", "pickle.load") == pickled, "by arl's own processes, which began one another"
     evaluated = callers("eval", "exec") - {"model", "runner", "lora", "reference_model"}  # models' own eval()
-    assert evaluated == {"scorers", "examiner"}, "checked; in the sandbox"
+    assert evaluated == {"examiner"}, "in the sandbox"
 
 
 def test_one_place_compares_keys_and_few_listen() -> None:
     assert callers("compare_digest") == {"server"}
     assert callers("is_same") == {"server", "openai_proxy", "episodes_api"}
     assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy", "metrics_endpoint"}
-    assert callers("answer_until") == {"mirror", "remote", "viewing"}
+    assert callers("answer_until") == {"mirror", "viewing"}
     listeners = callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app")
     assert listeners == {"sender", "rank_actor", "node_probe"}
 

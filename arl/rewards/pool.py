@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import inspect
 import logging
 import multiprocessing
 import os
 import pickle
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AsyncExitStack
-from multiprocessing import spawn
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Generic, ParamSpec, cast
 
 from pebble import ProcessExpired, ProcessPool
@@ -26,7 +22,6 @@ from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.offload import finished, offload
-from arl.rewards.fork_server import load_into_fork_server
 from arl.rewards.score import ResultT, check_example, check_limits, checked, name_of, ran_too_long, reported
 
 log = logging.getLogger(__name__)
@@ -35,100 +30,13 @@ P = ParamSpec("P")
 
 STARTUP_TIMEOUT_S = 120.0
 """The longest that the first worker may take to start and to import the reward function's module."""
-
-_PAUSE_S = 0.2
-"""How long to wait before the workers are started again."""
-_ASK_S = 5.0
-"""How long a starting worker may take to answer before it is asked again."""
+_STARTS = 2
+"""How often workers are started before a RewardPool gives up: somebody may have killed the first ones."""
 _LOOK_S = 1.0
-"""How often a waiting call checks that the workers live."""
-
-_SCRIPT = ("__main__", "__mp_main__")
-"""The script's module in its own process, and in processes that imported it, such as an episode worker."""
+"""How often a waiting call checks that the pool lives: pebble forgets calls that it has not begun when workers die."""
 
 _Outcome = tuple[object, str | None]
 """The result of a call, or the message of its failure."""
-
-# Worker processes are forked from a clean server process. They import the user's script only if they need it.
-
-
-class _WithoutScript(str):
-    """The name of a process that does not import the script: multiprocessing decides this, and knows only the name."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _named, (str(self),)
-
-
-def _named(name: str) -> str:
-    """Runs in the worker, before anything else of it is read."""
-    sys.excepthook = _excuse
-    return name
-
-
-def _excuse(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A worker whose fork server was killed is given up while it starts. It ends without a traceback."""
-    if not isinstance(error, FileNotFoundError):  # arl has removed the pool's semaphores
-        sys.__excepthook__(kind, error, trace)
-
-
-def context_for(*functions: Callable[..., Any] | None) -> Any:
-    if any(_module_of(function) in _SCRIPT for function in functions):
-        return multiprocessing.get_context("forkserver")
-    return _Context()
-
-
-def begin(prepare: Callable[[], object] | None) -> None:
-    sys.excepthook = sys.__excepthook__
-    if sys.platform == "linux":
-        _end_with_parent()
-    if prepare is not None:
-        prepare()
-
-
-def _end_with_parent() -> None:
-    """Have the kernel end this process with arl's, by SIGIO, once the pipe that only arl's holds open is closed."""
-    import fcntl
-
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    pipe = int(parent.sentinel)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():
-        os._exit(1)
-
-
-class _Process(ForkServerProcess):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._name = _WithoutScript(self._name)
-
-
-class _Context(ForkServerContext):
-    Process = _Process  # pyright: ignore[reportAssignmentType]
-
-
-_preparation_data = spawn.get_preparation_data
-
-
-def _prepared_by_name(name: str) -> dict[str, Any]:
-    data = _preparation_data(name)
-    if isinstance(name, _WithoutScript):
-        data.pop("init_main_from_path", None)
-        data.pop("init_main_from_name", None)
-    return data
-
-
-spawn.get_preparation_data = _prepared_by_name  # other processes start as before
-
-
-def _module_of(function: Any) -> str | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)  # of a bound method
-    return getattr(owner, "__module__", None)
 
 
 class _WorkerDiedError(RewardError):
@@ -154,8 +62,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
         prepare: Callable[[], object] | None = None,
         if_killed: ResultT | None = None,
     ) -> None:
-        """function: must be importable, so defined at the top level of a module. If it stands in the script itself, all
-        workers import the script, which then needs `if __name__ == "__main__":`.
+        """function: must be importable, so defined at the top level of a module. Workers import the script too, so put
+        what it does under `if __name__ == "__main__":`.
 
         timeout_s: the longest a call may run, counted from when a worker begins it. workers: calls that run at once.
         prepare: must be importable too; each worker calls it before its first call, to import slow modules. if_killed:
@@ -243,38 +151,27 @@ class RewardPool(Shared, Generic[P, ResultT]):
         finally:
             self._calls.discard(call)
 
-    def _start(self, attempts: int = 3) -> ProcessPool:
-        """Start the workers; again if they die meanwhile, because somebody killed them, or their fork server."""
-        load_into_fork_server()
-        context = context_for(self._function, self._prepare)
-        pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
-        try:
-            self._until_it_works(pool)
-        except Exception as error:
-            _stop(pool)
-            if isinstance(error, BrokenProcessPool | ProcessExpired) and attempts > 1:
-                time.sleep(_PAUSE_S)  # until the fork server is known to be dead
-                return self._start(attempts - 1)
-            why = "its module must be importable, and a script that makes a RewardPool must do so under "
-            why += '`if __name__ == "__main__":`'
-            if isinstance(error.__cause__, (EOFError, OSError)):
-                why = "the fork server of multiprocessing, which starts workers, was killed (perhaps memory ran out), "
-                why += f"or could not start: {error.__cause__!r}"
-            raise RewardError(f"no worker for reward function {self._name} could start; {why}") from error
-        return pool
-
-    def _until_it_works(self, pool: ProcessPool) -> None:
-        """Wait until a worker answers. Ask again and again, because a killed worker may take a question with it."""
-        questions: list[concurrent.futures.Future[None]] = []
-        deadline = time.monotonic() + STARTUP_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if not pool.active:
-                raise BrokenProcessPool
-            questions.append(pool.schedule(_nothing, args=(self._function,)))
-            done, _ = concurrent.futures.wait(questions, _ASK_S, concurrent.futures.FIRST_COMPLETED)
-            if done:
-                return done.pop().result()
-        raise TimeoutError(f"no worker answered within {STARTUP_TIMEOUT_S:g} s")
+    def _start(self) -> ProcessPool:
+        """Start the workers and wait until one answers. Blocks."""
+        for attempt in range(1, _STARTS + 1):
+            pool = ProcessPool(
+                max_workers=self._workers,
+                initializer=_begin,
+                initargs=(self._prepare,),
+                context=multiprocessing.get_context("spawn"),
+            )
+            try:
+                pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
+            except Exception as error:
+                _stop(pool)
+                if attempt < _STARTS and isinstance(error, BrokenProcessPool | ProcessExpired):
+                    continue
+                raise RewardError(
+                    f"no worker for reward function {self._name} could start; its module must be importable, and a "
+                    'script that makes a RewardPool must do so under `if __name__ == "__main__":`'
+                ) from error
+            return pool
+        raise AssertionError("the last attempt returns or raises")
 
     async def _replace(self, broken: ProcessPool) -> None:
         """Start a new pool, unless another call already replaced the broken one. Calls wait meanwhile."""
@@ -328,8 +225,31 @@ def _check_importable(function: Callable[..., Any]) -> None:
         raise RewardError(f"reward function {name_of(function)} cannot be sent to a worker; {advice}") from error
 
 
+# The rest runs in a worker, or stops one.
+
+
+def _begin(prepare: Callable[[], object] | None) -> None:
+    if sys.platform == "linux":
+        _end_with_parent()
+    if prepare is not None:
+        prepare()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with arl's, by SIGIO, once the pipe that only arl's holds open is closed."""
+    import fcntl
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    pipe = int(parent.sentinel)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():
+        os._exit(1)
+
+
 def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
-    """Runs in the worker. Returns the reward, or the traceback as text, since not every exception can be pickled."""
+    """Returns the reward, or the traceback as text, since not every exception can be pickled."""
     name = f"reward function {name_of(function)}"
     try:
         args, kwargs = pickle.loads(arguments)

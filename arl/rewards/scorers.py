@@ -12,6 +12,7 @@ import random
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,9 @@ _NAMING = frozenset(("Symbol", "Integer", "Float", "Rational", "Function"))
 """Calls that sympy's parser writes around names and numbers. It parses a string in any other call again: none may have
 one."""
 
+_OWN_IMPORT = ("from sympy import *", b"from sympy import *")
+"""What sympy's parser executes for the names that an expression may use."""
+
 
 def require(module: str, package: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
@@ -189,35 +193,41 @@ def limit_memory() -> None:
 
 
 def guard_evaluation(*packages: str) -> None:
-    """Restrict `eval` in these packages' modules to literals and arithmetic, and sympy's parser to mathematics.
+    """Let these packages, and sympy's parser, evaluate nothing but literals, arithmetic and mathematics from now on.
 
-    Scorers pass answers to both, and both evaluate them as Python.
+    Scorers pass answers to both, and both evaluate them as Python. An audit hook (PEP 578) sees whatever they compile,
+    and stays for the rest of the process.
     """
-    import sympy.parsing.sympy_parser as parser
+    from sympy.parsing.sympy_parser import parse_expr
 
-    translate = parser.stringify_expr
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "compile":
+            return
+        caller = sys._getframe(1)  # which compiles, or evaluates a text
+        module: str = caller.f_globals.get("__name__", "")
+        if module == "sympy.parsing.sympy_parser" and arguments[0] not in _OWN_IMPORT:
+            names = {**caller.f_locals.get("global_dict", {}), **caller.f_locals.get("local_dict", {})}
+            _check_mathematics(_tree(arguments[0]), names)
+        elif module.partition(".")[0] in packages:
+            _check_arithmetic(_tree(arguments[0]))
 
-    def translate_checked(s: str, local_dict: Names, global_dict: Names, transformations: Any) -> str:
-        code = translate(s, local_dict, global_dict, transformations)
-        _check_mathematics(code, {**global_dict, **local_dict})
-        return code
-
-    parser.stringify_expr = translate_checked
-    for name, module in tuple(sys.modules.items()):
-        if name.partition(".")[0] in packages:
-            module.__dict__["eval"] = _eval_arithmetic
+    sys.addaudithook(check)
+    with suppress(ValueError):
+        parse_expr("abs.__name__")
+        raise RewardError("this Python does not say what sympy's parser evaluates, so no answer can be scored safely")
 
 
-def _eval_arithmetic(source: str) -> Any:
-    tree = ast.parse(source.strip(), mode="eval")
+def _tree(source: ast.AST | str | bytes) -> ast.AST:
+    return source if isinstance(source, ast.AST) else ast.parse(source.strip(), mode="eval")
+
+
+def _check_arithmetic(tree: ast.AST) -> None:
     for node in ast.walk(tree):
         if not isinstance(node, _ARITHMETIC):
             raise ValueError(f"{type(node).__name__} is neither a literal nor arithmetic")
-    return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}})
 
 
-def _check_mathematics(code: str, names: Names) -> None:
-    tree = ast.parse(code.strip(), mode="eval")
+def _check_mathematics(tree: ast.AST, names: Names) -> None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     named = {id(argument) for call in calls if _name(call.func) in _NAMING for argument in call.args}
     for node in ast.walk(tree):

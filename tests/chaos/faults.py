@@ -120,7 +120,7 @@ ON_TRAINER = (
 ON_SERVERS = (*signals("server", end_server, signal.SIGKILL, signal.SIGTERM), Fault("server: SIGSTOP", hold_server))
 OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))
 RANK = Fault("rank: SIGKILL", lambda run: kill_one(run, "ray::RankActor"))
-WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "forkserver", "keeper"))
+WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "spawn_main", "keeper"))
 EPISODE_WORKER = Fault("episode worker: SIGKILL", lambda run: kill_one(run, "arl.workers.worker"))
 FAULTS = (*ON_TRAINER, *ON_SERVERS, OWN_SERVER, RANK, WORKER, EPISODE_WORKER)
 

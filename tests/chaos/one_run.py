@@ -138,8 +138,7 @@ class Run:
             if self._until_the_end() == 0:
                 break
         promised(newest_checkpoint(self._run_dir)[0] == steps, f"the run did not get to its {steps} steps")
-        had_killed = not self.times.keys().isdisjoint(("worker: SIGKILL", "episode worker: SIGKILL"))
-        check_files(self._run_dir, self.temporary, self.trainer_pids, had_fork_server_killed=had_killed)
+        check_files(self._run_dir, self.temporary, self.trainer_pids)
         lost = self.outcomes["d"]
         promised(self.has_proxies or not lost, f"{lost} examples were dropped, and every request was answered")
 

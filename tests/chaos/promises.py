@@ -31,8 +31,6 @@ UNTIDY = (
 """What no output of a run contains, however it ended."""
 KEPT = r"arl-loading-\d+\.lock$"
 """What may stay in the temporary directory: a lock that all runs share."""
-OF_FORK_SERVER = "pymp-"
-"""What stays, too, if a fork server was killed, and the process that started it before it noticed."""
 LARGEST_DIVERGENCE = 0.1
 """Weights hardly move in these runs. So sampler and trainer nearly agree on each token that a server really sampled."""
 
@@ -189,13 +187,12 @@ def check_processes(
         time.sleep(0.05)
 
 
-def check_files(run_dir: Path, temporary: Path, pids: Collection[int], *, had_fork_server_killed: bool) -> None:
+def check_files(run_dir: Path, temporary: Path, pids: Collection[int]) -> None:
     """After the end of a run that was not killed last. pids: of all processes that trained."""
     checkpoints = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert all(re.fullmatch(r"version-\d{8}", name) for name in checkpoints), f"checkpoints/ holds {checkpoints}"
     owners = [re.match(r"arl-weights-.*-(\d+)-\w+", name) for name in os.listdir("/dev/shm")]
     left = [owner[0] for owner in owners if owner and int(owner[1]) in pids]
     assert not left, f"/dev/shm holds {left}"
-    kept = f"{KEPT}|{OF_FORK_SERVER}" if had_fork_server_killed else KEPT
-    left = [name for name in os.listdir(temporary) if not re.match(kept, name)]
+    left = [name for name in os.listdir(temporary) if not re.match(KEPT, name)]
     assert not left, f"the temporary directory holds {left}"

@@ -1,9 +1,7 @@
 """Reward functions that worker processes import."""
 
-import contextlib
 import os
 import signal
-import sys
 import time
 
 from arl.rewards import Score
@@ -40,11 +38,6 @@ def holds(path: str, _: object) -> float:
         return float(9**9**9 > 0)
 
 
-def script_is_imported(answer: str, _: object) -> float:
-    """Whether multiprocessing imported the script that started this process."""
-    return float(hasattr(sys.modules["__main__"], "__file__"))
-
-
 def two_parts(answer: str, _: object) -> Score:
     return Score(1.5, {"a": 1.0, "b": 0.5})
 
@@ -53,10 +46,8 @@ def length(answer: str, _: object) -> float:
     return len(answer)
 
 
-def kill_the_fork_server(kills: str) -> None:
-    """By the first two workers that prepare themselves so, and themselves."""
-    for number in range(2):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{kills}/{number}")
-            os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+def dies_once(mark: str) -> None:
+    """The first worker that prepares itself so kills itself."""
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)

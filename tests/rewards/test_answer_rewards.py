@@ -265,14 +265,14 @@ def test_an_example_that_its_scorer_cannot_read_is_an_error() -> None:
 
 
 def test_answers_are_evaluated_only_as_arithmetic_and_mathematics() -> None:
-    evaluate: Any = scorers._eval_arithmetic
-    assert evaluate(" [[1, -2], (0x1f << 2, 'a')] ") == [[1, -2], (124, "a")]
+    check_arithmetic: Any = scorers._check_arithmetic
+    check_arithmetic(scorers._tree(" [[1, -2], (0x1f << 2, 'a')] "))
     for source in ("__import__('os')", "().__class__", "[x for x in (1,)]", "lambda: 1", "f'{1}'", "a", "x[0]"):
         with pytest.raises(ValueError, match="neither a literal nor arithmetic"):
-            evaluate(source)
+            check_arithmetic(scorers._tree(source))
     names = {"sin": sympy.sin, "Symbol": sympy.Symbol, "open": open}
     check: Any = scorers._check_mathematics
-    check("sin(Symbol('x'))**2", names)
+    check(scorers._tree("sin(Symbol('x'))**2"), names)
     for source in ("open('f')", "sin('open(1)')", "sin.__class__", "chr(95)", "Symbol(open)", "[y for y in (1,)]"):
         with pytest.raises(ValueError, match="is not mathematics"):
-            check(source, names)
+            check(scorers._tree(source), names)
