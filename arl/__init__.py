@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from arl.workflow.harbor.harbor_workflow import HarborWorkflow
     from arl.workflow.mcp_tools import MCPTools
     from arl.workflow.openenv.openenv_workflow import OpenEnvWorkflow
-    from arl.workflow.proxy.openai_proxy import OpenAIProxy
-    from arl.workflow.sdk_agent import Command, SDKWorkflow
-    from arl.workflow.served_workflow import ServedWorkflow
+    from arl.endpoint.proxy import OpenAIProxy
+    from arl.endpoint.sdk_workflow import Command, SDKWorkflow
+    from arl.endpoint.served_workflow import ServedWorkflow
     from arl.workflow.sub_agents import SubAgent, SubAgents
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import Member, Team, TeamSettings
     from arl.workflow.tool_agent import ToolAgentWorkflow
     from arl.workflow.tools import Tool, ToolLimits, acall_tools
-    from arl.workflow.verifiers_workflow import VerifiersWorkflow
+    from arl.endpoint.verifiers_workflow import VerifiersWorkflow
 
 _HOMES = {
     "arl.api.algorithm": "preset",
@@ -99,15 +99,15 @@ _HOMES = {
     "arl.workflow.harbor.harbor_workflow": "HarborWorkflow",
     "arl.workflow.mcp_tools": "MCPTools",
     "arl.workflow.openenv.openenv_workflow": "OpenEnvWorkflow",
-    "arl.workflow.proxy.openai_proxy": "OpenAIProxy",
-    "arl.workflow.sdk_agent": "Command SDKWorkflow",
-    "arl.workflow.served_workflow": "ServedWorkflow",
+    "arl.endpoint.proxy": "OpenAIProxy",
+    "arl.endpoint.sdk_workflow": "Command SDKWorkflow",
+    "arl.endpoint.served_workflow": "ServedWorkflow",
     "arl.workflow.sub_agents": "SubAgent SubAgents",
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
     "arl.workflow.team": "Member Team TeamSettings",
     "arl.workflow.tool_agent": "ToolAgentWorkflow",
     "arl.workflow.tools": "Tool ToolLimits acall_tools",
-    "arl.workflow.verifiers_workflow": "VerifiersWorkflow",
+    "arl.endpoint.verifiers_workflow": "VerifiersWorkflow",
 }
 """Where each name is loaded from when it is first used. The imports above say the same to editors; a test compares."""
 

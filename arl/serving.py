@@ -37,9 +37,9 @@ from arl.offload import offload
 from arl.policies.policy_servers import PolicyEngine
 from arl.training.run_dir import make_run_dir
 from arl.workflow.agent import AgentWorkflow
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.sdk_agent import SDKWorkflow
-from arl.workflow.served_workflow import ServedWorkflow
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import SDKWorkflow
+from arl.endpoint.served_workflow import ServedWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
 

@@ -32,7 +32,7 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.web.process import allow_many_connections
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.endpoint.proxy import OpenAIProxy
 
 SAID = "The answer to this is forty-two, as far as I can tell."
 NUM_TURNS = 4

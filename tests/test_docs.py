@@ -46,10 +46,10 @@ from arl.engine.client.server_watch import ServerWatch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.run_files import read_jsonl
-from arl.workflow.proxy.anthropic import MessagesRequest
-from arl.workflow.proxy.chat import ChatRequest
-from arl.workflow.proxy.completions import CompletionRequest
-from arl.workflow.proxy.responses import ResponsesRequest
+from arl.endpoint.anthropic import MessagesRequest
+from arl.endpoint.chat import ChatRequest
+from arl.endpoint.completions import CompletionRequest
+from arl.endpoint.responses import ResponsesRequest
 from arl.workflow.teachers import ModelServer, TeacherClient
 
 ROOT = Path(__file__).parents[1]

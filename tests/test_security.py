@@ -158,8 +158,8 @@ def test_data_is_never_read_as_code() -> None:
 
 def test_one_place_compares_keys_and_few_listen() -> None:
     assert callers("compare_digest") == {"server"}
-    assert callers("is_same") == {"server", "openai_proxy", "episodes_api"}
-    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy", "metrics_endpoint"}
+    assert callers("is_same") == {"server", "proxy", "episodes_api"}
+    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "proxy", "metrics_endpoint"}
     assert callers("answer_until") == {"mirror", "viewing"}
     listeners = callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app")
     assert listeners == {"sender", "rank_actor", "node_probe"}

@@ -24,9 +24,9 @@ from arl.rewards import InlineReward
 from arl.serving import played_elsewhere
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.sdk_agent import SDKWorkflow
-from arl.workflow.served_workflow import ServedWorkflow
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import SDKWorkflow
+from arl.endpoint.served_workflow import ServedWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
 AGENTS = Path(__file__).parents[1] / "examples" / "agents"

@@ -22,7 +22,7 @@ from arl.api.grammar import Grammar
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.endpoint.proxy import OpenAIProxy
 
 PROMPT = list(range(40, 60))
 PERSON = {

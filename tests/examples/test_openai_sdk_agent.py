@@ -21,7 +21,7 @@ from arl.engine.tiny import tiny_tokenizer
 from arl.finetuning.chats import to_demonstrations
 from arl.finetuning.warm_starts import tool_call
 from arl.rewards import NumericMatch
-from arl.workflow.sdk_agent import SDKWorkflow
+from arl.endpoint.sdk_workflow import SDKWorkflow
 
 TOKENIZER = tiny_tokenizer(phrases())
 ROWS = [next(row for row in questions("training") if row["kind"] == kind) for kind in range(len(KINDS))]

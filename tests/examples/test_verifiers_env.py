@@ -11,7 +11,7 @@ from verifiers_env import VerifiersEnvConfig, lessons, slip, spelling
 
 from arl.api.types import SamplingParams, Trajectory
 from arl.cli import load_config
-from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment
+from arl.endpoint.verifiers_workflow import VerifiersWorkflow, local_environment
 
 ENV = {"taskset": {"id": "backwards_env"}}
 

@@ -17,9 +17,9 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.proxy.session import EpisodeSession
-from arl.workflow.sdk_agent import Command
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.session import EpisodeSession
+from arl.endpoint.sdk_workflow import Command
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(240)]
 HERE = Path(__file__).parent

@@ -15,8 +15,8 @@ from workflow.scripted_answers import TOKENIZER, ended
 from arl.api.endpoint import EndpointConfig
 from arl.api.scripted import ScriptedEngine
 from arl.rollout.outcome import GroupOutcome
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.served_workflow import ServedWorkflow
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.served_workflow import ServedWorkflow
 
 KEY = "an-operators-key-of-32-characters"
 ENDS = {"reward": 12, "error": 2, "rejected": 2, "nothing": 1, "without a call": 1}

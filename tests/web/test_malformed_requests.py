@@ -25,9 +25,9 @@ from arl.engine.weights.package import MAGIC, PREAMBLE, Replica, block_digest, f
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
-from arl.workflow.proxy import episodes_api
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.served_workflow import ServedWorkflow
+from arl.endpoint import episodes_api
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.served_workflow import ServedWorkflow
 
 COUNT = int(os.environ.get("ARL_MALFORMED_REQUESTS", "250"))
 SEED = int(os.environ.get("ARL_MALFORMED_SEED", "0"))

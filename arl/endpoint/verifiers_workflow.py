@@ -20,8 +20,8 @@ from arl.api.installing import install_command
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.workflow.conversation import trajectories
-from arl.workflow.proxy.openai_proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
-from arl.workflow.proxy.session import EpisodeSession
+from arl.endpoint.proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
+from arl.endpoint.session import EpisodeSession
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from arl.workflow.call_formats import CallFormat
 
 HARNESS = "arl-chat"
-"""The id of arl.workflow.verifiers_harness, which runs an agent in this process."""
+"""The id of arl.endpoint.verifiers_harness, which runs an agent in this process."""
 _NO_KEY = "ARL_HAS_NO_API_KEY"
 """verifiers reads keys from environment variables. arl sends its key in KEY_HEADER, and leaves this variable unset."""
 

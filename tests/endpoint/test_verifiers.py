@@ -22,8 +22,8 @@ from arl.api.errors import ArlError, EnvironmentFailedError, ServerError
 from arl.api.installing import install_command
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
-from arl.workflow.proxy.openai_proxy import KEY_HEADER, OpenAIProxy
-from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment
+from arl.endpoint.proxy import KEY_HEADER, OpenAIProxy
+from arl.endpoint.verifiers_workflow import VerifiersWorkflow, local_environment
 
 
 def letters(**config: Any) -> vf.Env:

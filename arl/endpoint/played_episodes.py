@@ -29,7 +29,7 @@ from arl.api.errors import ProgramError, TrajectoryError
 from arl.api.events import EPISODE
 from arl.api.types import Example, Trajectory
 from arl.web.bodies import RequestError
-from arl.workflow.proxy.session import EpisodeSession
+from arl.endpoint.session import EpisodeSession
 
 _REMEMBERED = 10_000
 """Episodes that are over, of which programs can still learn what became of them."""

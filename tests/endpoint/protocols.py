@@ -11,8 +11,8 @@ from programs import ADD, CERTIFICATES, client_of
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.proxy.session import EpisodeSession
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.session import EpisodeSession
 
 HI: Any = [{"role": "user", "content": "hi"}]
 SHORT = {"type": "ephemeral"}

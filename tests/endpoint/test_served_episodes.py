@@ -26,9 +26,9 @@ from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.training.watchdog import waits
 from arl.workers.episode_workers import EpisodeWorkers
-from arl.workflow.proxy import episodes_api, played_episodes
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.served_workflow import ServedWorkflow
+from arl.endpoint import episodes_api, played_episodes
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.served_workflow import ServedWorkflow
 
 KEY = "an-operators-key-of-32-characters"
 CHAT = {"messages": [{"role": "user", "content": "Why?"}]}

@@ -14,7 +14,7 @@ from arl.api.grammar import Grammar, GrammarKind
 from arl.web.bodies import BodyError, refused, shown, wrong
 from arl.workflow.call_formats import CallSyntax
 from arl.workflow.messages import ToolSpecs
-from arl.workflow.proxy.schemas import checked
+from arl.endpoint.schemas import checked
 
 Form = Mapping[str, Any]
 """A format of a structural tag."""

@@ -24,8 +24,8 @@ from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.content import Content, image_part, text_part
 from arl.workflow.dialogue import Prompt, Rewriting, Turn
 from arl.workflow.messages import Message, ToolSpecs
-from arl.workflow.proxy.answer_forms import Asked, Form, Thought, form_of
-from arl.workflow.proxy.text_dialogue import GivenText
+from arl.endpoint.answer_forms import Asked, Form, Thought, form_of
+from arl.endpoint.text_dialogue import GivenText
 
 log = logging.getLogger(__name__)
 

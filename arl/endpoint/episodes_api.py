@@ -25,7 +25,7 @@ from pydantic import Field, PlainValidator
 
 from arl.web.bodies import Name, RequestBody, RequestError, must_be, parse
 from arl.web.server import answering, body_of, is_same, json_response
-from arl.workflow.proxy.played_episodes import Outcome, PlayedEnd, PlayedEpisode, PlayedEpisodes
+from arl.endpoint.played_episodes import Outcome, PlayedEnd, PlayedEpisode, PlayedEpisodes
 
 PATH = "episodes"
 _MAX_BODY_BYTES = 4 << 20

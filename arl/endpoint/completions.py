@@ -10,11 +10,11 @@ from typing import Any
 from arl.api.types import new_id
 from arl.web.bodies import refused, wrong
 from arl.web.server import DONE, event
-from arl.workflow.proxy.answer_forms import Asked
-from arl.workflow.proxy.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, pieces, usage
-from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
-from arl.workflow.proxy.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
-from arl.workflow.proxy.text_dialogue import GivenText
+from arl.endpoint.answer_forms import Asked
+from arl.endpoint.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, pieces, usage
+from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
+from arl.endpoint.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
+from arl.endpoint.text_dialogue import GivenText
 
 
 class CompletionRequest(

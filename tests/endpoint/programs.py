@@ -14,8 +14,8 @@ from workflow.scripted_answers import TOKENIZER, calling, decode
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.proxy.session import EpisodeSession
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.session import EpisodeSession
 
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
 ADD: dict[str, Any] = {

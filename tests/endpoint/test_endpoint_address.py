@@ -21,8 +21,8 @@ from arl.cli import load_config
 from arl.rewards import InlineReward
 from arl.web.endpoint_socket import check_endpoint
 from arl.workers.episode_workers import EpisodeWorkers
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.sdk_agent import SDKWorkflow
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import SDKWorkflow
 
 
 async def asked(proxy: OpenAIProxy, base_url: str | None = None, tls: ssl.SSLContext | bool = True) -> int:

@@ -6,8 +6,8 @@ import aiohttp
 from aiohttp import web
 
 from arl.api.errors import ServerError
-from arl.workflow.proxy.calls import RefusedCallError
-from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error, openai_error_event
+from arl.endpoint.calls import RefusedCallError
+from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event
 
 _TIMEOUT_S = 120.0
 

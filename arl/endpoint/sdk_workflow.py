@@ -22,8 +22,8 @@ from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
 from arl.sandbox.streams import drop
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.proxy.session import EpisodeSession
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.session import EpisodeSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,9 +18,9 @@ from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, Server
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, SamplingParams
 from arl.rewards import InlineReward
-from arl.workflow import sdk_agent
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.sdk_agent import Command, SDKWorkflow
+from arl.endpoint import sdk_workflow
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import Command, SDKWorkflow
 
 PROGRAM = Command(arguments=[sys.executable, str(Path(__file__).with_name("chat_program.py"))], env={"MODEL": "mine"})
 QUESTION: Example = {"question": "Why?", "answer": "Yes."}
@@ -104,7 +104,7 @@ DETACHED = "import os, sys; os.setsid(); sys.stdout.write('x' * 100); sys.stdout
 async def test_what_a_program_leaves_behind_is_not_waited_for(
     code: str, drain_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sdk_agent, "_DRAIN_S", drain_s or sdk_agent._DRAIN_S)
+    monkeypatch.setattr(sdk_workflow, "_DRAIN_S", drain_s or sdk_workflow._DRAIN_S)
     with pytest.raises(TrajectoryError, match="made no call"):
         await run(python(code), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
 

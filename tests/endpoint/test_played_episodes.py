@@ -16,8 +16,8 @@ from arl.api.workflow import RolloutWorkflow
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.web.bodies import RequestError
-from arl.workflow.proxy.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
-from arl.workflow.proxy.session import EpisodeSession
+from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
+from arl.endpoint.session import EpisodeSession
 
 POLICY: Any = None
 """No call of these episodes reaches the model."""

@@ -9,8 +9,8 @@ from programs import ASK, Gated, client_of, opened, post, saying
 from workflow.scripted_answers import TOKENIZER, decode, replying
 
 from arl.api.errors import ArlError, TrajectoryError
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
-from arl.workflow.proxy.session import CallCounts, EpisodeSession
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.session import CallCounts, EpisodeSession
 
 
 async def status_of(url: str, headers: dict[str, str]) -> int:

@@ -13,8 +13,8 @@ from arl.api.images import Image
 from arl.api.types import new_id
 from arl.web.bodies import BodyError, RequestBody, refused, shown, wrong
 from arl.web.server import DONE, event
-from arl.workflow.proxy.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
-from arl.workflow.proxy.calls import (
+from arl.endpoint.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
+from arl.endpoint.calls import (
     LOW_DETAIL,
     ONLY_SAMPLED,
     CallAnswer,
@@ -26,8 +26,8 @@ from arl.workflow.proxy.calls import (
     usage,
     with_images,
 )
-from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
-from arl.workflow.proxy.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
+from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
+from arl.endpoint.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}

@@ -19,8 +19,8 @@ from arl.api.types import new_id
 from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
 from arl.web.server import event
 from arl.workflow.messages import Message
-from arl.workflow.proxy.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
-from arl.workflow.proxy.calls import (
+from arl.endpoint.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
+from arl.endpoint.calls import (
     LOW_DETAIL,
     ONLY_SAMPLED,
     CallAnswer,
@@ -33,7 +33,7 @@ from arl.workflow.proxy.calls import (
     tool_call,
     with_images,
 )
-from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error
+from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error
 
 Stored = dict[str, Sequence[Message]]
 """Response id -> the messages up to that response, without its instructions."""

@@ -29,11 +29,11 @@ from arl.web.server import Handler, body_of, is_same, json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
-from arl.workflow.proxy import anthropic, chat, completions, responses
-from arl.workflow.proxy import embeddings as embedding
-from arl.workflow.proxy.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
-from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
-from arl.workflow.proxy.session import EpisodeSession, is_role
+from arl.endpoint import anthropic, chat, completions, responses
+from arl.endpoint import embeddings as embedding
+from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
+from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
+from arl.endpoint.session import EpisodeSession, is_role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import decode
 
 from arl.api.errors import EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
-from arl.workflow.proxy import exchange
-from arl.workflow.proxy import openai_proxy as server
+from arl.endpoint import exchange
+from arl.endpoint import proxy as server
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,8 +16,8 @@ from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refuse
 from arl.web.server import event
 from arl.workflow.content import Content, text_part
 from arl.workflow.messages import Message
-from arl.workflow.proxy.answer_forms import Asked, Form, ToolChoice, json_schema, one_of
-from arl.workflow.proxy.calls import (
+from arl.endpoint.answer_forms import Asked, Form, ToolChoice, json_schema, one_of
+from arl.endpoint.calls import (
     MAX_SEED,
     CallAnswer,
     ChatCall,
@@ -29,7 +29,7 @@ from arl.workflow.proxy.calls import (
     tool_call,
     with_images,
 )
-from arl.workflow.proxy.exchange import CallBody, Endpoint, Exchange, completing
+from arl.endpoint.exchange import CallBody, Endpoint, Exchange, completing
 
 _HARMLESS = ("cache_control",)
 """Fields that any block, tool or request may have without effect on the answer."""

@@ -22,9 +22,9 @@ from arl.web.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
 from arl.workflow.messages import Message
-from arl.workflow.proxy.answer_forms import grammar_of
-from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
-from arl.workflow.proxy.text_dialogue import TextDialogue
+from arl.endpoint.answer_forms import grammar_of
+from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
+from arl.endpoint.text_dialogue import TextDialogue
 
 
 class Speaker:
