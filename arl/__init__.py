@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from arl.assembly import launch
     from arl.cli import load_config, run
     from arl.data.loading import load_dataset, load_splits
+    from arl.endpoint.proxy import OpenAIProxy
+    from arl.endpoint.sdk_workflow import Command, SDKWorkflow
+    from arl.endpoint.served_workflow import ServedWorkflow
+    from arl.endpoint.verifiers_workflow import VerifiersWorkflow
     from arl.engine.model_files import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
@@ -47,15 +51,11 @@ if TYPE_CHECKING:
     from arl.workflow.harbor.harbor_workflow import HarborWorkflow
     from arl.workflow.mcp_tools import MCPTools
     from arl.workflow.openenv.openenv_workflow import OpenEnvWorkflow
-    from arl.endpoint.proxy import OpenAIProxy
-    from arl.endpoint.sdk_workflow import Command, SDKWorkflow
-    from arl.endpoint.served_workflow import ServedWorkflow
     from arl.workflow.sub_agents import SubAgent, SubAgents
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import Member, Team, TeamSettings
     from arl.workflow.tool_agent import ToolAgentWorkflow
     from arl.workflow.tools import Tool, ToolLimits, acall_tools
-    from arl.endpoint.verifiers_workflow import VerifiersWorkflow
 
 _HOMES = {
     "arl.api.algorithm": "preset",

@@ -29,6 +29,9 @@ from arl.api.policy_parts import of_policy
 from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import SDKWorkflow
+from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, stock_servers
 from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.roster import RosterFiles
@@ -37,9 +40,6 @@ from arl.offload import offload
 from arl.policies.policy_servers import PolicyEngine
 from arl.training.run_dir import make_run_dir
 from arl.workflow.agent import AgentWorkflow
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.sdk_workflow import SDKWorkflow
-from arl.endpoint.served_workflow import ServedWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
 

@@ -24,8 +24,8 @@ import aiohttp
 
 from arl.api.engine import Sampler
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.workflow.conversation import Conversation
 from arl.endpoint.proxy import OpenAIProxy
+from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "workflow"))

@@ -40,16 +40,16 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.settings import settings_of
 from arl.assembly import launch
 from arl.cli import load_config
+from arl.endpoint.anthropic import MessagesRequest
+from arl.endpoint.chat import ChatRequest
+from arl.endpoint.completions import CompletionRequest
+from arl.endpoint.responses import ResponsesRequest
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_pool import ServerPool
 from arl.engine.client.server_watch import ServerWatch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.run_files import read_jsonl
-from arl.endpoint.anthropic import MessagesRequest
-from arl.endpoint.chat import ChatRequest
-from arl.endpoint.completions import CompletionRequest
-from arl.endpoint.responses import ResponsesRequest
 from arl.workflow.teachers import ModelServer, TeacherClient
 
 ROOT = Path(__file__).parents[1]

@@ -149,6 +149,7 @@ ALLOWED = {
     "arl.sandbox": ("arl.api", "arl.lazy", "arl.offload"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),
     "arl.workflow": ("arl.api", "arl.vision", "arl.web", "arl.sandbox", "arl.rewards"),
+    "arl.endpoint": ("arl.api", "arl.web", "arl.sandbox", "arl.rewards", "arl.workflow"),
     "arl.workers": (
         "arl.api",
         "arl.web.watch",

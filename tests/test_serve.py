@@ -19,14 +19,14 @@ from arl.api.errors import ConfigError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams
 from arl.api.workflow import RolloutWorkflow
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import SDKWorkflow
+from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.rewards import InlineReward
 from arl.serving import played_elsewhere
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.sdk_workflow import SDKWorkflow
-from arl.endpoint.served_workflow import ServedWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
 AGENTS = Path(__file__).parents[1] / "examples" / "agents"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arl.api.grammar import Grammar, GrammarKind
+from arl.endpoint.schemas import checked
 from arl.web.bodies import BodyError, refused, shown, wrong
 from arl.workflow.call_formats import CallSyntax
 from arl.workflow.messages import ToolSpecs
-from arl.endpoint.schemas import checked
 
 Form = Mapping[str, Any]
 """A format of a structural tag."""

@@ -12,10 +12,6 @@ from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
-from arl.web.server import event
-from arl.workflow.content import Content, text_part
-from arl.workflow.messages import Message
 from arl.endpoint.answer_forms import Asked, Form, ToolChoice, json_schema, one_of
 from arl.endpoint.calls import (
     MAX_SEED,
@@ -30,6 +26,10 @@ from arl.endpoint.calls import (
     with_images,
 )
 from arl.endpoint.exchange import CallBody, Endpoint, Exchange, completing
+from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
+from arl.web.server import event
+from arl.workflow.content import Content, text_part
+from arl.workflow.messages import Message
 
 _HARMLESS = ("cache_control",)
 """Fields that any block, tool or request may have without effect on the answer."""

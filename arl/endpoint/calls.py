@@ -18,14 +18,14 @@ from pydantic import Field
 from arl.api.errors import ArlError, ConfigError, ImageError, ModelError, PromptTooLongError
 from arl.api.images import Image
 from arl.api.types import ModelResponse, SamplingParams
+from arl.endpoint.answer_forms import Asked, Form, Thought, form_of
+from arl.endpoint.text_dialogue import GivenText
 from arl.web.bodies import BodyError, RequestError, refused, shown, wrong
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of, syntax_of
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.content import Content, image_part, text_part
 from arl.workflow.dialogue import Prompt, Rewriting, Turn
 from arl.workflow.messages import Message, ToolSpecs
-from arl.endpoint.answer_forms import Asked, Form, Thought, form_of
-from arl.endpoint.text_dialogue import GivenText
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.web.bodies import BodyError, RequestBody, refused, shown, wrong
-from arl.web.server import DONE, event
 from arl.endpoint.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
 from arl.endpoint.calls import (
     LOW_DETAIL,
@@ -28,6 +26,8 @@ from arl.endpoint.calls import (
 )
 from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
 from arl.endpoint.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
+from arl.web.bodies import BodyError, RequestBody, refused, shown, wrong
+from arl.web.server import DONE, event
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}

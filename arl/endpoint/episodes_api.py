@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from pydantic import Field, PlainValidator
 
+from arl.endpoint.played_episodes import Outcome, PlayedEnd, PlayedEpisode, PlayedEpisodes
 from arl.web.bodies import Name, RequestBody, RequestError, must_be, parse
 from arl.web.server import answering, body_of, is_same, json_response
-from arl.endpoint.played_episodes import Outcome, PlayedEnd, PlayedEpisode, PlayedEpisodes
 
 PATH = "episodes"
 _MAX_BODY_BYTES = 4 << 20

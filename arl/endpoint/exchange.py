@@ -22,10 +22,10 @@ from arl.api.errors import (
     ServerError,
     first_error,
 )
-from arl.web.bodies import BodyError, RequestBody, RequestError, dropped, loaded, validated
-from arl.web.server import EventStream, event, json_response, request_error
 from arl.endpoint.calls import CallAnswer, ChatCall, RefusedCallError
 from arl.endpoint.session import EpisodeSession
+from arl.web.bodies import BodyError, RequestBody, RequestError, dropped, loaded, validated
+from arl.web.server import EventStream, event, json_response, request_error
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two comments in a stream that still waits for its answer."""

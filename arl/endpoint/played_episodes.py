@@ -28,8 +28,8 @@ from arl.api.episode_clock import CLOCK, off_the_clock
 from arl.api.errors import ProgramError, TrajectoryError
 from arl.api.events import EPISODE
 from arl.api.types import Example, Trajectory
-from arl.web.bodies import RequestError
 from arl.endpoint.session import EpisodeSession
+from arl.web.bodies import RequestError
 
 _REMEMBERED = 10_000
 """Episodes that are over, of which programs can still learn what became of them."""

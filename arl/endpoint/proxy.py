@@ -24,16 +24,16 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import AGENT, SamplingParams
 from arl.api.workflow import Shared
-from arl.web.endpoint_socket import endpoint_socket, tls_of, warn_if_open
-from arl.web.server import Handler, body_of, is_same, json_response, serving
-from arl.workflow.call_formats import CallFormat
-from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.dialogue import Rewriting
 from arl.endpoint import anthropic, chat, completions, responses
 from arl.endpoint import embeddings as embedding
 from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
 from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
 from arl.endpoint.session import EpisodeSession, is_role
+from arl.web.endpoint_socket import endpoint_socket, tls_of, warn_if_open
+from arl.web.server import Handler, body_of, is_same, json_response, serving
+from arl.workflow.call_formats import CallFormat
+from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.dialogue import Rewriting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

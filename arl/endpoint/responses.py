@@ -16,9 +16,6 @@ from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
-from arl.web.server import event
-from arl.workflow.messages import Message
 from arl.endpoint.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
 from arl.endpoint.calls import (
     LOW_DETAIL,
@@ -34,6 +31,9 @@ from arl.endpoint.calls import (
     with_images,
 )
 from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error
+from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
+from arl.web.server import event
+from arl.workflow.messages import Message
 
 Stored = dict[str, Sequence[Message]]
 """Response id -> the messages up to that response, without its instructions."""

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from arl.web.bodies import Integers, RequestBody, Strings
-from arl.workflow.messages import arguments_of
 from arl.endpoint.answer_forms import Form, json_schema, one_of, one_of_texts, regex
 from arl.endpoint.calls import ALTERS, MAX_SAMPLES, Count, Seed
 from arl.endpoint.exchange import CallBody
+from arl.web.bodies import Integers, RequestBody, Strings
+from arl.workflow.messages import arguments_of
 
 UNALTERED: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,), "logit_bias": ({},), "presence_penalty": (0,), "repetition_penalty": (1,),

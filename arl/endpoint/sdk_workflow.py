@@ -19,11 +19,11 @@ from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.session import EpisodeSession
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
 from arl.sandbox.streams import drop
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.session import EpisodeSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NoReturn
 from arl.api.errors import ArlError, ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
-from arl.rewards.adapt import RewardLike, as_reward
 from arl.endpoint.episodes_api import PATH, EpisodesAPI
-from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
+from arl.endpoint.proxy import OpenAIProxy
+from arl.rewards.adapt import RewardLike, as_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

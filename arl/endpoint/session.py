@@ -17,14 +17,14 @@ from typing import Any
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError, PromptTooLongError, RefusedRequestError, TrajectoryError
 from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.endpoint.answer_forms import grammar_of
+from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
+from arl.endpoint.text_dialogue import TextDialogue
 from arl.rewards.threads import together
 from arl.web.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
 from arl.workflow.messages import Message
-from arl.endpoint.answer_forms import grammar_of
-from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
-from arl.endpoint.text_dialogue import TextDialogue
 
 
 class Speaker:

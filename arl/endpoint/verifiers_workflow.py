@@ -19,9 +19,9 @@ from arl.api.errors import ArlError, EnvironmentFailedError
 from arl.api.installing import install_command
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
-from arl.workflow.conversation import trajectories
 from arl.endpoint.proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
 from arl.endpoint.session import EpisodeSession
+from arl.workflow.conversation import trajectories
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -143,7 +143,7 @@ def _verifiers() -> Any:
 
 def _name_harness() -> None:
     """Register the harness: verifiers imports the top-level module that its id names, and takes the exported class."""
-    from arl.workflow import verifiers_harness
+    from arl.endpoint import verifiers_harness
 
     sys.modules.setdefault(HARNESS.replace("-", "_"), verifiers_harness)
 

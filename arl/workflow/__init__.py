@@ -6,11 +6,9 @@
 | tool_agent, tools, tool_schema, call_formats, mcp_tools | agents that call tools, and the tools |
 | team | several agents in one episode |
 | conversation, dialogue, chat_template | transcripts, exact to the token, and the trajectories made of them |
-| sdk_agent, proxy | programs that call an OpenAI-compatible URL |
-| verifiers_workflow, verifiers_harness | environments of the verifiers package |
 | openenv, harbor | environments of OpenEnv; tasks in Harbor's format |
 | teachers | distillation, and clients of teachers and reward models |
 
 Users import these names from `arl`. This package may import arl.api, arl.web, arl.sandbox and arl.rewards, but never
-arl.engine: a workflow sees the model only as a Sampler.
+arl.engine (a workflow sees the model only as a Sampler) nor arl.endpoint, which stands on it.
 """

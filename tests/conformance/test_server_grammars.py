@@ -20,9 +20,9 @@ from arl.api.engine_config import ClientConfig, PauseMode, TrainConfig
 from arl.api.errors import ServerError
 from arl.api.grammar import Grammar
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.endpoint.proxy import OpenAIProxy
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.endpoint.proxy import OpenAIProxy
 
 PROMPT = list(range(40, 60))
 PERSON = {

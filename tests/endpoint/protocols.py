@@ -10,9 +10,9 @@ from programs import ADD, CERTIFICATES, client_of
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
-from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.session import EpisodeSession
+from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 HI: Any = [{"role": "user", "content": "hi"}]
 SHORT = {"type": "ephemeral"}

@@ -15,8 +15,8 @@ from workflow.scripted_answers import decode, encode
 
 from arl.api.errors import ConfigError
 from arl.api.scripted import ScriptedEngine
-from arl.web.server import bind, serving
 from arl.endpoint.proxy import OpenAIProxy
+from arl.web.server import bind, serving
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 OF_UNIQUE = {"type": "json_schema", "json_schema": {"name": "n", "schema": UNIQUE}}

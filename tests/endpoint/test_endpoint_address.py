@@ -18,11 +18,11 @@ from arl.api.config import Config
 from arl.api.endpoint import EndpointConfig, entered
 from arl.api.errors import ConfigError
 from arl.cli import load_config
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.rewards import InlineReward
 from arl.web.endpoint_socket import check_endpoint
 from arl.workers.episode_workers import EpisodeWorkers
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.sdk_workflow import SDKWorkflow
 
 
 async def asked(proxy: OpenAIProxy, base_url: str | None = None, tls: ssl.SSLContext | bool = True) -> int:

@@ -13,11 +13,11 @@ from arl.api.engine import Sampler
 from arl.api.errors import ProgramError
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
+from arl.endpoint.session import EpisodeSession
 from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.web.bodies import RequestError
-from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
-from arl.endpoint.session import EpisodeSession
 
 POLICY: Any = None
 """No call of these episodes reaches the model."""

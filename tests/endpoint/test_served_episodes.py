@@ -21,14 +21,14 @@ from arl.api.endpoint import EndpointConfig
 from arl.api.errors import ArlError, ConfigError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, SamplingParams
+from arl.endpoint import episodes_api, played_episodes
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.served_workflow import ServedWorkflow
 from arl.rewards import InlineReward
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.training.watchdog import waits
 from arl.workers.episode_workers import EpisodeWorkers
-from arl.endpoint import episodes_api, played_episodes
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.served_workflow import ServedWorkflow
 
 KEY = "an-operators-key-of-32-characters"
 CHAT = {"messages": [{"role": "user", "content": "Why?"}]}
@@ -470,7 +470,7 @@ async def test_two_workflows_cannot_serve_their_episodes_at_one_proxy() -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 async def test_the_guides_lines_for_curl_play_an_episode() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     (lines,) = re.findall(r"^```bash\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
     async with served() as arl:
         running = arl.run({"id": "7", **QUESTION})

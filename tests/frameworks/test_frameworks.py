@@ -15,11 +15,11 @@ from workflow.scripted_answers import calling, saying
 from arl.api.engine_config import ClientConfig
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.sdk_workflow import Command
+from arl.endpoint.session import EpisodeSession
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.session import EpisodeSession
-from arl.endpoint.sdk_workflow import Command
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(240)]
 HERE = Path(__file__).parent

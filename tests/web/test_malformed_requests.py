@@ -20,14 +20,14 @@ from workflow.scripted_answers import TOKENIZER, saying
 
 from arl.api.endpoint import EndpointConfig
 from arl.api.types import SamplingParams
+from arl.endpoint import episodes_api
+from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.engine.weights.package import MAGIC, PREAMBLE, Replica, block_digest, file_digest
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
-from arl.endpoint import episodes_api
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.served_workflow import ServedWorkflow
 
 COUNT = int(os.environ.get("ARL_MALFORMED_REQUESTS", "250"))
 SEED = int(os.environ.get("ARL_MALFORMED_SEED", "0"))
