@@ -83,7 +83,7 @@ browser:
 		apt-get install --yes --no-install-recommends chromium || \
 		{ echo 'Install Chromium as root: apt-get install chromium, or dnf install chromium' >&2; exit 1; }
 
-# The page of `arl view` and traces of `arl trace`, in a real browser.
+# The page of `arl view`, in a real browser.
 test-browser: $(STAMP)
 	ARL_NEEDS_BROWSER=1 $(BIN)/python -m pytest -m browser
 

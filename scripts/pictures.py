@@ -73,7 +73,6 @@ def pictures_of_views(browser: Browser, run_dir: Path, place: Path) -> None:
             "episodes": "episodes?sort=staleness&descending=1",
             "staleness": f"episode/{episode}?colour=staleness",
             "weight": f"episode/{episode}?colour=weights",
-            "time": "time",
             "health": "health",
         }.items():
             page.set_viewport_size(TALL if view.startswith("episode/") else WIDE)

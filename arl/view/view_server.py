@@ -22,7 +22,6 @@ from arl.api.images import kind_of
 from arl.eventlog.json_values import encodable
 from arl.offload import offload
 from arl.view.episode_table import Row, number
-from arl.view.timeline import timeline
 from arl.view.viewed_run import ViewedRun
 from arl.web.bodies import RequestError
 from arl.web.process import is_loopback
@@ -150,7 +149,6 @@ _ANSWERS: dict[str, Answer] = {
     "episodes/{life}/{episode}": lambda run, request: run.episode(
         _named(request, "life"), request.match_info["episode"], request.query
     ),
-    "time": lambda run, request: timeline(run.run, run.table, request.query),
     "health": lambda run, _: run.health(),
 }
 """What the run's thread answers, beneath /api/runs/I/."""

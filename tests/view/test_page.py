@@ -14,22 +14,17 @@ import pytest
 import pytest_asyncio
 from browsed_run import BRANCHED, GROUPS, HOSTILE_EPISODE, LONG, MEMBERS, STEP_S, BrowsedRun, browsed_run
 from chromium import chromium
-from made_run import T0, began, life, looking_at
+from made_run import looking_at
 from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright, expect
 from seeing_run import BLUE, RED, saw, seeing_run
 
-from arl.api.events import ServerLoaded
 from arl.eventlog.run_record import read_run
 from arl.view.viewed_run import Ending
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 STEPS = 12
-TRAINING = (0x0B, 0x6E, 0x8F)
-"""The colour of a trainer that trains."""
-LOADING = (0xC2, 0x41, 0x0C)
-"""The colour of a server that loads weights."""
 PHONE = {"width": 360, "height": 740}
-VIEWS = ("run", "episodes", "group/0/1/1", f"episode/0/1/{BRANCHED}?colour=version", "time", "health")
+VIEWS = ("run", "episodes", "group/0/1/1", f"episode/0/1/{BRANCHED}?colour=version", "health")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -108,19 +103,6 @@ async def num_colours(page: Page, canvas: str) -> int:
             return new Set(new Uint32Array(pixels.buffer)).size;
         }""",
         canvas,
-    )
-
-
-async def num_pixels(page: Page, canvas: str, colour: tuple[int, int, int]) -> int:
-    return await page.evaluate(
-        """([selector, colour]) => {
-            const canvas = document.querySelector(selector);
-            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-            let found = 0;
-            for (let k = 0; k < pixels.length; k += 4) found += colour.every((part, c) => pixels[k + c] === part);
-            return found;
-        }""",
-        [canvas, colour],
     )
 
 
@@ -346,35 +328,6 @@ async def test_branches_are_a_tree(page: Page, address: str) -> None:
     await tree.get_by_role("link", name="agent 2").click()
     await expect(page.locator(".turn.sampled .tokens").last).to_contain_text("Branch 2")
     assert "trajectory=2" in page.url
-
-
-async def test_time_is_drawn_and_leads_to_episodes(page: Page, address: str) -> None:
-    await show(page, address, "time")
-    before = page.url
-    assert await num_pixels(page, ".lanes canvas", TRAINING) > 300
-    await page.locator(".lanes canvas").focus()
-    await page.keyboard.press("+")
-    assert page.url != before
-    await page.keyboard.press("0")
-    for _ in range(40):
-        await page.keyboard.press("n")
-        if "Episode" in await page.locator("#span").inner_text():
-            break
-    name = (await page.locator("#span").inner_text()).partition(":")[0]
-    await page.keyboard.press("Enter")
-    await expect(page.locator("h1")).to_have_text(name)
-
-
-async def test_two_thousand_servers_are_drawn_on_one_canvas(browser: Browser, tmp_path: Path) -> None:
-    """Chromium draws nothing on a taller one than 32,767 pixels; a dense screen has two for each of the page's."""
-    servers = [f"http://10.0.{k // 250}.{k % 250}:1" for k in range(2000)]
-    life(tmp_path, [began(t=T0), *(ServerLoaded(server=one, version=1, seconds=9.0, t=T0 + 20) for one in servers)])
-    async with looking_at(tmp_path) as server:
-        address = f"{server.session._base_url}/"
-        async with opened(browser, address) as page:
-            await show(page, address, f"time?from={T0}&to={T0 + 30}")
-            assert await page.locator(".lanes canvas").evaluate("canvas => canvas.height") < 16_000
-            assert await num_pixels(page, ".lanes canvas", LOADING) > 100_000
 
 
 async def test_health_counts_failures_by_cause(page: Page, address: str, run: BrowsedRun) -> None:

@@ -16,11 +16,9 @@ from made_run import (
     Ending,
     began,
     episode,
-    group,
     is_running,
     life,
     looking_at,
-    step,
     trajectory,
     write_run,
 )
@@ -28,14 +26,7 @@ from made_run import (
 from arl.api.events import (
     GroupAdmitted,
     KeptTokens,
-    Published,
-    ServerFenced,
-    ServerLoaded,
-    ServerPaused,
-    ServerReturned,
-    ServerSlept,
 )
-from arl.view import timeline
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
@@ -271,69 +262,6 @@ async def test_an_episode_whose_tokens_were_not_kept_says_so(tmp_path: Path) -> 
     assert "were not kept: see the settings log.events" in told["problem"]
 
 
-def test_a_server_that_fails_while_it_sleeps_is_fenced_and_no_longer_asleep() -> None:
-    lanes = timeline.Lanes(0.0, 9.0)
-    lanes.add(ServerPaused(server=SERVER, t=1.0))
-    lanes.add(ServerSlept(server=SERVER, seconds=0.5, t=2.0))
-    lanes.add(ServerFenced(server=SERVER, reason="it died", t=3.0))
-    lanes.add(ServerReturned(server=SERVER, out_s=4.0, t=7.0))
-    lanes.end()
-    (row,) = [row for row in lanes.rows(9) if row["kind"] == "server"]
-    assert {span["kind"]: (span["start"], span["stop"]) for span in row["spans"]} == {
-        "paused": (1.0, 3.0), "asleep": (2.0, 3.0), "fenced": (3.0, 7.0),
-    }  # fmt: skip
-
-
-async def test_a_time_line_has_lanes_for_trainer_servers_and_episodes(browser: Browser) -> None:
-    time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 30}")
-    lanes = {lane["id"]: lane for lane in time["lanes"]}
-    assert [(span["kind"], span["start"] - T0, span["stop"] - T0) for span in lanes["trainer"]["spans"]][:2] == [
-        ("waiting", 7.0, 10.0),
-        ("training", 10.0, 12.0),
-    ]
-    kinds = {span["kind"] for span in lanes[f"server {SERVER}"]["spans"]}
-    assert kinds == {"paused", "loading", "busy"}
-    assert [span["kind"] for span in lanes["evaluations"]["spans"]] == ["evaluation"]
-    episodes = [span for lane in time["lanes"] if lane["kind"] == "episodes" for span in lane["spans"]]
-    assert len(episodes) == 7
-    assert [child["kind"] for child in episodes[0]["children"]] == ["turn", "tool", "reward"]
-    assert time["began"] == T0 <= T0 + 119 <= time["ended"]
-
-
-async def test_spans_of_one_lane_of_episodes_do_not_overlap(browser: Browser) -> None:
-    time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 200}")
-    lanes = [lane["spans"] for lane in time["lanes"] if lane["kind"] == "episodes"]
-    assert sum(map(len, lanes)) == 13
-    assert all(a["stop"] <= b["start"] for spans in lanes for a, b in pairwise(spans))
-
-
-async def test_an_arrow_shows_which_episode_the_trainer_waited_for(browser: Browser) -> None:
-    time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 15}")
-    (arrow,) = [one for one in time["arrows"] if one["kind"] == "waited_for"]
-    (lane,) = [lane for lane in time["lanes"] if lane["id"] == arrow["from"]["lane"]]
-    assert (arrow["from"]["t"], arrow["to"]) == (T0 + 7, {"lane": "trainer", "t": T0 + 10})
-    assert "1.1" in [span["episode"] for span in lane["spans"]]
-    assert {one["kind"] for one in time["arrows"]} == {"waited_for", "publishes", "loads"}
-
-
-async def test_no_arrow_leads_from_one_life_to_the_next(tmp_path: Path) -> None:
-    """What a life publishes first was trained by the one before."""
-    life(tmp_path, [began(), *group(0, T0 + 1, ["a", "b"]), *step(1, [0], T0 + 10)])
-    republished = [record for record in step(1, [], T0 + 60) if isinstance(record, ServerLoaded | Published)]
-    life(tmp_path, [began(version=1, t=T0 + 50), *republished])
-    async with looking_at(tmp_path) as browser:
-        time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 100}")
-    assert {one["kind"] for one in time["arrows"]} >= {"publishes", "loads"}
-    assert max(one["to"]["t"] for one in time["arrows"]) < T0 + 50
-
-
-async def test_a_time_line_is_cut_down_to_its_limit_and_says_so(browser: Browser) -> None:
-    time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 200}&limit=3")
-    spans = [span for lane in time["lanes"] for span in lane["spans"] if lane["kind"] == "episodes"]
-    assert len(spans) == 3
-    assert time["left_out"]["episodes"] == 10
-
-
 async def test_health_groups_failures_by_cause_with_an_example(browser: Browser) -> None:
     health = await browser.get("/api/runs/0/health")
     (cause,) = health["failures"]
@@ -402,18 +330,3 @@ async def test_a_run_that_has_ended_says_how(run_dir: Path) -> None:
         (run,) = await browser.get("/api/runs")
     assert (run["how"], run["why"], run["next"]) == ("failed", "no memory", "use less")
     assert (run["is_live"], run["num_running"]) == (False, 0)
-
-
-async def test_a_window_with_too_many_calls_shows_some_and_says_so(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeline, "_MOST_CALLS", 5)
-    monkeypatch.setattr(timeline, "_SOME_CALLS", 1)
-    time = await browser.get(f"/api/runs/0/time?from={T0}&to={T0 + 200}")
-    assert "choose a shorter time" in time["problems"][0]
-    assert time["left_out"]["calls"] > 0
-    assert {span["kind"] for lane in time["lanes"] if lane["kind"] == "server" for span in lane["spans"]} == {
-        "paused",
-        "loading",
-        "fenced",
-    }

@@ -8,10 +8,9 @@ import { episodesView } from "./episodes.js";
 import { groupView } from "./group.js";
 import { healthView } from "./health.js";
 import { runView } from "./run.js";
-import { timeView } from "./time.js";
 
-const VIEWS = { run: runView, episodes: episodesView, group: groupView, episode: episodeView, time: timeView, health: healthView };
-const TABS = { run: "Run", episodes: "Episodes", time: "Time", health: "Health" };
+const VIEWS = { run: runView, episodes: episodesView, group: groupView, episode: episodeView, health: healthView };
+const TABS = { run: "Run", episodes: "Episodes", health: "Health" };
 const WITHIN = { group: "episodes", episode: "episodes" }; // their addresses begin with the run
 const MOST_STREAMS = 3; // browsers have six connections to a server, for all their tabs
 const [main, views, chips, live, theme] = ["main", "views", "runs", "live", "theme"].map((id) => document.getElementById(id));
