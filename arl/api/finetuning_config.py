@@ -1,4 +1,4 @@
-"""The settings of `arl sft`, `arl dpo` and `arl rm`: fine-tuning on a dataset."""
+"""The settings of `arl finetune`: fine-tuning on a dataset."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from arl.api.settings import Section, laid_over
 class FinetuneOptimizerConfig(OptimizerConfig):
     """AdamW and its learning-rate schedule, which ends with the run."""
 
+    lr: PositiveFloat = 1e-5
+    """The peak learning rate. Unset: 1e-5, and 1e-6 for dpo."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """After the warm-up: stay constant, or decay to min_lr_ratio * lr at total_steps."""
     total_steps: PositiveInt | None = None
@@ -42,6 +44,9 @@ class FinetuneTrainConfig(TrainConfig):
         return self
 
 
+_SMALL_STEPS = FinetuneTrainConfig(optimizer=FinetuneOptimizerConfig(lr=1e-6))
+
+
 class FinetuneEvaluationConfig(Section):
     """Losses on held-out rows."""
 
@@ -49,11 +54,41 @@ class FinetuneEvaluationConfig(Section):
     """Evaluate each time this many steps were trained. Unset: before the first step and after the last one."""
 
 
+class PreferencesConfig(Section):
+    """The loss of kind=dpo."""
+
+    loss: Literal["dpo", "ipo"] = "dpo"
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference, which is `model`."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """With loss dpo: the share of labels assumed wrong."""
+    mean_logprobs: bool = False
+    """Use the mean over an answer's tokens instead of the sum, so that length does not count."""
+    sft: float = Field(default=0.0, ge=0)
+    """The weight of imitating the chosen answer beside preferring it, by its mean logprob (RPO, 1 in its paper)."""
+
+    @model_validator(mode="after")
+    def _smooths_what_it_can(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}, but loss is ipo, which has no labels")
+        return self
+
+
+class ScoresConfig(Section):
+    """The loss of kind=rm."""
+
+    center: float = Field(default=0.0, ge=0)
+    """Keeps scores around 0: the weight of (s_chosen + s_rejected)^2, such as 0.01."""
+
+
 class FinetuneConfig(Section):
     """Fine-tuning on a dataset. Run it again with the same run_dir, and it continues from the newest checkpoint."""
 
-    program: ClassVar[str]
+    program: ClassVar[str] = "arl finetune"
     """The command that takes these settings."""
+    kind: Literal["sft", "dpo", "rm"]
+    """sft: supervised, on rows with `messages`, with `prompt` and `completion`, or with `text`. dpo: preferences (DPO,
+    IPO), on rows with `prompt`, `chosen` and `rejected`. rm: a reward model, on the same rows."""
     model: str
     """A Hugging Face model directory, or a model's name on the hub."""
     dataset: str
@@ -70,8 +105,8 @@ class FinetuneConfig(Section):
     """Without eval_dataset: how many rows at the end of `dataset` are held out, and not trained."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns that rows get by the names of others, as JSON: {"prompt": "question", "completion": "answer"}."""
-    run_dir: Path
-    """Where metrics, checkpoints and the trained model go."""
+    run_dir: Path = Path("runs/finetune")
+    """Where metrics, checkpoints and the trained model go. Unset: runs/KIND."""
     epochs: PositiveInt = 1
     """How often each row is trained."""
     batch_size: PositiveInt = 16
@@ -88,14 +123,25 @@ class FinetuneConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: ConsoleConfig = ConsoleConfig()
 
+    dpo: PreferencesConfig = PreferencesConfig()
+    rm: ScoresConfig = ScoresConfig()
+
     @model_validator(mode="before")
     @classmethod
-    def _over_the_defaults(cls, given: Any) -> object:
-        """A section given in part keeps what the class set in its default."""
+    def _defaults_of_the_kind(cls, given: Any) -> object:
         if not isinstance(given, dict):
             return given
-        sections = {n: field.default for n, field in cls.model_fields.items() if isinstance(field.default, Section)}
-        return {name: laid_over(sections.get(name), value) for name, value in cast("dict[str, Any]", given).items()}
+        known = {"run_dir": Path("runs") / str(given.get("kind")), **cast("dict[str, Any]", given)}
+        if known.get("kind") == "dpo":
+            known["train"] = laid_over(_SMALL_STEPS, known.get("train", {}))
+        return known
+
+    @model_validator(mode="after")
+    def _has_one_loss(self) -> Self:
+        for kind in ("dpo", "rm"):
+            if kind != self.kind and kind in self._changed("dpo", "rm"):
+                raise ValueError(f"{kind} is set, but kind is {self.kind}; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _has_held_out_rows(self) -> Self:
@@ -109,52 +155,3 @@ class FinetuneConfig(Section):
                 "or num_held_out"
             )
         return self
-
-
-class SFTConfig(FinetuneConfig):
-    """Supervised fine-tuning on rows with `messages`, with `prompt` and `completion`, or with `text`. Run it again with
-    the same run_dir, and it continues from the newest checkpoint."""
-
-    program: ClassVar[str] = "arl sft"
-    run_dir: Path = Path("runs/sft")
-    """Where metrics, checkpoints and the trained model go."""
-
-
-_SMALL_STEPS = FinetuneTrainConfig(optimizer=FinetuneOptimizerConfig(lr=1e-6))
-
-
-class DPOConfig(FinetuneConfig):
-    """Preference learning (DPO, IPO) on rows with `prompt`, `chosen` and `rejected`. Run it again with the same
-    run_dir, and it continues from the newest checkpoint."""
-
-    program: ClassVar[str] = "arl dpo"
-    run_dir: Path = Path("runs/dpo")
-    """Where metrics, checkpoints and the trained model go."""
-    kind: Literal["dpo", "ipo"] = "dpo"
-    """The loss."""
-    beta: PositiveFloat = 0.1
-    """How strongly the model is held to the reference, which is `model`."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """With dpo: the share of labels assumed wrong."""
-    mean_logprobs: bool = False
-    """Use the mean over an answer's tokens instead of the sum, so that length does not count."""
-    sft: float = Field(default=0.0, ge=0)
-    """The weight of imitating the chosen answer beside preferring it, by its mean logprob (RPO, 1 in its paper)."""
-    train: FinetuneTrainConfig = _SMALL_STEPS
-
-    @model_validator(mode="after")
-    def _smooths_what_it_can(self) -> Self:
-        if self.kind == "ipo" and self.label_smoothing:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}, but kind is ipo, which has no labels")
-        return self
-
-
-class RMConfig(FinetuneConfig):
-    """A reward model from rows with `prompt`, `chosen` and `rejected`. Run it again with the same run_dir, and it
-    continues from the newest checkpoint."""
-
-    program: ClassVar[str] = "arl rm"
-    run_dir: Path = Path("runs/rm")
-    """Where metrics, checkpoints and the trained model go."""
-    center: float = Field(default=0.0, ge=0)
-    """Keeps scores around 0: the weight of (s_chosen + s_rejected)^2, such as 0.01."""

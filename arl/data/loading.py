@@ -78,13 +78,20 @@ def load_splits(
     """
     rows = load_dataset(source, subset=subset, columns=columns)
     if held_out_source is None and Path(source).expanduser().is_file():
-        num_trained = len(rows) - num_held_out
-        if num_trained < 1:
-            counts = f"{len(rows)} rows, of which num_held_out={num_held_out} are held out"
-            raise DatasetError(f"{source} has {counts}; lower it, or name an eval_dataset")
-        return Chosen(rows, range(num_trained)), Chosen(rows, range(num_trained, len(rows)))
+        return without_last(source, rows, num_held_out)
     held_out = load_dataset(held_out_source or source, split=split, subset=subset, columns=columns)
     return rows, Chosen(held_out, range(min(num_held_out, len(held_out))))
+
+
+def without_last(
+    source: str | Path, rows: Sequence[Example], num_held_out: int
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """The rows to train on, and the last ones, which are held out. Raises DatasetError if none is left to train on."""
+    num_trained = len(rows) - num_held_out
+    if num_trained < 1:
+        counts = f"{len(rows)} rows, of which num_held_out={num_held_out} are held out"
+        raise DatasetError(f"{source} has {counts}; lower it, or name an eval_dataset")
+    return Chosen(rows, range(num_trained)), Chosen(rows, range(num_trained, len(rows)))
 
 
 def _files(path: Path, split: str) -> list[Path]:

@@ -2,9 +2,9 @@
 
 | module | what lives there |
 |---|---|
-| demonstrations, pairs | the checks of examples, and the loops over a train engine |
+| examples | the checks of examples, their minibatches, and the loop over a train engine |
 | chats | rows of datasets -> examples, through the model's chat template |
-| tasks, job | the runs of `arl sft`, `arl dpo` and `arl rm` |
+| job | the runs of `arl finetune` |
 | warm_starts | a tiny model, made on the spot and fine-tuned on demonstrations |
 """
 
@@ -14,16 +14,14 @@ from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss
-    from arl.finetuning.chats import to_demonstrations, to_preferences, to_texts
-    from arl.finetuning.demonstrations import Demonstration, finetune
-    from arl.finetuning.pairs import Preference, train_preferences, train_reward_model
+    from arl.finetuning.chats import to_demonstrations, to_preferences
+    from arl.finetuning.examples import Demonstration, Preference, finetune
     from arl.finetuning.warm_starts import tool_call, warm_start
 
 _HOMES = {
     "arl.algorithm.losses.supervised": "PreferenceLoss RewardModelLoss",
-    "arl.finetuning.chats": "to_demonstrations to_preferences to_texts",
-    "arl.finetuning.demonstrations": "Demonstration finetune",
-    "arl.finetuning.pairs": "Preference train_preferences train_reward_model",
+    "arl.finetuning.chats": "to_demonstrations to_preferences",
+    "arl.finetuning.examples": "Demonstration Preference finetune",
     "arl.finetuning.warm_starts": "tool_call warm_start",
 }
 

@@ -5,7 +5,7 @@
 | `messages`, perhaps `tools` | demonstrations in which each of the assistant's turns is learned |
 | `prompt`, `completion` | a demonstration in which the completion is learned |
 | `text` | a demonstration in which everything is learned |
-| `prompt`, `chosen`, `rejected` | a preference, or the two texts of a pair for a reward model |
+| `prompt`, `chosen`, `rejected` | a preference, to learn from or for a reward model |
 
 A row may have images, in its messages or in a column `images` or `image`, as examples of agents have them.
 
@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from arl.api.errors import DatasetError, ImageError, ModelError
 from arl.api.types import Example
-from arl.finetuning.demonstrations import Demonstration
-from arl.finetuning.pairs import Preference
+from arl.finetuning.examples import Demonstration, Preference
 from arl.workflow.chat_template import ChatTemplate, template_of
 from arl.workflow.conversation import paths_of
-from arl.workflow.dialogue import Dialogue, Rewriting, Turn, images_of
+from arl.workflow.dialogue import Dialogue, Rewriting, images_of
 from arl.workflow.example_images import IMAGE_COLUMNS, with_images
 from arl.workflow.messages import Message, ToolSpecs
 
@@ -38,11 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MadeT = TypeVar("MadeT")
+MadeT = TypeVar("MadeT", Demonstration, Preference)
 TooLong = Literal["error", "drop"]
 """The treatment of a row of more than max_tokens: it is an error, or left out and counted. No row is cut."""
-Texts = tuple[Sequence[int], Sequence[int]]
-"""The token ids of a chosen and of a rejected text, each with its prompt."""
 
 
 def to_demonstrations(
@@ -64,7 +61,7 @@ def to_demonstrations(
     DatasetError, which names the row: for one that is too long, that has nothing to learn, or that the template
     refuses; and if no row is left.
     """
-    return _made(rows, _Reader(tokenizer, template_options).demonstrations, _lengths, max_tokens, too_long)
+    return _made(rows, _Reader(tokenizer, template_options).demonstrations, max_tokens, too_long)
 
 
 def to_preferences(
@@ -75,35 +72,18 @@ def to_preferences(
     too_long: TooLong = "error",
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Preference]:
-    """The input of `train_preferences`, from rows with `chosen` and `rejected`, and perhaps `prompt` and `tools`.
+    """The input of `finetune` for dpo and rm, from rows with `chosen` and `rejected`, and perhaps `prompt` and `tools`.
 
     chosen, rejected: lists of messages, or texts. Without `prompt`, both are whole conversations, and the messages with
     which both begin are the prompt. Only what the assistant says after the prompt is learned. The rest is as in
     `to_demonstrations`; a row is too long if either answer is.
     """
-    return _made(rows, _Reader(tokenizer, template_options).preferences, _lengths_of_pair, max_tokens, too_long)
-
-
-def to_texts(
-    rows: Iterable[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int | None = None,
-    too_long: TooLong = "error",
-    template_options: Mapping[str, Any] | None = None,
-) -> list[Texts]:
-    """The input of `train_reward_model`, from the same rows as `to_preferences`. A text ends with its last turn's
-    end. Raises DatasetError for images: reward models see texts alone."""
-    made = to_preferences(rows, tokenizer, max_tokens=max_tokens, too_long=too_long, template_options=template_options)
-    if any(len(answer) == 3 for one in made for answer in (one.chosen, one.rejected)):
-        raise DatasetError("a row has images, and reward models are trained on texts alone; leave the images out")
-    return [(one.chosen[0], one.rejected[0]) for one in made]
+    return _made(rows, _Reader(tokenizer, template_options).preferences, max_tokens, too_long)
 
 
 def _made(
     rows: Iterable[Example],
     read: Callable[[Example], list[MadeT]],
-    lengths: Callable[[MadeT], Iterable[int]],
     max_tokens: int | None,
     too_long: TooLong,
 ) -> list[MadeT]:
@@ -118,7 +98,7 @@ def _made(
             examples = read(row)
         except (DatasetError, ModelError, ImageError) as error:
             raise DatasetError(f"row {index}: {error}") from error
-        length = max(length for example in examples for length in lengths(example))
+        length = max(map(_length, examples))
         if max_tokens is None or length <= max_tokens:
             made += examples
             continue
@@ -129,24 +109,17 @@ def _made(
             )
         num_dropped, longest = num_dropped + 1, max(longest, length)
     if num_dropped:
-        log.warning(
-            "left out %d of %d rows, which have more than max_tokens=%d tokens (the longest has %d)",
-            num_dropped,
-            num_rows,
-            max_tokens,
-            longest,
-        )
+        said = "left out %d of %d rows, which have more than max_tokens=%d tokens (the longest has %d)"
+        log.warning(said, num_dropped, num_rows, max_tokens, longest)
     if not made:
         raise DatasetError(f"none of the {num_rows} rows is left to learn from")
     return made
 
 
-def _lengths(demonstration: Demonstration) -> Iterable[int]:
-    return (len(demonstration[0]),)
-
-
-def _lengths_of_pair(preference: Preference) -> Iterable[int]:
-    return len(preference.chosen[0]), len(preference.rejected[0])
+def _length(example: Demonstration | Preference) -> int:
+    if isinstance(example, Preference):
+        return max(len(example.chosen[0]), len(example.rejected[0]))
+    return len(example[0])
 
 
 class _Reader:
@@ -220,16 +193,11 @@ class _Reader:
             if message["role"] == "assistant" and message.get("weight") != 0:
                 prompt = dialogue.prompt([*before, *messages[:place]], tools, after=last)
                 last = dialogue.demonstrate(prompt, message)
-        return [
-            _demonstration(
-                [part for turn in path.turns for part in _parts(turn, turn in path.owned)], images_of(path.turns)
-            )
-            for path in paths_of(dialogue.turns)
-        ]
-
-
-def _parts(turn: Turn, is_learned: bool) -> list[tuple[Sequence[int], bool]]:
-    return [(turn.given_ids, False), (turn.output_ids, is_learned)]
+        made: list[Demonstration] = []
+        for path in paths_of(dialogue.turns):
+            turns = [((turn.given_ids, False), (turn.output_ids, turn in path.owned)) for turn in path.turns]
+            made.append(_demonstration([part for turn in turns for part in turn], images_of(path.turns)))
+        return made
 
 
 def _demonstration(parts: Sequence[tuple[Sequence[int], bool]], images: Sequence[PlacedImage] = ()) -> Demonstration:

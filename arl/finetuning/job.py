@@ -1,4 +1,4 @@
-"""One run of `arl sft`, `arl dpo` or `arl rm`: read the rows, train, evaluate, save, export.
+"""One run of `arl finetune`: read the rows, train, evaluate, save, export.
 
     rows --chats--> Examples --shuffled--> minibatch --> train_batch --> metrics.jsonl
                         |                                     |--> checkpoints/ (weights, optimizer, position)
@@ -24,15 +24,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, SFTLoss
 from arl.api.engine import TrainEngine
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.finetuning_config import FinetuneConfig
 from arl.api.types import Example
-from arl.data.lazy_rows import Chosen
-from arl.data.loading import load_dataset
+from arl.data.loading import load_dataset, without_last
 from arl.engine.model_files import load_part, load_tokenizer, model_digest, model_limits
-from arl.finetuning.demonstrations import shuffled_batches, write_model
-from arl.finetuning.tasks import Examples, FinetuningTask, task_of
+from arl.finetuning.chats import to_demonstrations, to_preferences
+from arl.finetuning.examples import Examples, Loss, shuffled_batches, write_model
 from arl.offload import TrainThread, finished, offload
 from arl.stopping import SCRIPT_END
 from arl.trainer_process import load_train_engine
@@ -58,7 +58,7 @@ async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
     lock, display = RunLock(config.run_dir), display_of(config.log)
     await offload(lock.take)
     end = {"began": _now(), "process": holder_of(config.run_dir / LOCK).removesuffix(THIS_ONE)}
-    thread, run = TrainThread(), TuningRun(config, task_of(config), display)
+    thread, run = TrainThread(), TuningRun(config, display)
     error: BaseException | None = None
     try:
         (config.run_dir / END).unlink(missing_ok=True)
@@ -82,8 +82,14 @@ async def fine_tune(config: FinetuneConfig) -> dict[str, Any]:
 class TuningRun:
     """The parts of one run. Its blocking methods run on the train thread, one after another."""
 
-    def __init__(self, config: FinetuneConfig, task: FinetuningTask, display: Display) -> None:
-        self._config, self._task, self._display = config, task, display
+    def __init__(self, config: FinetuneConfig, display: Display) -> None:
+        self._config, self._display = config, display
+        self._loss: Loss = SFTLoss()
+        if config.kind == "dpo":
+            own = config.dpo.model_dump()
+            self._loss = PreferenceLoss(kind=own.pop("loss"), **own)
+        elif config.kind == "rm":
+            self._loss = RewardModelLoss(center=config.rm.center)
         self._rows = {name: config.run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
         self._engine: TrainEngine | None = None
         self._held_out: Examples | None = None
@@ -93,7 +99,7 @@ class TuningRun:
 
     def open(self) -> None:
         """Read the rows, load the model, and continue from the newest checkpoint, if any."""
-        config, task = self._config, self._task
+        config, head = self._config, "value" if self._config.kind == "rm" else "policy"
         with self._display.waiting(f"reading {config.dataset}"):
             training, held_out = self._read()
         self.num_steps = config.epochs * -(-len(training) // config.batch_size)
@@ -103,10 +109,10 @@ class TuningRun:
             optimizer = optimizer.model_copy(update={"total_steps": self.num_steps})
         settings = config.train.model_copy(update={"optimizer": optimizer})
         with self._display.waiting(f"loading {config.model}"):
-            self._engine = engine = load_train_engine(config.model, settings, seed=config.seed, head=task.head)
-        self._training = Examples(task, training, engine.limits)
-        self._held_out = Examples(task, held_out, engine.limits) if held_out else None
-        if task.has_reference:
+            self._engine = engine = load_train_engine(config.model, settings, seed=config.seed, head=head)
+        self._training = Examples(config.kind, training, engine.limits)
+        self._held_out = Examples(config.kind, held_out, engine.limits) if held_out else None
+        if config.kind == "dpo":
             with self._display.waiting(f"computing the reference's logprobs with {config.model}"):
                 for examples in filter(None, (self._training, self._held_out)):
                     examples.refer_to(engine)
@@ -115,7 +121,10 @@ class TuningRun:
         )
         state = self._checkpoints.load_newest(engine.load)
         self._spent_s = state.values["time_s"] if state else 0.0
-        self._undo_rows()
+        for path in filter(Path.exists, self._rows.values()):  # rows of steps that are trained again, and torn ones
+            if num_undone := cut_rows(path, self.version, None):
+                aside = f"moved to {path.stem}.undone.jsonl, as training goes on from there"
+                self._display.say(f"{path.name}: {num_undone} rows after step {self.version} {aside}")
         self._began = self._saved_at = time.monotonic()
         if engine.version:
             self._display.say(f"continuing {config.run_dir} from step {engine.version} of {self.num_steps}")
@@ -134,16 +143,17 @@ class TuningRun:
         """Train the steps that are left, and write the trained model."""
         assert self.num_steps is not None
         config = self._config
-        batches = shuffled_batches(range(len(self._training)), config.epochs, config.batch_size, config.seed)
-        left = islice(batches, self.version, None)
+        batches = shuffled_batches(len(self._training), config.epochs, config.batch_size, config.seed)
         try:
             await thread(self._evaluate_if_due)
-            with self._display.work(self._task.name, self.num_steps - self.version) as advance:
-                for batch in left:
+            with self._display.work(config.kind, self.num_steps - self.version) as advance:
+                for batch in islice(batches, self.version, None):
                     metrics = await thread(self._step, batch)
                     advance(loss=metrics["loss"])
                     await thread(self._evaluate_if_due)
-                    if self._is_save_due():
+                    every, every_s = config.checkpoint.every, config.checkpoint.every_s
+                    is_late = every_s is not None and time.monotonic() - self._saved_at >= every_s
+                    if is_late or (every and self.version % every == 0):
                         await thread(self._save)
         except asyncio.CancelledError:
             await thread(self._save)
@@ -155,7 +165,7 @@ class TuningRun:
     def _step(self, batch: Sequence[int]) -> dict[str, float]:
         """One optimizer step, and its row: both, or neither."""
         began = time.monotonic()
-        metrics = self._opened.train_batch([self._training.minibatch(batch)], self._task.loss)
+        metrics = self._opened.train_batch([self._training.minibatch(batch)], self._loss)
         seconds = time.monotonic() - began
         known = {
             "version": self.version,
@@ -175,18 +185,13 @@ class TuningRun:
             return
         began = time.monotonic()
         with self._display.waiting("evaluating"):
-            means = self._held_out.evaluate(self._opened)
+            means = self._held_out.evaluate(self._opened, self._loss)
         row = {"version": self.version, **means, "num_examples": len(self._held_out)}
         row["wall_s"] = time.monotonic() - began
         self._append("evaluations", row)
         said = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
         where = f"step {self.version} of {self.num_steps} ({len(self._held_out)} examples)"
         self._display.tell("evaluation", f"held-out {said} at {where}", **row)
-
-    def _is_save_due(self) -> bool:
-        every, every_s = self._config.checkpoint.every, self._config.checkpoint.every_s
-        is_late = every_s is not None and time.monotonic() - self._saved_at >= every_s
-        return is_late or bool(every and self.version % every == 0)
 
     def _save(self) -> None:
         """Write a checkpoint, unless there is one of this version."""
@@ -206,18 +211,14 @@ class TuningRun:
 
     def end(self, error: BaseException | None, *, began: str, process: str) -> RunEnd:
         """How it ended, for END.json."""
-        script = SCRIPT_END.get()
-        number = script.signal if script else None
-        name = None if number is None else signal.Signals(number).name
-        version = None if self._engine is None else self.version
-        checkpoint = newest_checkpoint(self._config.run_dir)
-        goes_on = f"the same command continues from {checkpoint}" if checkpoint else "the same command starts over"
+        script, checkpoint = SCRIPT_END.get(), newest_checkpoint(self._config.run_dir)
+        name = signal.Signals(script.signal).name if script and script.signal is not None else None
         is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         if error is None:
             why, what_next = "all steps are trained", f"the trained model is {self._config.run_dir / TRAINED}"
         else:
             why = f"{name} asked it to end" if is_cancelled and name else str(error) or type(error).__name__
-            what_next = goes_on
+            what_next = f"the same command {f'continues from {checkpoint}' if checkpoint else 'starts over'}"
         return RunEnd(
             how="finished" if error is None else "interrupted" if is_cancelled else "failed",
             why=why,
@@ -227,7 +228,7 @@ class TuningRun:
             began=began,
             ended=_now(),
             process=process,
-            version=version,
+            version=None if self._engine is None else self.version,
             steps=self.num_steps,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
@@ -238,21 +239,13 @@ class TuningRun:
 
     def _read(self) -> tuple[list[Any], list[Any]]:
         """The examples to train on, and the held-out ones."""
-        config = self._config
-        rows: Any = load_dataset(config.dataset, split=config.split, subset=config.subset, columns=config.columns)
-        held_out: Any = ()
+        config, kept = self._config, {"subset": self._config.subset, "columns": self._config.columns}
+        rows = load_dataset(config.dataset, split=config.split, **kept)
+        held_out: Sequence[Example] = ()
         if config.eval_dataset is not None:
-            held_out = load_dataset(
-                config.eval_dataset, split=config.eval_split, subset=config.subset, columns=config.columns
-            )
+            held_out = load_dataset(config.eval_dataset, split=config.eval_split, **kept)
         elif config.num_held_out:
-            num_trained = len(rows) - config.num_held_out
-            if num_trained < 1:
-                raise DatasetError(
-                    f"{config.dataset} has {len(rows)} rows, of which num_held_out={config.num_held_out} are held out; "
-                    "lower it, or name an eval_dataset"
-                )
-            rows, held_out = Chosen(rows, range(num_trained)), Chosen(rows, range(num_trained, len(rows)))
+            rows, held_out = without_last(config.dataset, rows, config.num_held_out)
         return self._examples(config.dataset, rows), self._examples("the held-out rows", held_out)
 
     def _examples(self, name: str, rows: Sequence[Example]) -> list[Any]:
@@ -266,7 +259,8 @@ class TuningRun:
             raise ConfigError(f"max_tokens is {config.max_tokens}, but the context of {config.model} is {limit} tokens")
         tokenizer = load_tokenizer(config.model)
         try:
-            return self._task.read(rows, tokenizer, max_tokens=config.max_tokens or limit, too_long=config.too_long)
+            read = to_demonstrations if config.kind == "sft" else to_preferences
+            return [*read(rows, tokenizer, max_tokens=config.max_tokens or limit, too_long=config.too_long)]
         except DatasetError as error:
             raise DatasetError(f"{name}: {error}") from error
 
@@ -276,7 +270,7 @@ class TuningRun:
         for example in examples:
             digest.update(repr(example).encode())
         return {
-            "task": self._task.name,
+            "kind": self._config.kind,
             "model": self._config.model,
             "model_digest": model_digest(self._config.model),
             "seed": self._config.seed,
@@ -290,13 +284,6 @@ class TuningRun:
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with usable(self._rows[name]), self._rows[name].open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-    def _undo_rows(self) -> None:
-        """Move the rows of steps that are trained again aside, and remove what a kill left of a row."""
-        for path in filter(Path.exists, self._rows.values()):
-            if num_undone := cut_rows(path, self.version, None):
-                aside = f"moved to {path.stem}.undone.jsonl, as training goes on from there"
-                self._display.say(f"{path.name}: {num_undone} rows after step {self.version} {aside}")
 
     def _time_s(self) -> float:
         return self._spent_s + time.monotonic() - self._began

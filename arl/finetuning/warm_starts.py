@@ -19,7 +19,7 @@ from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
 from arl.finetuning.chats import to_demonstrations
-from arl.finetuning.demonstrations import finetune, write_model
+from arl.finetuning.examples import finetune, write_model
 from arl.trainer_process import load_train_engine
 from arl.training.display import progress, waiting
 from arl.workflow.chat_template import ChatTemplate, template_of

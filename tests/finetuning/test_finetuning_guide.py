@@ -25,7 +25,9 @@ def test_the_code_and_the_commands_of_the_guide_run(
     for name in ("engine", "critic"):
         namespace[name].close()  # type: ignore[attr-defined]
     commands = re.findall(r"^    (arl .*)$", GUIDE.read_text(), re.MULTILINE)
-    assert [shlex.split(command)[1] for command in commands] == ["sft", "dpo", "rm"]
+    assert [shlex.split(command)[1:4] for command in commands] == [
+        ["finetune", "--kind", kind] for kind in ("sft", "dpo", "rm")
+    ]
     for command in commands:
         arl(shlex.split(command)[1:])
     assert "held-out loss" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`arl sft`, `arl dpo`, `arl rm`: a run that is killed or interrupted goes on, and ends with the same weights."""
+"""`arl finetune`: a run that is killed or interrupted goes on, and ends with the same weights."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from arl.__main__ import main as arl
 from arl.api.errors import ArlError, CheckpointError, ConfigError, DatasetError
-from arl.api.finetuning_config import DPOConfig, FinetuneConfig, RMConfig, SFTConfig
+from arl.api.finetuning_config import FinetuneConfig
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.finetuning import tasks
+from arl.finetuning import examples as examples_module
+from arl.finetuning.examples import Examples, Kind
 from arl.finetuning.job import fine_tune
-from arl.finetuning.tasks import Examples, FinetuningTask, task_of
 from arl.training.run_end import how_it_ended
 from arl.training.run_facts import record_start, starts_of
 from arl.training.run_files import read_jsonl
@@ -28,7 +28,7 @@ from arl.training.run_files import read_jsonl
 SHAPE = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
 NUM_ROWS, NUM_HELD_OUT, BATCH_SIZE, EPOCHS = 22, 4, 4, 2
 NUM_STEPS = EPOCHS * 5  # batches of 4, 4, 4, 4 and 2
-CLASSES: dict[str, type[FinetuneConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+KINDS: tuple[Kind, ...] = ("sft", "dpo", "rm")
 
 
 def rows(task: str) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a model and the rows of each task are."""
     directory = tmp_path_factory.mktemp("tuned")
     write_tiny_model(directory / "model", shape=SHAPE)
-    for task in CLASSES:
+    for task in KINDS:
         (directory / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(task)))
     return directory
 
@@ -56,6 +56,7 @@ def nursery() -> Iterator[Nursery]:
 
 def flags(place: Path, task: str, run_dir: Path, *more: str) -> list[str]:
     named = {
+        "kind": task,
         "model": place / "model",
         "dataset": place / f"{task}.jsonl",
         "num_held_out": NUM_HELD_OUT,
@@ -86,7 +87,7 @@ def test_a_run_that_was_interrupted_and_killed_ends_with_the_weights_and_rows_of
     """To the last bit; and DPO's reference is the start model in every life."""
 
     def life(run_dir: Path, number: int = 0, at: int = 0) -> int:
-        argv = [task, *flags(place, task, run_dir)]
+        argv = ["finetune", *flags(place, task, run_dir)]
         forked = nursery.fork("tuned_life:live", {"argv": argv, "number": number, "at": at}, tmp_path / "log")
         return forked.code.result(timeout=150)
 
@@ -116,45 +117,46 @@ def test_a_run_that_was_interrupted_and_killed_ends_with_the_weights_and_rows_of
     assert rates == pytest.approx([1e-2 * (1 - step / NUM_STEPS) for step in range(NUM_STEPS)])
 
 
-@pytest.mark.parametrize("task", CLASSES)
+@pytest.mark.parametrize("task", KINDS)
 def test_an_evaluation_is_what_training_reports_of_the_same_examples(
     task: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of examples that are forwarded in several parts."""
-    monkeypatch.setattr(tasks, "_AT_ONCE", 3)
+    monkeypatch.setattr(examples_module, "_AT_ONCE", 3)
     of_training: list[dict[str, float]] = []
     init = Examples.__init__
 
-    def compared(examples: Examples, task: FinetuningTask, *given: Any) -> None:
-        init(examples, task, *given)
+    def compared(examples: Examples, *given: Any) -> None:
+        init(examples, *given)
         evaluate = examples.evaluate
 
-        def both(engine: Any) -> dict[str, float]:
-            found = evaluate(engine)
-            of_training.append(engine.train_batch([examples.minibatch(range(len(examples)))], task.loss))
+        def both(engine: Any, loss: Any) -> dict[str, float]:
+            found = evaluate(engine, loss)
+            of_training.append(engine.train_batch([examples.minibatch(range(len(examples)))], loss))
             assert {name: of_training[-1][name] for name in found} == pytest.approx(found, abs=1e-5)
             return found
 
         examples.evaluate = both  # type: ignore[method-assign]
 
     monkeypatch.setattr(Examples, "__init__", compared)
-    config = load_config(CLASSES[task], [*flags(place, task, tmp_path), "--no-log.console"])
+    config = load_config(FinetuneConfig, [*flags(place, task, tmp_path), "--no-log.console"])
     asyncio.run(fine_tune(config))
     assert len(of_training) > 2
     assert all("loss" in metrics for metrics in of_training)
 
 
-@pytest.mark.parametrize("task", CLASSES)
+@pytest.mark.parametrize("task", KINDS)
 def test_the_settings_in_run_dir_make_the_same_settings_again(task: str, place: Path, tmp_path: Path) -> None:
-    config = load_config(CLASSES[task], flags(place, task, tmp_path))
+    config = load_config(FinetuneConfig, flags(place, task, tmp_path))
     record_start(config, 1)
-    assert load_config(CLASSES[task], ["--config", str(tmp_path / "config.yaml")]) == config
+    assert load_config(FinetuneConfig, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_columns_are_renamed_and_long_rows_are_left_out(place: Path, tmp_path: Path) -> None:
     rows = [{"question": "a?", "answer": text} for text in ("b", "c", "d" * 300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SFTConfig(
+    config = FinetuneConfig(
+        kind="sft",
         model=str(place / "model"),
         dataset=str(tmp_path / "rows.jsonl"),
         columns={"prompt": "question", "completion": "answer"},
@@ -180,7 +182,7 @@ def test_columns_are_renamed_and_long_rows_are_left_out(place: Path, tmp_path: P
 def test_a_run_that_cannot_begin_says_why_and_leaves_its_end(
     changes: dict[str, Any], error: type[ArlError], message: str, place: Path, tmp_path: Path
 ) -> None:
-    config = load_config(SFTConfig, [*flags(place, "sft", tmp_path), "--no-log.console"])
+    config = load_config(FinetuneConfig, [*flags(place, "sft", tmp_path), "--no-log.console"])
     with pytest.raises(error, match=message):
         asyncio.run(fine_tune(config.model_copy(update=changes)))
     end = how_it_ended(tmp_path)
@@ -189,41 +191,43 @@ def test_a_run_that_cannot_begin_says_why_and_leaves_its_end(
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "message"),
+    ("kind", "changes", "message"),
     [
-        (SFTConfig, {"evaluation": {"every": 5}}, "there is nothing to evaluate on; set eval_dataset"),
-        (SFTConfig, {"eval_dataset": "x", "num_held_out": 5}, "leave one of them out"),
-        (SFTConfig, {"train": {"min_ranks": 1, "num_ranks": 2}}, "min_ranks is set, but fine-tuning replaces no lost"),
+        ("sft", {"evaluation": {"every": 5}}, "there is nothing to evaluate on; set eval_dataset"),
+        ("sft", {"eval_dataset": "x", "num_held_out": 5}, "leave one of them out"),
+        ("sft", {"train": {"min_ranks": 1, "num_ranks": 2}}, "min_ranks is set, but fine-tuning replaces no lost"),
         (
-            SFTConfig,
+            "sft",
             {"train": {"optimizer": {"schedule": "constant", "total_steps": 5}}},
             "total_steps is set, but schedule is constant",
         ),
-        (DPOConfig, {"kind": "ipo", "label_smoothing": 0.1}, "kind is ipo"),
-        (RMConfig, {"center": -1}, "center"),
+        ("sft", {"dpo": {"beta": 1}}, "dpo is set, but kind is sft"),
+        ("dpo", {"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "loss is ipo"),
+        ("rm", {"rm": {"center": -1}}, "center"),
+        ("ppo", {}, "kind"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    config: type[FinetuneConfig], changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_contradict_each_other_are_refused(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        config.model_validate({"model": "m", "dataset": "d", **changes})
+        FinetuneConfig.model_validate({"kind": kind, "model": "m", "dataset": "d", **changes})
 
 
-def test_a_section_in_part_keeps_the_tasks_own_defaults() -> None:
+def test_run_dir_and_the_learning_rate_follow_the_kind_unless_they_are_set() -> None:
     given = {"model": "m", "dataset": "d", "train": {"num_threads": 2}}
-    assert DPOConfig.model_validate(given).train.optimizer.lr == 1e-6
-    assert task_of(RMConfig.model_validate(given)).head == "value"
+    sft, dpo = (FinetuneConfig.model_validate({"kind": kind, **given}) for kind in ("sft", "dpo"))
+    assert (str(sft.run_dir), sft.train.optimizer.lr) == ("runs/sft", 1e-5)
+    assert (str(dpo.run_dir), dpo.train.optimizer.lr, dpo.train.num_threads) == ("runs/dpo", 1e-6, 2)
+    set_one = {**given, "kind": "dpo", "run_dir": "here", "train": {"optimizer": {"lr": 1e-4}}}
+    assert FinetuneConfig.model_validate(set_one).train.optimizer.lr == 1e-4
 
 
-@pytest.mark.parametrize("task", CLASSES)
-def test_help_lists_the_settings_of_the_command(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_settings_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        arl([task, "--help"])
+        arl(["finetune", "--help"])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: arl {task} [")
+    assert shown.startswith("usage: arl finetune [")
     assert "--train.optimizer.lr" in shown
     assert "--too_long" in shown
     assert "--dry-run" not in shown
     with pytest.raises(SystemExit, match="2"):
-        arl([task, "--model", "m", "--dataset", "d", "--dry-run"])
+        arl(["finetune", "--kind", "sft", "--model", "m", "--dataset", "d", "--dry-run"])

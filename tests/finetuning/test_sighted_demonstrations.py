@@ -7,15 +7,15 @@ import pytest
 from PIL import Image as Pictures
 from workflow.sighted_chats import SMALL, TALL, WIDE, seeing, their_tokens
 
+from arl.api.engine import ModelLimits
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import DatasetError
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape
 from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
-from arl.finetuning.chats import to_demonstrations, to_preferences, to_texts
-from arl.finetuning.demonstrations import finetune, to_sequence
-from arl.finetuning.pairs import Preference
+from arl.finetuning.chats import to_demonstrations, to_preferences
+from arl.finetuning.examples import Examples, Preference, finetune, to_sequence
 from arl.finetuning.warm_starts import warm_start
 from arl.workflow.content import image_part
 
@@ -71,8 +71,9 @@ def test_a_row_whose_images_do_not_fit_is_named(row: dict[str, Any], reason: str
 
 
 def test_reward_models_refuse_images() -> None:
-    with pytest.raises(DatasetError, match="reward models are trained on texts alone"):
-        to_texts([{"prompt": "<image>?", "image": SMALL, "chosen": "a", "rejected": "b"}], SEES)
+    pairs = to_preferences([{"prompt": "<image>?", "image": SMALL, "chosen": "a", "rejected": "b"}], SEES)
+    with pytest.raises(DatasetError, match="the chosen answer of pair 0 has images, and reward models are trained on"):
+        Examples("rm", pairs, ModelLimits(vocab_size=len(SEES)))
 
 
 def test_images_that_do_not_lie_among_the_tokens_are_an_error_with_the_demonstrations_name(tmp_path: Path) -> None:

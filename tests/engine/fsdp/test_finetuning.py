@@ -1,6 +1,5 @@
 """Training on data: demonstrations and preferences are learned by a policy, scores by a model with a value head."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from arl.api.scripted import ScriptedTrainEngine
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import model_limits
-from arl.finetuning.demonstrations import Demonstration, finetune
-from arl.finetuning.pairs import Preference, train_preferences, train_reward_model
+from arl.finetuning.examples import Demonstration, Kind, Preference, finetune
 
 DEMONSTRATIONS: list[Demonstration] = [([i, 200 + i, 100 + i, 7], [0, 0, 1, 1]) for i in range(10)]
 CHOSEN, REJECTED = (11, 12, 7), (21, 22, 23, 24, 7)
@@ -91,20 +89,20 @@ def test_a_policy_comes_to_prefer_the_chosen_answers(loss: PreferenceLoss, make_
     before = logprob(engine, PROMPTS[0], CHOSEN) - logprob(engine, PROMPTS[0], REJECTED)
     steps: list[dict[str, float]] = []
     settings = {"loss": loss, "batch_size": 4, "on_step": lambda _, metrics: steps.append(dict(metrics))}
-    train_preferences(engine, PREFERENCES, epochs=4, **settings)
+    finetune(engine, PREFERENCES, kind="dpo", epochs=4, **settings)
     after = logprob(engine, PROMPTS[0], CHOSEN) - logprob(engine, PROMPTS[0], REJECTED)
     assert len(steps) == 8
     assert steps[0]["margin"] == pytest.approx(0.0, abs=1e-5), "at first the model is its own reference"
     assert steps[-1]["accuracy"] == 1.0
     assert steps[-1]["margin"] > 0.1 * (after - before) / 2
     assert after > before + 1
-    train_preferences(engine, PREFERENCES, **settings)
+    finetune(engine, PREFERENCES, kind="dpo", **settings)
     assert steps[8]["margin"] == pytest.approx(0.0, abs=1e-5), "a second call begins from the model as it is by then"
 
 
 def test_a_reward_model_ranks_texts(make_engine: MakeEngine):
     engine = make_engine(optimizer=OptimizerConfig(lr=1e-2), head="value")
-    assert train_reward_model(engine, TEXTS, epochs=6, batch_size=4)["accuracy"] == 1.0
+    assert finetune(engine, PREFERENCES, kind="rm", epochs=6, batch_size=4)["accuracy"] == 1.0
     rows = [TrainSequence(token_ids=torch.tensor([*t, 0]), loss_mask=torch.eye(len(t) + 1)[-1] > 0) for t in TEXTS[0]]
     chosen, rejected = (float(values[-1]) for values in engine.forward(rows, "values"))
     assert chosen > rejected + 0.5
@@ -136,7 +134,7 @@ def test_the_loss_is_the_mean_over_pairs_which_are_whole_in_every_microbatch(mak
 
 def test_an_engine_without_the_head_and_a_head_that_does_not_exist_are_refused(make_engine: MakeEngine):
     with pytest.raises(ConfigError, match="head=policy"):
-        train_reward_model(make_engine(), TEXTS)
+        finetune(make_engine(), PREFERENCES, kind="rm")
     with pytest.raises(ConfigError, match="head is 'values'; a train engine has one of policy, value"):
         make_engine(head="values")
 
@@ -145,7 +143,7 @@ SAME = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2), (0, 1)))
 TOO_SHORT_A_MASK = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2, 3), (0, 1)))
 UNKNOWN_TOKEN = Preference(chosen=((1, 300), (0, 1)), rejected=((1, 2), (0, 1)))
 REFUSED = {
-    finetune: [
+    "sft": [
         (([1, 2, 3], [0, 1]), "demonstration 1 has 3 token_ids and 2 loss_mask entries"),
         (([1, 2], [0, 0]), "demonstration 1 has nothing to learn: its loss_mask is 0 throughout; leave it out"),
         (([1, 2], [1, 1]), r"cannot learn its first token, which has no context; set loss_mask\[0\] to 0"),
@@ -161,40 +159,48 @@ REFUSED = {
         (([1, 2], [0, 0.5]), "the loss_mask of demonstration 1 must be a sequence of integers"),
         ({"token_ids": [1, 2], "loss_mask": [0, 1]}, r"demonstration 1 is a dict; it must be a pair \(token_ids, loss"),
     ],
-    train_preferences: [
+    "dpo": [
         (TOO_SHORT_A_MASK, "the rejected answer of pair 1 has 3 token_ids and 2 loss_mask entries"),
         (UNKNOWN_TOKEN, "the chosen answer of pair 1 has token 300 at position 1, but the model's tokens are 0 to 299"),
         (SAME, "pair 1 has twice the same answer, so there is nothing to prefer; leave it out"),
         (((1, 2), (0, 1)), "pair 1 is a tuple; it must be a Preference"),
     ],
-    train_reward_model: [
-        (((), (1,)), "the chosen text of pair 1 has no token_ids"),
-        (((1,), (1,) * 9), "the rejected text of pair 1 has 9 tokens, more than the model's context of 8"),
-        (((1,), (1,)), "pair 1 has twice the same answer"),
-        (SAME, r"pair 1 is a Preference; it must be a pair \(chosen token_ids, rejected token_ids\)"),
+    "rm": [
+        (Preference(chosen=((), ()), rejected=((1,), ())), "the chosen answer of pair 1 has no token_ids"),
+        (
+            Preference(chosen=((1,), ()), rejected=((1,) * 9, ())),
+            "the rejected answer of pair 1 has 9 tokens, more than the model's context of 8",
+        ),
+        (Preference(chosen=((1,), ()), rejected=((1,), ())), "pair 1 has twice the same answer"),
+        (((1,), (1,)), "pair 1 is a tuple; it must be a Preference"),
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("train", "example", "message"), [(train, *case) for train, cases in REFUSED.items() for case in cases]
+    ("kind", "example", "message"), [(kind, *case) for kind, cases in REFUSED.items() for case in cases]
 )
-def test_an_example_that_cannot_be_learned_is_named_before_anything_is_trained(
-    train: Callable[..., Any], example: Any, message: str
-):
-    good = {finetune: DEMONSTRATIONS[0], train_preferences: PREFERENCES[0], train_reward_model: TEXTS[0]}[train]
+def test_an_example_that_cannot_be_learned_is_named_before_anything_is_trained(kind: Kind, example: Any, message: str):
+    good = DEMONSTRATIONS[0] if kind == "sft" else PREFERENCES[0]
     engine = ScriptedTrainEngine(limits=ModelLimits(vocab_size=300, context_length=8))
     with pytest.raises(DatasetError, match=message):
-        train(engine, [good, example])
+        finetune(engine, [good, example], kind=kind)
     assert engine.batches == []
 
 
 def test_a_run_over_nothing_is_refused():
     with pytest.raises(DatasetError, match="no demonstrations"):
         finetune(ScriptedTrainEngine(), [])
-    for train in (train_preferences, train_reward_model):
+    for kind in ("dpo", "rm"):
         with pytest.raises(DatasetError, match="no pairs"):
-            train(ScriptedTrainEngine(), [])
+            finetune(ScriptedTrainEngine(), [], kind=kind)
     for settings in ({"epochs": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match="both must be at least 1"):
             finetune(ScriptedTrainEngine(), DEMONSTRATIONS, **settings)
+
+
+def test_a_kind_that_does_not_exist_and_a_loss_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="loss is a PreferenceLoss, but kind is rm, which has a RewardModelLoss"):
+        finetune(ScriptedTrainEngine(), PREFERENCES, kind="rm", loss=PreferenceLoss())
+    with pytest.raises(ValueError, match="kind is 'ppo'; it must be one of sft, dpo, rm"):
+        finetune(ScriptedTrainEngine(), DEMONSTRATIONS, kind="ppo")  # type: ignore[arg-type]
