@@ -6,7 +6,6 @@ keeper.py starts, watches and kills them; docs/sandbox.md says what enforces eac
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import os
@@ -15,17 +14,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arl.api.errors import SandboxError
 from arl.offload import offload
-from arl.sandbox.cgroup import remove_leftovers
+from arl.sandbox.cgroup import Cgroups
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE
 from arl.sandbox.seccomp import seccomp_filter
-from arl.sandbox.streams import Frames, Header, frame
+from arl.sandbox.streams import Header, connected, message, received
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class BubblewrapSandbox(LocalSandbox):
         self._bwrap = [bwrap, *_namespaces()]
         self._tree = _tree(sources, interpreter.packages, self.directories)
         self._interpreter = interpreter.path
-        self._keeping = Keeping(places=self._concurrency, staged=staged)
+        self._keeping = Keeping(places=self._concurrency, staged=staged, cgroups=await offload(Cgroups))
         opened.push_async_callback(self._keeping.aclose)
         await self._keeping.start()
         await self._probe()
@@ -187,19 +186,18 @@ main()
 
 
 class Keeping:
-    """arl's side of the keeper: starts it, sends it programs, and hands each answer to the call that waits for it."""
+    """arl's side of the keeper: starts it, and has it run programs."""
 
-    def __init__(self, *, places: int, staged: Sequence[str]) -> None:
+    def __init__(self, *, places: int, staged: Sequence[str], cgroups: Cgroups) -> None:
         """places: programs that run at once. staged: directories that a keeper started by root cannot reach as nobody;
         they appear at keeper.STAGE/0 and so on."""
-        self._places = places
+        self._places = asyncio.Semaphore(places)
         self._staged = staged
-        self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[tuple[Header, list[bytes]]]] = {}
         self._process: asyncio.subprocess.Process | None = None
-        self._transport: asyncio.WriteTransport | None = None
+        self._socket: socket.socket | None = None
         self._starting = asyncio.Lock()
-        self._cgroups = ""
+        self._cgroups = cgroups
+        self._told: str | None = None
 
     async def start(self) -> None:
         ours, keepers = socket.socketpair()
@@ -208,66 +206,73 @@ class Keeping:
         with keepers:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", START, packages),
-                *(str(keepers.fileno()), str(self._places), str(os.getpid()), *self._staged),
+                *(str(keepers.fileno()), str(os.getpid()), *self._staged),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[keepers.fileno()],
                 start_new_session=True,  # Ctrl-C is for arl, which then ends the keeper
                 env={"PATH": os.environ.get("PATH", os.defpath)},
             )
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_connection(lambda: Frames(self._received, self._lost), sock=ours)
+        self._socket = ours
 
     async def aclose(self) -> None:
         """End every program. When this returns, they and the keeper are gone."""
-        if self._transport is not None and self._process is not None:
-            transport, self._transport = self._transport, None
-            transport.close()
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._socket = None
             await self._process.wait()
-            await offload(remove_leftovers)  # the keeper may have become nobody, who may not remove them
 
     async def run(
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
         files: Mapping[str, bytes], limits: Limits,
     ) -> ProgramOutcome:  # fmt: skip
         """Run `command`, then the keeper's options, then `program`, as one command line. Raises SandboxError."""
-        async with self._starting:
-            if self._transport is not None and self._transport.is_closing():
-                log.warning("the keeper of the sandbox died, perhaps because memory ran out; another is started")
-                await self.start()
-            transport = self._transport
-        if transport is None:
-            raise not_open()
-        number = next(self._numbers)
-        request: Header = {"id": number, "command": [*command], "program": [*program], "files": [*files]}
-        request["limits"] = asdict(limits)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        transport.write(frame(request, [stdin, confined, *files.values()]))
-        try:
-            header, blobs = await answer
-        except asyncio.CancelledError:
-            if not transport.is_closing():
-                transport.write(frame({"id": number, "stop": True}))
-            raise
-        finally:
-            del self._answers[number]
+        request: Header = {"command": [*command], "program": [*program], "files": [*files], "limits": asdict(limits)}
+        async with self._places, self._cgroups.made(request["limits"]) as cgroup:
+            request["cgroup"] = cgroup and cgroup.path
+            reader, writer = await self._connect([cgroup.entrance] if cgroup else [])
+            try:
+                writer.write(message(request, [stdin, confined, *files.values()]))
+                header, blobs = await received(reader)
+            except (asyncio.IncompleteReadError, ConnectionError) as gone:
+                raise SandboxError("the sandbox was closed, or its keeper died, during a call") from gone
+            except asyncio.CancelledError:
+                writer.write_eof()
+                await reader.read()  # its end: the place is free once all its processes are gone
+                raise
+            finally:
+                writer.close()
+        self._tell()
+        if header.get("ended_by") == "stopped":
+            raise SandboxError("the sandbox was closed during a call")
         if "error" in header:
             raise SandboxError(f"a program could not be run: {header['error']}")
         return _outcome(header, *blobs)
 
-    def _received(self, header: Header, blobs: list[bytes]) -> None:
-        if (names := header.get("cgroups", self._cgroups)) != self._cgroups:
-            level = logging.WARNING if self._cgroups else logging.INFO  # a change may be a loss
-            log.log(level, "programs run in cgroups of their own: %s", names)
-            self._cgroups = names
-        answer = self._answers.get(header["id"])  # nobody waits for a program that was stopped
-        if answer is not None and not answer.done():
-            answer.set_result((header, blobs))
+    async def _connect(self, entrance: Sequence[int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the keeper; to another one if it died."""
+        async with self._starting:
+            if self._socket is None:
+                raise not_open()
+            ours, theirs = socket.socketpair()
+            with ExitStack() as failed, theirs:
+                failed.callback(ours.close)
+                try:
+                    socket.send_fds(self._socket, [b"x"], [theirs.fileno(), *entrance])
+                except ConnectionError:
+                    log.warning("the keeper of the sandbox died, perhaps because memory ran out; another is started")
+                    self._socket.close()
+                    await self.start()
+                    socket.send_fds(self._socket, [b"x"], [theirs.fileno(), *entrance])
+                opened = await connected(ours)
+                failed.pop_all()
+                return opened
 
-    def _lost(self) -> None:
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(SandboxError("the sandbox was closed, or its keeper died, during a call"))
+    def _tell(self) -> None:
+        if self._told != self._cgroups.names:
+            level = logging.INFO if self._told is None else logging.WARNING  # a change may be a loss
+            self._told = self._cgroups.names
+            log.log(level, "programs run in cgroups of their own: %s", self._told)
 
 
 def _outcome(header: Header, stdout: bytes, stderr: bytes) -> ProgramOutcome:

@@ -1,12 +1,8 @@
-"""Cgroups for programs: each runs in its own, in which the kernel limits its memory, processes and processors.
+"""Cgroups of v2 for programs: each runs in its own, in which the kernel limits its memory, processes and processors.
 
-Imports nothing of arl, because the keeper runs in a bare Python. It uses only what is delegated: it moves no process of
-the user, and changes no cgroup but arl's.
-
-    v1: below arl's own cgroup of each hierarchy; v2: beside arl's own, because a cgroup with processes has no children
-        arl-NAMESPACE-PID    a keeper's, named by its process id; removed when arl closes it, or the next one starts
-            keeper           holds the keeper (for a move, v2 wants rights to the directory above both of its ends)
-            0, 1, ...        one for each run
+arl makes them beside its own cgroup, as one with processes has no children, and only with the controllers that are
+passed on there: it moves no process of the user, and changes no cgroup but its own, `arl-NAMESPACE-PID-NUMBER`.
+Imports nothing of arl, because the keeper, which looks into them, runs in a bare Python.
 """
 
 from __future__ import annotations
@@ -18,186 +14,104 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 
-_CONTROLLERS = {False: frozenset(("memory", "pids")), True: frozenset(("memory", "pids", "cpu"))}
-"""Of v1 and v2. With v1's cpu, all programs together would get as much of a processor as one trainer thread."""
+_CONTROLLERS = frozenset(("memory", "pids", "cpu"))
 _KERNEL_BYTES = 16 << 20
 """Room for what the kernel counts beside a program's memory and files: page tables, stacks, inodes."""
 _PERIOD_US = 100_000
 _TRIES, _PAUSE_S = 100, 0.01
 """How often, and how far apart, to try to remove a cgroup: it is busy until its last process is gone."""
-_PROOF = {"memory_bytes": 1 << 30, "disk_bytes": 0, "processes": 100, "cpu_s": 1, "wall_s": 1}
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cgroup:
-    """A directory of one hierarchy, and its controllers. is_unified: it belongs to v2."""
+    """A program's cgroup. entrance: its file that moves the process which writes to it, opened with arl's rights."""
 
     path: str
-    controllers: frozenset[str]
-    is_unified: bool
+    entrance: int
 
-    @property
-    def entrance(self) -> str:
-        """The file by which a process with one thread enters. In v1, `tasks` saves a wait of 10 to 20 ms."""
-        return f"{self.path}/{'cgroup.procs' if self.is_unified else 'tasks'}"
-
-    def child(self, name: str) -> Cgroup:
-        return replace(self, path=f"{self.path}/{name}")
-
-    def limit(self, limits: Mapping[str, float]) -> None:
-        # The program's files are memory, too.
-        memory = int(limits["memory_bytes"] + limits["disk_bytes"]) + _KERNEL_BYTES
-        processes = int(limits["processes"]) + 3  # bwrap, its pid 1, and one that shows the keeper the excess
-        # As many processors as using cpu_s within wall_s takes.
-        processors = min(max(1.0, limits["cpu_s"] / limits["wall_s"]), os.cpu_count() or 1)
-        values: dict[str, object] = {"pids.max": processes, "cpu.max": f"{int(processors * _PERIOD_US)} {_PERIOD_US}"}
-        if self.is_unified:
-            values |= {"memory.max": memory, "memory.swap.max": 0, "memory.oom.group": 1}
-        else:
-            values |= {f"memory.{kind}limit_in_bytes": memory for kind in ("", "memsw.", "kmem.tcp.")}
-        for name, value in values.items():
-            if name.split(".")[0] in self.controllers and os.path.exists(f"{self.path}/{name}"):
-                _write(f"{self.path}/{name}", value)
-
-    def enter(self) -> None:
-        """Move this process into the cgroup."""
-        _write(self.entrance, 0)
-
-    def has_killed(self) -> bool:
-        """Whether the kernel killed a process here because memory ran out."""
-        name = "memory.events" if self.is_unified else "memory.oom_control"
-        return "memory" in self.controllers and _numbers(f"{self.path}/{name}").get("oom_kill", 0) > 0
-
-    def cpu_s(self) -> float:
-        """Processor time of all processes that ever ran here, waited for or not; 0 in v1."""
-        return _numbers(f"{self.path}/cpu.stat").get("usage_usec", 0) / 1e6
-
-    def is_removed(self) -> bool:
-        """Kill what is in the cgroup and remove it; False while something is still there."""
-        for pid in map(int, _read(f"{self.path}/cgroup.procs").split()):
-            if pid not in (0, os.getpid()):  # 0: of another pid namespace; this process, if its proof failed halfway
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-        try:
-            os.rmdir(self.path)
-        except OSError as error:
-            return error.errno not in (errno.EBUSY, errno.ENOTEMPTY)  # other errors are final
-        return True
-
-
-class RunCgroups:
-    """The cgroups of one run, one in each hierarchy where arl may make them."""
-
-    def __init__(self, cgroups: Sequence[Cgroup], limits: Mapping[str, float]) -> None:
-        self._cgroups = cgroups
-        self._limits = limits
-
-    def __bool__(self) -> bool:
-        return bool(self._cgroups)
-
-    def make(self) -> None:
-        for cgroup in self._cgroups:
-            os.mkdir(cgroup.path)
-            cgroup.limit(self._limits)
-
-    def enter(self) -> None:
-        for cgroup in self._cgroups:
-            cgroup.enter()
-
-    def exceeded(self) -> str | None:
-        if any(cgroup.has_killed() for cgroup in self._cgroups):
-            return "memory"
-        return "cpu" if any(cgroup.cpu_s() > self._limits["cpu_s"] for cgroup in self._cgroups) else None
-
-    def are_removed(self) -> bool:
-        left = [cgroup for cgroup in self._cgroups if not cgroup.is_removed()]
-        return not left
+    def was_entered(self) -> bool:
+        return _numbers(f"{self.path}/cpu.stat").get("usage_usec", 0) > 0
 
 
 class Cgroups:
-    """A keeper's cgroups, one in each hierarchy that permits it. `names`: their controllers, or why there are none."""
+    """The cgroups of a sandbox's programs. `names`: their controllers, or why there are none."""
 
-    def __init__(self, owner: int | None = None) -> None:
-        """owner: the user that the keeper is about to become, if it is root."""
-        self._numbers = itertools.count()
-        self._cgroups: list[Cgroup] = []
-        self.names = "none, because no cgroup may be made here"
-        for place in places():
-            if cgroup := _opened(place, owner):
-                self._cgroups.append(cgroup)
-
-    def prove(self) -> None:
-        """Try it: move this process into a run's cgroups and back, as its present user."""
-        run = self._made(_PROOF)
-        back = [cgroup.child("keeper").enter for cgroup in self._cgroups]
-        for enter in (run.enter, *back):
-            try:
-                enter()
-            except OSError as error:
-                self._give_up(error)
-        run.are_removed()
-        if self._cgroups:
-            self.names = " ".join(sorted(frozenset().union(*(cgroup.controllers for cgroup in self._cgroups))))
+    def __init__(self) -> None:
+        """Blocks: removes the cgroups that processes left which are gone."""
+        self._place = place()
+        self.names = " ".join(sorted(self._place[1])) if self._place else "none, because no cgroup may be made here"
+        if self._place:
+            _remove_leftovers(self._place[0])
 
     @contextlib.asynccontextmanager
-    async def made(self, limits: Mapping[str, float]) -> AsyncGenerator[RunCgroups]:
-        run = self._made(limits)
+    async def made(self, limits: Mapping[str, float]) -> AsyncGenerator[Cgroup | None]:
+        """A cgroup with these limits; None where none can be made."""
+        cgroup = self._made(*self._place, limits) if self._place else None
         try:
-            yield run
+            yield cgroup
         finally:
-            for _ in range(_TRIES):
-                if run.are_removed():
-                    break
-                await asyncio.sleep(_PAUSE_S)
+            if cgroup is not None:
+                if self._place and not cgroup.was_entered():
+                    self._place, self.names = None, "none, because the kernel refuses to move processes into them"
+                os.close(cgroup.entrance)
+                for _ in range(_TRIES):
+                    if _is_removed(cgroup.path):
+                        break
+                    await asyncio.sleep(_PAUSE_S)
 
-    def _made(self, limits: Mapping[str, float]) -> RunCgroups:
-        number = next(self._numbers)
-        run = RunCgroups([cgroup.child(str(number)) for cgroup in self._cgroups], limits)
+    def _made(self, parent: str, controllers: frozenset[str], limits: Mapping[str, float]) -> Cgroup | None:
+        path = f"{parent}/{_prefix()}{os.getpid()}-{next(_NUMBERS)}"
         try:
-            run.make()
+            os.mkdir(path)
+            for name, value in _values(limits).items():
+                if name.split(".")[0] in controllers and os.path.exists(f"{path}/{name}"):  # swap may be off
+                    _write(f"{path}/{name}", value)
+            return Cgroup(path=path, entrance=os.open(f"{path}/cgroup.procs", os.O_WRONLY))
         except OSError as error:
-            run.are_removed()
-            self._give_up(error)
-            return RunCgroups([], limits)
-        return run
-
-    def _give_up(self, error: OSError) -> None:
-        self._cgroups, self.names = [], f"none, because {error}"
+            _is_removed(path)
+            self._place, self.names = None, f"none, because {error}"
+            return None
 
 
-def places() -> list[Cgroup]:
-    """The directories for cgroups of keepers, whether or not this process may make them there."""
-    own: dict[str, str] = {}
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, kinds, path = line.split(":", 2)
-        own |= dict.fromkeys(kinds.split(","), path)
-    found: dict[frozenset[str], Cgroup] = {}
+def _values(limits: Mapping[str, float]) -> dict[str, object]:
+    # As many processors as using cpu_s within wall_s takes.
+    processors = min(max(1.0, limits["cpu_s"] / limits["wall_s"]), os.cpu_count() or 1)
+    return {
+        "memory.max": int(limits["memory_bytes"] + limits["disk_bytes"]) + _KERNEL_BYTES,  # files are memory, too
+        "memory.swap.max": 0,
+        "memory.oom.group": 1,
+        "pids.max": int(limits["processes"]) + 3,  # bwrap, its pid 1, and one that shows the keeper the excess
+        "cpu.max": f"{int(processors * _PERIOD_US)} {_PERIOD_US}",
+    }
+
+
+def excess(path: str, cpu_s: float) -> str | None:
+    """The limit that all processes which ever ran in a cgroup exceeded together, if any."""
+    if _numbers(f"{path}/memory.events").get("oom_kill", 0) > 0:
+        return "memory"
+    return "cpu" if _numbers(f"{path}/cpu.stat").get("usage_usec", 0) > cpu_s * 1e6 else None
+
+
+def place() -> tuple[str, frozenset[str]] | None:
+    """The directory beside this process's own cgroup, and the controllers of cgroups made there. None without any, if
+    this process may make none, or if programs would escape a limit that somebody has set for all of arl."""
+    own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), "..")
     for line in _read("/proc/self/mountinfo").splitlines():
         mount, _, system = line.partition(" - ")
         root, mounted = mount.split()[3:5]
-        kind, _, options = system.split(" ", 2)
-        names = frozenset(options.split(",")) & _CONTROLLERS[False] if kind == "cgroup" else frozenset[str]()
-        path = own.get("" if kind == "cgroup2" else min(names, default="none"))
-        if path is None or ".." in path or (below := os.path.relpath(path, root)).startswith(".."):
+        if not system.startswith("cgroup2 ") or ".." in own or (below := os.path.relpath(own, root)).startswith(".."):
             continue  # this mount does not show it
         here = os.path.normpath(f"{mounted}/{below}")
-        if kind == "cgroup2":
-            here, names = _beside(here, is_root=below == ".")
-        found.setdefault(names, Cgroup(path=here, controllers=names, is_unified=kind == "cgroup2"))
-    return [place for names, place in found.items() if names]
-
-
-def _beside(own: str, *, is_root: bool) -> tuple[str, frozenset[str]]:
-    """A directory of v2 for cgroups, and the controllers that it passes on: none if programs would escape limits that
-    somebody has set for all of arl."""
-    parent = own if is_root else os.path.dirname(own)
-    limits = () if is_root else (_read(f"{own}/memory.max"), _read(f"{own}/cpu.max"))
-    if any(limit and not limit.startswith("max") for limit in limits):
-        return parent, frozenset()
-    return parent, frozenset(_read(f"{parent}/cgroup.subtree_control").split()) & _CONTROLLERS[True]
+        parent = here if below == "." else os.path.dirname(here)
+        limits = () if below == "." else (_read(f"{here}/memory.max"), _read(f"{here}/cpu.max"))
+        is_limited = any(limit and not limit.startswith("max") for limit in limits)
+        controllers = frozenset(_read(f"{parent}/cgroup.subtree_control").split()) & _CONTROLLERS
+        return None if is_limited or not controllers or not os.access(parent, os.W_OK) else (parent, controllers)
+    return None
 
 
 def _prefix() -> str:
@@ -205,54 +119,30 @@ def _prefix() -> str:
     return f"arl-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
-def _opened(place: Cgroup, owner: int | None) -> Cgroup | None:
-    """Make a keeper's own cgroup and move this process into it; None where that is not allowed."""
-    mine = place.child(f"{_prefix()}{os.getpid()}")
-    keeper = mine.child("keeper")
-    try:
-        os.mkdir(mine.path)
-        os.mkdir(keeper.path)
-        if owner is not None:
-            for path in (mine.path, mine.entrance, keeper.entrance):
-                os.chown(path, owner, owner)
-        if mine.is_unified:
-            _write(f"{mine.path}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(mine.controllers)))
-        keeper.enter()
-    except OSError:
-        for made in (keeper, mine):
+def _remove_leftovers(parent: str) -> None:
+    """Remove the cgroups of processes that are gone, with whatever is still in them."""
+    with os.scandir(parent) as entries:
+        left = [entry.name for entry in entries if entry.name.startswith(_prefix())]
+    for name in left:
+        pid = name.removeprefix(_prefix()).partition("-")[0]
+        is_over = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1] in ("", "Z", "X")  # nobody may reap a zombie
+        for _ in range(_TRIES if is_over else 0):
+            if _is_removed(f"{parent}/{name}"):
+                break
+            time.sleep(_PAUSE_S)
+
+
+def _is_removed(path: str) -> bool:
+    """Kill what is in the cgroup and remove it; False while something is still there."""
+    for pid in map(int, _read(f"{path}/cgroup.procs").split()):
+        if pid:  # 0 is one of another pid namespace
             with contextlib.suppress(OSError):
-                os.rmdir(made.path)
-        return None
-    return mine
-
-
-def remove_leftovers() -> None:
-    """Remove the cgroups of keepers that are gone, with whatever is still in them."""
-    prefix = _prefix()
-    for place in places():
-        for name in _directories(place.path):
-            pid = name.removeprefix(prefix)
-            if name.startswith(prefix) and not _lives(pid):
-                _remove(place.child(name))
-
-
-def _lives(pid: str) -> bool:
-    """Whether this keeper still runs. A keeper whose parent died may stay a zombie for long. This process is no keeper
-    yet, so its own number names an earlier one."""
-    return pid != str(os.getpid()) and _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1] not in ("", "Z", "X")
-
-
-def _remove(cgroup: Cgroup) -> None:
-    for _ in range(_TRIES):
-        if all(cgroup.child(name).is_removed() for name in _directories(cgroup.path)) and cgroup.is_removed():
-            return
-        time.sleep(_PAUSE_S)
-
-
-def _directories(path: str) -> list[str]:
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        return [entry.name for entry in entries if entry.is_dir()]
-    return []
+                os.kill(pid, signal.SIGKILL)
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        return error.errno not in (errno.EBUSY, errno.ENOTEMPTY)  # other errors are final
+    return True
 
 
 def _numbers(path: str) -> dict[str, int]:

@@ -5,14 +5,15 @@ Of arl it imports only its neighbours: see START in bubblewrap.py.
 It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however arl ends.
 If root starts it, it first becomes nobody, because root's processes escape RLIMIT_NPROC.
 
-    arl --- run: command, files, stdin, limits; stop ---> Keeper --- starts ---> bwrap --- pid 1 --- the program
-        <-- how it ended, stdout, stderr ---------------  watches all of that pid namespace; kills pid 1
+    arl --- a connection for each run: command, files, stdin, limits ---> Keeper --- starts ---> bwrap --- pid 1 ---
+        <-- how it ended, stdout, stderr ------------------------------  watches all of that pid namespace; kills pid 1
+
+Connections, and the entrance of a run's cgroup, arrive as descriptors over the socket to arl.
 
 | wait | woken by |
 |---|---|
-| a program's place to run | a program that ended |
 | bwrap's report of pid 1 | bwrap, at once, or its exit |
-| a program's end | bwrap's exit; the watch, which kills it at a limit, or when told to stop it |
+| a program's end | bwrap's exit; the watch, which kills it at a limit, or when arl closes the connection |
 | the keeper's end | the socket to arl, closed by arl or by its death |
 """
 
@@ -28,10 +29,11 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 
-from arl.sandbox.cgroup import Cgroups, RunCgroups, remove_leftovers
+from arl.sandbox import cgroup
 from arl.sandbox.namespace import Namespace
-from arl.sandbox.streams import Frames, Header, Output, feed, frame
+from arl.sandbox.streams import Header, Output, connected, feed, message, received
 
 NOBODY = 65534
 STAGE = "/mnt"
@@ -46,9 +48,11 @@ _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 class BwrapRun:
     """One run of bwrap: its process, and pid 1 of the program's namespace, through which all of it is killed."""
 
-    def __init__(self, request: Header, blobs: list[bytes], cgroups: Cgroups) -> None:
+    def __init__(self, request: Header, blobs: list[bytes], entrance: int | None) -> None:
+        """entrance: of the run's cgroup, if it has one."""
         self._request = request
-        self._cgroups = cgroups
+        self._cgroup: str | None = request["cgroup"]
+        self._entrance = entrance
         self._limits: dict[str, float] = request["limits"]
         self._stdin, self._filter, *self._files = blobs
         self._wake = asyncio.Event()
@@ -62,16 +66,9 @@ class BwrapRun:
 
     async def run(self) -> tuple[Header, list[bytes]]:
         """Run it to its end. Once all its processes are gone, returns how it ended, stdout and stderr."""
-        if self._is_stopped:
-            return {"ended_by": "stopped"}, []
-        async with self._cgroups.made(self._limits) as cgroups:
-            header, written = await self._run(cgroups)
-        return {**header, "cgroups": self._cgroups.names}, written
-
-    async def _run(self, cgroups: RunCgroups) -> tuple[Header, list[bytes]]:
         started = time.monotonic()
         status = asyncio.StreamReader()
-        process = await self._start(status, cgroups)
+        process = await self._start(status)
         output = Output(int(self._limits["output_bytes"]), self._wake)
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,7 +77,7 @@ class BwrapRun:
                 # No limit ends this wait: a bwrap that is killed before it reports may leave pid 1 running, unwatched.
                 first = json.loads(await status.readline() or "{}").get("child-pid")  # none if bwrap failed
                 self._first = first and _pidfd(first)
-                watching = group.create_task(self._watch(first, output, started, cgroups))
+                watching = group.create_task(self._watch(first, output, started))
                 watching.add_done_callback(lambda _: self._kill(process))  # also one that failed
                 await process.wait()
                 watching.cancel()
@@ -89,14 +86,14 @@ class BwrapRun:
             await process.wait()
             await self._bury()
         if self._ended_by == "exit":
-            self._ended_by = "output" if output.overflowed else cgroups.exceeded() or "exit"
+            self._ended_by = "output" if output.overflowed else self._excess_of_cgroup() or "exit"
         written = [task.result() for task in reading]
         header: Header = {"ended_by": self._ended_by, "wall_s": time.monotonic() - started, "code": process.returncode}
         if self._ended_by == "exit" and b"exit-code" not in await status.read():
             header["error"] = written[1].decode(errors="replace").strip()
         return header, written
 
-    async def _start(self, status: asyncio.StreamReader, cgroups: RunCgroups) -> asyncio.subprocess.Process:
+    async def _start(self, status: asyncio.StreamReader) -> asyncio.subprocess.Process:
         with contextlib.ExitStack() as inherited:
             options, passed = [], []
             if self._filter:
@@ -118,15 +115,15 @@ class BwrapRun:
                 pass_fds=[*passed, writer],
                 cwd="/",
                 env={},  # the program can read the environment of pid 1, a process of bwrap
-                preexec_fn=cgroups.enter if cgroups else None,  # before it can fork
+                preexec_fn=partial(_enter, self._entrance) if self._entrance else None,  # before it can fork
             )
 
-    async def _watch(self, first: int | None, output: Output, started: float, cgroups: RunCgroups) -> None:
+    async def _watch(self, first: int | None, output: Output, started: float) -> None:
         if first is None:
             return
         try:
             async with asyncio.timeout(started + self._limits["wall_s"] - time.monotonic()):
-                self._ended_by = await self._excess(first, output, cgroups)
+                self._ended_by = await self._excess(first, output)
         except TimeoutError:
             self._ended_by = "timeout"
 
@@ -137,7 +134,7 @@ class BwrapRun:
             else:
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
-    async def _excess(self, first: int, output: Output, cgroups: RunCgroups) -> str:
+    async def _excess(self, first: int, output: Output) -> str:
         """Wait until the program exceeds a limit. No event reports memory, so this checks it again and again."""
         namespace, pause_s = Namespace(first, self._limits), WATCH_S
         try:
@@ -146,13 +143,16 @@ class BwrapRun:
                     async with asyncio.timeout(pause_s):
                         await self._wake.wait()
                 began = time.monotonic()
-                if excess := cgroups.exceeded() or namespace.exceeded():
+                if excess := self._excess_of_cgroup() or namespace.exceeded():
                     return excess
                 # If processes share much memory, a check is slow; it must not keep the keeper from other programs.
                 pause_s = max(WATCH_S, 10 * (time.monotonic() - began))
             return "output" if output.overflowed else "stopped"
         finally:
             namespace.close()
+
+    def _excess_of_cgroup(self) -> str | None:
+        return cgroup.excess(self._cgroup, self._limits["cpu_s"]) if self._cgroup else None
 
     async def _bury(self) -> None:
         """Wait until pid 1 is gone. It is the last to go; bwrap ends earlier and leaves it to this process."""
@@ -167,45 +167,54 @@ class BwrapRun:
         os.close(self._first)
 
 
-class Keeper:
-    """Runs the programs that arl sends, `places` at once, and reports each."""
+async def serve(arl: socket.socket) -> None:
+    """Run a program for each connection that arl sends, until arl closes the socket."""
+    loop, left, running = asyncio.get_running_loop(), asyncio.Event(), set[BwrapRun]()
+    async with asyncio.TaskGroup() as group:
 
-    def __init__(self, places: int, cgroups: Cgroups) -> None:
-        self._cgroups = cgroups
-        self._places = asyncio.Semaphore(places)
-        self._programs: dict[int, BwrapRun] = {}
-        self._group = asyncio.TaskGroup()
-        self._left = asyncio.Event()
-        self._transport: asyncio.WriteTransport | None = None
+        def accept() -> None:
+            sent, descriptors, _, _ = socket.recv_fds(arl, 1, 2, socket.MSG_CMSG_CLOEXEC)
+            if sent:
+                group.create_task(_answer(running, *descriptors))
+            else:
+                left.set()
 
-    async def serve(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        async with self._group:
-            transport, _ = await loop.create_connection(lambda: Frames(self._received, self._left.set), sock=connection)
-            self._transport = transport
-            loop.add_signal_handler(signal.SIGTERM, transport.close)
-            await self._left.wait()
-            for program in self._programs.values():
-                program.stop()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asyncio closes what its handler writes to, and then the handler
+        loop.add_reader(arl, accept)
+        loop.add_signal_handler(signal.SIGTERM, left.set)
+        await left.wait()
+        loop.remove_reader(arl)
+        for program in running:
+            program.stop()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asyncio closes what its handler writes to, and then the handler
 
-    def _received(self, header: Header, blobs: list[bytes]) -> None:
-        number: int = header["id"]
-        if "stop" not in header:
-            self._programs[number] = BwrapRun(header, blobs, self._cgroups)
-            self._group.create_task(self._run(number))
-        elif number in self._programs:
-            self._programs[number].stop()
 
-    async def _run(self, number: int) -> None:
-        async with self._places:
-            try:
-                header, blobs = await self._programs[number].run()
-            except Exception as error:  # noqa: BLE001 - reported to arl, which raises it
-                header, blobs = {"error": _first_cause(error)}, []
-        del self._programs[number]
-        if self._transport and not self._transport.is_closing():
-            self._transport.write(frame({**header, "id": number}, blobs))
+async def _answer(running: set[BwrapRun], connection: int, entrance: int | None = None) -> None:
+    reader, writer = await connected(socket.socket(fileno=connection))
+    try:
+        program = BwrapRun(*await received(reader), entrance)
+        running.add(program)
+        closed = asyncio.create_task(reader.read())
+        closed.add_done_callback(lambda _: program.stop())
+        try:
+            header, blobs = await program.run()
+        except Exception as error:  # noqa: BLE001 - reported to arl, which raises it
+            header, blobs = {"error": _first_cause(error)}, []
+        running.discard(program)
+        closed.cancel()
+        writer.write(message(header, blobs))
+        await writer.drain()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return  # arl no longer waits
+    finally:
+        writer.close()
+        if entrance is not None:
+            os.close(entrance)
+
+
+def _enter(entrance: int) -> None:
+    """Move this process into a cgroup. arl notices if the kernel refuses it."""
+    with contextlib.suppress(OSError):
+        os.write(entrance, b"0")
 
 
 def _first_cause(error: Exception) -> str:
@@ -258,17 +267,14 @@ def _become_nobody() -> None:
 
 
 def main() -> None:
-    connection, places, parent, *staged = sys.argv[1:]
+    connection, parent, *staged = sys.argv[1:]
     if staged:
         _stage(staged)
-    remove_leftovers()
-    cgroups = Cgroups(owner=NOBODY if os.geteuid() == 0 else None)
     if os.geteuid() == 0:
         _become_nobody()
-    cgroups.prove()
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the files of programs arrive as descriptors
     _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0))
     _checked(_libc.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))  # a process forked from arl may hold the socket open
     if os.getppid() == int(parent):
-        asyncio.run(Keeper(int(places), cgroups).serve(socket.socket(fileno=int(connection))))
+        asyncio.run(serve(socket.socket(fileno=int(connection))))

@@ -1,6 +1,6 @@
-"""Bytes in and out: frames between arl and its keeper, and both ends of a running program.
+"""Bytes in and out: messages between arl and its keeper, and both ends of a running program.
 
-Imports nothing of arl, because the keeper runs in a bare Python. A frame is one line of JSON; its `blobs` are the
+Imports nothing of arl, because the keeper runs in a bare Python. A message is one line of JSON; its `blobs` are the
 lengths of the byte strings that follow it.
 """
 
@@ -10,60 +10,35 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 _CHUNK = 1 << 16
 """Bytes read at once."""
+_MOST_LINE = 1 << 30
+"""The longest line of a message: it has the names of all files."""
 _DRAIN_S = 2.0
 """How long pipes may stay open after their program has ended: processes that it left behind may hold them."""
 
 Header = dict[str, Any]
-"""The line of a frame; the diagram in keeper.py names the messages of both sides."""
+"""The line of a message; the diagram in keeper.py names those of both sides."""
 
 
-def frame(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
+def message(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
     line = json.dumps({**header, "blobs": [len(blob) for blob in blobs]})
     return b"".join([line.encode(), b"\n", *blobs])
 
 
-class Frames(asyncio.Protocol):
-    """The receiving end: calls `received` with each frame, and `lost` when the other side goes away."""
+async def received(reader: asyncio.StreamReader) -> tuple[Header, list[bytes]]:
+    """The next message. Raises IncompleteReadError if the other side went away before its end."""
+    header: Header = json.loads(await reader.readuntil(b"\n"))
+    return header, [await reader.readexactly(length) for length in header["blobs"]]
 
-    def __init__(self, received: Callable[[Header, list[bytes]], None], lost: Callable[[], None]) -> None:
-        self._received = received
-        self._lost = lost
-        self._buffer = bytearray()
-        self._header: Header | None = None
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while self._next_frame():
-            pass
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost()
-
-    def _next_frame(self) -> bool:
-        header: Header | None = self._header
-        if header is None:
-            line, newline, _ = self._buffer.partition(b"\n")
-            if not newline:
-                return False
-            parsed: Header = json.loads(line)
-            header = self._header = parsed
-            del self._buffer[: len(line) + 1]
-        lengths: list[int] = header["blobs"]
-        if len(self._buffer) < sum(lengths):
-            return False
-        blobs: list[bytes] = []
-        for length in lengths:
-            blobs.append(bytes(self._buffer[:length]))
-            del self._buffer[:length]
-        self._header = None
-        self._received(header, blobs)
-        return True
+async def connected(end: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(sock=end, limit=_MOST_LINE)
 
 
 class Output:

@@ -1,50 +1,50 @@
-"""Cgroups of programs: what they hold without the keeper's own checks, and that none is left.
-
-They run where this user may make cgroups, of v1 or of v2.
-"""
+"""Cgroups of programs: what they hold without the keeper's own checks, where they are made, and that none is left."""
 
 import asyncio
 import logging
 import os
-import re
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import pytest_asyncio
 from sandbox.conftest import PATIENT, once_running, sleeper
-from sandbox.test_bubblewrap import descendants, of_keeper, parent_to_kill, with_keeper
+from sandbox.test_bubblewrap import parent_to_kill, with_keeper
 
-from arl.sandbox import BubblewrapSandbox, ProgramOutcome, bubblewrap, cgroup
+from arl.sandbox import BubblewrapSandbox, Limits, bubblewrap, cgroup
 from arl.sandbox.bubblewrap import START
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+UNIFIED = Path("/sys/fs/cgroup/unified")
+"""Beside v1 there may be a v2 without controllers: cgroups are made and count there, too, and limit nothing."""
 BLIND = "from arl.sandbox import keeper\nkeeper.Namespace.exceeded = lambda self: None\n"
 """Lets a keeper see nothing, so that only cgroups hold."""
 
 
-def inside(mine: str) -> list[Path]:
-    return [path for path in Path(mine).iterdir() if path.is_dir()]
+@pytest.fixture
+def place(bubblewrap: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory where arl makes cgroups."""
+    if (found := cgroup.place()) is None:
+        if not os.access(UNIFIED, os.W_OK):
+            pytest.skip("needs cgroup v2")
+        found = str(UNIFIED), frozenset[str]()
+        monkeypatch.setattr(cgroup, "place", lambda: found)
+    return Path(found[0])
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    lines = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
-    return [line for line in lines if "cgroups of their own" in line]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def only_cgroups() -> AsyncIterator[BubblewrapSandbox]:
+@pytest.fixture
+async def only_cgroups(place: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BubblewrapSandbox]:
     """A sandbox without the keeper's checks and without limits for each process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bubblewrap, "START", START.removesuffix("main()\n") + BLIND + "main()\n")
-        patch.setattr(bubblewrap, "_rlimits", lambda limits: ["/usr/bin/env"])
-        before = descendants(os.getpid())
-        async with BubblewrapSandbox(limits=replace(PATIENT, wall_s=20), concurrency=1) as sandbox:
-            if not any(map(of_keeper, descendants(os.getpid()) - before)):
-                pytest.skip("this user may make no cgroups here")
-            yield sandbox
+    monkeypatch.setattr(bubblewrap, "START", START.removesuffix("main()\n") + BLIND + "main()\n")
+    monkeypatch.setattr(bubblewrap, "_rlimits", lambda limits: ["/usr/bin/env"])
+    async with BubblewrapSandbox(limits=replace(PATIENT, wall_s=20), concurrency=1) as sandbox:
+        yield sandbox
+
+
+def made(place: Path) -> list[Path]:
+    return sorted(place.glob(f"{cgroup._prefix()}*"))
 
 
 HOGS = {
@@ -72,14 +72,15 @@ for _ in range(10000):
 }
 
 
-@pytest.mark.parametrize("hog", HOGS)
-async def test_a_cgroup_alone_holds_the_memory_of_a_program(only_cgroups: BubblewrapSandbox, hog: str) -> None:
-    outcome = await only_cgroups.run(HOGS[hog] + "print('got it all')")
-    assert (outcome.ended_by, outcome.stdout) == ("memory", ""), outcome
-
-
-async def test_a_cgroup_alone_holds_a_fork_bomb(only_cgroups: BubblewrapSandbox) -> None:
-    program = """
+async def test_a_cgroup_alone_holds_memory_and_processes_and_drops_the_cache_of_files(
+    only_cgroups: BubblewrapSandbox, pipe: Path
+) -> None:
+    if not {"memory", "pids"} <= (cgroup.place() or ("", frozenset[str]()))[1]:
+        pytest.skip("needs cgroup v2")
+    for hog in HOGS.values():
+        outcome = await only_cgroups.run(hog + "print('got it all')")
+        assert (outcome.ended_by, outcome.stdout) == ("memory", ""), outcome
+    forks = """
 import os, time
 for count in range(1000):
     try: child = os.fork()
@@ -88,93 +89,16 @@ for count in range(1000):
 print(count)
 os._exit(0)
 """
-    outcome = await only_cgroups.run(program)
-    assert (outcome.ended_by, outcome.stdout) == ("exit", f"{PATIENT.processes}\n"), outcome
-
-
-async def test_the_cache_of_files_that_a_program_reads_is_not_its_memory(
-    only_cgroups: BubblewrapSandbox, pipe: Path
-) -> None:
+    assert (await only_cgroups.run(forks)).stdout == f"{PATIENT.processes}\n"
     large = pipe.parent / "large"
     large.touch()
     os.truncate(large, 300 << 20)
     async with with_keeper(pipe) as (sandbox, _):
-        program = f"file = open('{large}', 'rb')\nwhile file.read(1 << 20): pass\nprint(file.tell())"
-        assert (await sandbox.run(program)).stdout == f"{300 << 20}\n"
+        reads = f"file = open('{large}', 'rb')\nwhile file.read(1 << 20): pass\nprint(file.tell())"
+        assert (await sandbox.run(reads)).stdout == f"{300 << 20}\n"
 
 
-async def test_cgroups_last_as_long_as_their_runs_and_one_line_tells_of_them(
-    only_cgroups: BubblewrapSandbox, pipe: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    async with with_keeper(pipe) as (sandbox, pid):
-        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-        async with once_running(pipe):
-            for mine in of_keeper(pid):
-                (run,) = (place for place in inside(mine) if place.name != "keeper")
-                assert len((run / "cgroup.procs").read_text().split()) >= 3  # bwrap, its pid 1, the program
-            call.cancel()
-        assert (await sandbox.run("print(1)")).stdout == "1\n"
-        assert [[place.name for place in inside(mine)] for mine in of_keeper(pid)] == [["keeper"]] * len(of_keeper(pid))
-    assert len(told(caplog)) == 1
-    assert "memory" in told(caplog)[0]
-
-
-async def test_the_next_sandbox_removes_what_a_killed_arl_left(only_cgroups: BubblewrapSandbox, pipe: Path) -> None:
-    async with parent_to_kill(pipe) as pids:
-        assert sum(map(len, map(of_keeper, pids))) > 0
-    async with BubblewrapSandbox():
-        assert list(map(of_keeper, pids)) == [[]] * len(pids)
-
-
-NOWHERE = "from arl.sandbox import cgroup\ncgroup.places = lambda: []\n"
-LATER = """
-from arl.sandbox import cgroup
-def make(self, count=[], make=cgroup.RunCgroups.make):
-    count.append(1)
-    make(self)
-    if len(count) == 4: raise OSError(28, "no space")
-cgroup.RunCgroups.make = make
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "lines"),
-    [(NOWHERE, ["INFO .*none, because no cgroup may be made"]), (LATER, ["INFO .*memory", "WARNING .*none, because"])],
-    ids=["from the beginning", "after some runs"],
-)
-async def test_programs_run_without_cgroups_where_none_may_be_made(
-    only_cgroups: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str,
-    lines: list[str], pipe: Path,
-) -> None:  # fmt: skip
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(bubblewrap, "START", START.removesuffix("main()\n") + code + "main()\n")
-    async with with_keeper(pipe) as (sandbox, _):
-        outcomes: list[ProgramOutcome] = [await sandbox.run("print(1)") for _ in range(4)]
-        assert [outcome.stdout for outcome in outcomes] == ["1\n"] * 4
-        assert (await sandbox.run("x = [b'x' * (1 << 20) for _ in range(1000)]")).ended_by == "memory"
-    assert [re.match(line, said) is not None for line, said in zip(lines, told(caplog), strict=True)] == [True] * len(
-        lines
-    )
-
-
-UNIFIED = Path("/sys/fs/cgroup/unified")
-IN_UNIFIED = f"""
-from arl.sandbox import cgroup
-cgroup.places = lambda: [cgroup.Cgroup(path={str(UNIFIED)!r}, controllers=frozenset(), is_unified=True)]
-"""
-
-
-async def test_a_real_v2_counts_the_time_of_children_that_nobody_waits_for(
-    bubblewrap: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch, pipe: Path
-) -> None:
-    """Beside v1 there may be a v2 without controllers, which counts the time all the same."""
-    if not os.access(UNIFIED, os.W_OK):
-        pytest.skip("no v2 here that this user may write to")
-    start = START.removesuffix("main()\n") + BLIND + IN_UNIFIED + "main()\n"
-    monkeypatch.setattr("arl.sandbox.bubblewrap.START", start)
-    place = cgroup.Cgroup(path=str(UNIFIED), controllers=frozenset(), is_unified=True)
-    monkeypatch.setattr(cgroup, "places", lambda: [place])
+async def test_a_cgroup_counts_the_time_of_children_that_nobody_waits_for(only_cgroups: BubblewrapSandbox) -> None:
     program = """
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -185,12 +109,101 @@ while True:
             os._exit(0)
     except BlockingIOError: time.sleep(0.001)
 """
-    async with with_keeper(pipe) as (sandbox, pid):
-        assert of_keeper(pid) == [f"{UNIFIED}/arl-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"]
-        assert (await sandbox.run(program, limits=replace(PATIENT, cpu_s=0.5))).ended_by == "cpu"
+    assert (await only_cgroups.run(program, limits=replace(PATIENT, cpu_s=0.5))).ended_by == "cpu"
 
 
-async def test_a_real_v2_holds_the_memory_of_a_program(only_cgroups: BubblewrapSandbox) -> None:
-    if not any(place.is_unified and "memory" in place.controllers for place in cgroup.places()):
-        pytest.skip("v2 has no memory controller here")
-    assert (await only_cgroups.run(HOGS["memory of many"])).ended_by == "memory"
+async def test_a_cgroup_lasts_as_long_as_its_run(place: Path, pipe: Path) -> None:
+    async with with_keeper(pipe) as (sandbox, _):
+        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+        async with once_running(pipe):
+            (mine,) = made(place)
+            assert len((mine / "cgroup.procs").read_text().split()) >= 3  # bwrap, its pid 1, the program
+            call.cancel()
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+        assert made(place) == []
+
+
+async def test_the_next_sandbox_removes_what_processes_left_that_are_gone(place: Path, pipe: Path) -> None:
+    async with parent_to_kill(pipe) as pids:
+        pass
+    left, living = (place / f"{cgroup._prefix()}{pid}-0" for pid in (max(pids), os.getppid()))
+    left.mkdir()
+    living.mkdir()
+    async with BubblewrapSandbox():
+        assert made(place) == [living]
+    living.rmdir()
+
+
+@pytest.mark.parametrize("when", ["at the beginning", "after some runs", "when a process is to enter"])
+async def test_programs_run_without_cgroups_where_there_can_be_none_and_one_line_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pipe: Path, when: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    values = cgroup._values
+
+    def fails_later(limits: Mapping[str, float], count: list[int] = []) -> dict[str, object]:  # noqa: B006 - counts
+        count.append(1)
+        if len(count) == 4:
+            raise OSError(28, "no space")
+        return values(limits)
+
+    if when == "at the beginning":
+        monkeypatch.setattr(cgroup, "place", lambda: None)
+    elif when == "after some runs":
+        monkeypatch.setattr(cgroup, "_values", fails_later)
+    else:
+        code = "from arl.sandbox import keeper\nkeeper._enter = lambda entrance: None\n"
+        monkeypatch.setattr(bubblewrap, "START", START.removesuffix("main()\n") + code + "main()\n")
+    async with with_keeper(pipe) as (sandbox, _):
+        assert [(await sandbox.run("print(1)")).stdout for _ in range(4)] == ["1\n"] * 4
+        assert (await sandbox.run("x = [b'x' * (1 << 20) for _ in range(1000)]")).ended_by == "memory"
+    told = [record for record in caplog.records if "cgroups of their own" in record.getMessage()]
+    assert "none, because" in told[-1].getMessage()
+    assert [record.levelname for record in told] == ["INFO", "WARNING"][: len(told)]
+    assert len(told) == 1 + (when == "after some runs")
+    assert made(place) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "control", "limit", "expected"),
+    [
+        ("/user/train", "cpuset io memory pids\n", "max", ("user", {"memory", "pids"})),
+        ("/user/train", "", "max", None),  # nothing is passed on
+        ("/user/train", "memory pids", "1073741824", None),  # beside it, programs would escape the limit of all of arl
+        ("/", "memory", "", ("", {"memory"})),
+        ("/../elsewhere", "memory", "max", None),
+    ],
+)
+async def test_cgroups_are_made_beside_our_own_with_the_controllers_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, control: str, limit: str, expected: Any
+) -> None:
+    """Played on directories laid out like those of the kernel."""
+    (tmp_path / "user/train").mkdir(parents=True)
+    for directory in (tmp_path, tmp_path / "user"):
+        (directory / "cgroup.subtree_control").write_text(control)
+    (tmp_path / "user/train/memory.max").write_text(limit)
+    mounts = f"30 23 0:26 / {tmp_path} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+    read, told = cgroup._read, {"/proc/self/cgroup": f"4:memory:/a\n0::{own}\n", "/proc/self/mountinfo": mounts}
+    monkeypatch.setattr(cgroup, "_read", lambda path: told[path] if path in told else read(path))
+    found = cgroup.place()
+    shown = None if found is None else (found[0].removeprefix(str(tmp_path)).strip("/"), {*found[1]})
+    assert shown == expected
+
+
+async def test_the_limits_of_a_cgroup_and_what_exceeds_them(tmp_path: Path) -> None:
+    limits = Limits(memory_bytes=100 << 20, disk_bytes=20 << 20, processes=7, cpu_s=4.0, wall_s=2.0)
+    values = cgroup._values(asdict(limits))
+    assert values == {
+        "memory.max": 136 << 20,
+        "memory.swap.max": 0,
+        "memory.oom.group": 1,
+        "pids.max": 10,
+        "cpu.max": f"{min(2, os.cpu_count() or 1) * 100_000} 100000",
+    }
+    (tmp_path / "cpu.stat").write_text("usage_usec 3900000\nuser_usec 1\n")
+    (tmp_path / "memory.events").write_text("low 0\nmax 9\noom 0\noom_kill 0\n")
+    assert cgroup.excess(str(tmp_path), 4.0) is None
+    (tmp_path / "cpu.stat").write_text("usage_usec 4100000\nuser_usec 1\n")
+    assert cgroup.excess(str(tmp_path), 4.0) == "cpu"
+    (tmp_path / "memory.events").write_text("oom 1\noom_kill 1\n")
+    assert cgroup.excess(str(tmp_path), 4.0) == "memory"

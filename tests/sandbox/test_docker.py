@@ -104,7 +104,7 @@ def engine_answers() -> bool:
 
 async def test_a_real_engine_contains_programs() -> None:
     if not await asyncio.to_thread(engine_answers):
-        pytest.skip("no Docker engine answers; start one to run this")
+        pytest.skip("needs Docker")
     async with DockerSandbox(limits=Limits(memory_bytes=64 << 20, disk_bytes=8 << 20, processes=16)) as sandbox:
         assert (await sandbox.run("print(input())", stdin="x")).stdout == "x\n"
         assert (await sandbox.run("x = [bytearray(1 << 20) for _ in range(1000)]")).ended_by == "memory"
