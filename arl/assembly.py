@@ -24,7 +24,7 @@ from arl.api.errors import ConfigError, ImageError
 from arl.api.events import NOWHERE, Events, EventStore, RunBegan
 from arl.api.installing import __version__
 from arl.api.objective import DistillationAdvantage
-from arl.api.own_engines import CountsUnreceived, OwnEngines
+from arl.api.own_engines import OwnEngines
 from arl.api.placed import Finding
 from arl.api.run_tasks import Task, TaskCurriculum
 from arl.api.settings import settings_without_keys
@@ -228,10 +228,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     stack.push_async_exit(partial(_close_trackers, trackers))
     findings = await check_start(config)
     tokens, own = TokenLedger(), given.engines
-    if own and isinstance(own.inference, CountsUnreceived):
-        tokens.unreceived = own.inference.unreceived
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engines, placement = await _engines(stack, config, given, thread, events, tokens, findings)
+        learner, engines, placement = await _engines(stack, config, given, thread, events, findings)
     engine, opened = engines.training, engines.opened
     if (transport := engines.transport) is None:
         transport = await thread(weight_transport, config, learner.engine, opened)
@@ -297,17 +295,14 @@ async def _engines(
     given: _GivenRun,
     thread: TrainThread,
     events: Events,
-    tokens: TokenLedger,
     findings: Sequence[Finding],
 ) -> tuple[RunLearner, Engines, PlacementTable]:
     """The learner and the servers, of one policy or of several; and where all of it runs."""
     if not config.policies:
-        learner, engines = await open_engines(
-            stack, config, given.tasks, thread, events, tokens.unreceived, given.engines
-        )
+        learner, engines = await open_engines(stack, config, given.tasks, thread, events, given.engines)
         at = await thread(learner.placed)
         return learner, engines, await offload(placed, config, at, engines.training, engines.opened, findings)
-    learners, engines = await open_policy_engines(stack, config, given.tasks, thread, events, tokens.unreceived)
+    learners, engines = await open_policy_engines(stack, config, given.tasks, thread, events)
     trainers = await thread(learners.placed)
     return learners, engines, await offload(placed_policies, config, trainers, engines.policies, findings)
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from arl.api.own_engines import OwnEngines, TrainEngineLoader
     from arl.api.train_sequence import TrainSequence
     from arl.api.types import Group, ModelResponse
-    from arl.api.unreceived import Loss, Unreceived
     from arl.api.weight_prints import TensorPrint
     from arl.training.learner import Learner
 
@@ -46,7 +45,6 @@ _HOMES = {
     "arl.api.own_engines": "OwnEngines TrainEngineLoader",
     "arl.api.train_sequence": "TrainSequence",
     "arl.api.types": "Group ModelResponse",
-    "arl.api.unreceived": "Loss Unreceived",
     "arl.api.weight_prints": "TensorPrint",
     "arl.training.learner": "Learner",
 }

@@ -17,7 +17,6 @@ from arl.api.errors import ModelError, ServerError
 from arl.api.events import Events
 from arl.api.policy_config import PolicyRoles
 from arl.api.policy_parts import of_policy, shares_servers
-from arl.api.unreceived import Unreceived
 from arl.engine.model_files import check_same_tokens, model_digest
 from arl.given_tasks import RunTasks
 from arl.log_files import bounded_logs
@@ -31,7 +30,7 @@ from arl.training.run_learner import RunLearner
 
 
 async def open_policy_engines(
-    stack: AsyncExitStack, config: Config, tasks: RunTasks, thread: TrainThread, events: Events, unreceived: Unreceived
+    stack: AsyncExitStack, config: Config, tasks: RunTasks, thread: TrainThread, events: Events
 ) -> tuple[PolicyLearners, Engines]:
     """As open_engines: train engines load while servers start."""
     roles = PolicyRoles.of(config.policies)
@@ -48,7 +47,7 @@ async def open_policy_engines(
     transports: dict[str, WeightTransport] = {}
     for name, servers in opened.items():
         own = of_policy(config, name)
-        engines[name] = await stack.enter_async_context(await connect(own, servers, events, unreceived))
+        engines[name] = await stack.enter_async_context(await connect(own, servers, events))
         transports[name] = await thread(weight_transport, own, learners.engine.of[name], servers)
         stack.callback(transports[name].close)
     first = next(iter(opened.values()))

@@ -26,7 +26,6 @@ from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import Events
 from arl.api.own_engines import OwnEngines
 from arl.api.types import SamplingParams
-from arl.api.unreceived import Unreceived
 from arl.engine.model_files import model_digest
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
@@ -63,7 +62,6 @@ async def open_engines(
     tasks: RunTasks,
     thread: TrainThread,
     events: Events,
-    unreceived: Unreceived,
     own: OwnEngines | None = None,
 ) -> tuple[RecoveringLearner, Engines]:
     """Both at once: the train engine loads while servers start, unless they take turns on one device.
@@ -85,7 +83,7 @@ async def open_engines(
         await thread.finish(loading)  # a broken model raises the better error here
         raise
     learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
-    training = await stack.enter_async_context(await connect(config, opened, events, unreceived))
+    training = await stack.enter_async_context(await connect(config, opened, events))
     if config.engine.colocated:  # the engine's end wakes servers that sleep: the trainer has to be gone by then
         stack.push_async_callback(close_learner, thread, loading)
     return learner, Engines(training, opened)

@@ -26,7 +26,6 @@ from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
 from arl.api.policy_config import PolicyRoles
 from arl.api.policy_parts import of_policy
-from arl.api.unreceived import Unreceived
 from arl.api.workflow import RolloutWorkflow
 from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
 from arl.endpoint.proxy import OpenAIProxy
@@ -208,13 +207,11 @@ def wanted_model(config: Config) -> ServedModel:
     return served_model(config.model, replay_routing=config.engine.replay_routing)
 
 
-async def connect(
-    config: Config, opened: OpenedServers, events: Events = NOWHERE, unreceived: Unreceived | None = None
-) -> RemoteInferenceEngine:
+async def connect(config: Config, opened: OpenedServers, events: Events = NOWHERE) -> RemoteInferenceEngine:
     model = await offload(wanted_model, config)
     if opened.processes is not None:
         opened.processes.report_to(events)
-    engine = RemoteInferenceEngine(
+    return RemoteInferenceEngine(
         opened.addresses,
         config.engine,
         api_key=opened.api_key,
@@ -223,6 +220,3 @@ async def connect(
         events=events,
         files=opened.files,
     )
-    if unreceived is not None:
-        engine.unreceived = unreceived
-    return engine

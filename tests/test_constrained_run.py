@@ -78,16 +78,17 @@ async def test_ratios_of_constrained_tokens_are_1_and_a_resumed_run_has_their_se
 
 
 def check_tokens(run_dir: Path) -> None:
-    """The token ledger has all that the server of this start says that it generated."""
+    """What the server of this start says that it generated was received, or was asked for by requests that were cut."""
     run = read_run(run_dir)
     records = [record for number, record in run.system if number == max(run.lives)]
     worked = [record for record in records if isinstance(record, ServerWorked)][-1]
     counted = [record for record in records if isinstance(record, TokensCounted)]
     told = sum(sums.decoded + sums.begun for sums in worked.iterations)
-    assert counted[-1].generated - counted[0].generated == told
-    assert counted[-1].generated == counted[-1].received + sum(counted[-1].unreceived.values())
-    assert counted[-1].unreceived["cancelled"] > 0
-    assert json.loads((run_dir / "tokens.json").read_text())["generated"] == counted[-1].generated
+    first, last = counted[0], counted[-1]
+    assert last.received - first.received <= told <= last.asked - first.asked
+    assert last.asked == last.received + last.unreceived
+    assert last.unanswered > 0
+    assert json.loads((run_dir / "tokens.json").read_text())["asked"] == last.asked
 
 
 def has_sets(trajectory: Trajectory) -> bool:

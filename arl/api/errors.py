@@ -66,12 +66,10 @@ class ServerError(ArlError):
 class ServerFailedError(ServerError):
     """A server did not answer, or answered that it failed: the same request may succeed later, or elsewhere."""
 
-    def __init__(self, message: str, retry_after_s: float = 0.0, num_tokens: int | None = None) -> None:
-        """retry_after_s: how long the server asks its clients to wait. num_tokens: how many tokens it has generated for
-        the request; None if that is not known."""
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        """retry_after_s: how long the server asks its clients to wait."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        self.num_tokens = num_tokens
 
 
 class RefusedRequestError(ServerError):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from arl.api.config import Config
 from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError
-from arl.api.unreceived import Unreceived
 
 
 class TrainEngineLoader(Protocol):
@@ -24,14 +23,6 @@ class TrainEngineLoader(Protocol):
         ...
 
 
-@runtime_checkable
-class CountsUnreceived(Protocol):
-    """An inference engine that counts what it samples for requests that are cancelled or fail."""
-
-    @property
-    def unreceived(self) -> Unreceived: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnEngines:
     """Take the places of the engines that `engine`, `train` and `weights` name. The run closes all three at its end.
@@ -40,7 +31,7 @@ class OwnEngines:
     """
 
     inference: InferenceEngine
-    """What episodes sample from. It may be a CountsUnreceived."""
+    """What episodes sample from."""
     train: TrainEngineLoader
     """Called in the trainer's process, again after each loss of it: so it must pickle, as a class or function of a
     module, or of the script, does."""

@@ -56,22 +56,21 @@ class TokenTally(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TokensCounted(Event, frozen=True, kw_only=True):
     """The token ledger, over all starts of the run. `received` is the sum of `open`, `waiting` and the fates.
 
-    `generated` is the sum of `received` and `unreceived`: all that is known of what servers generated.
+    `asked` is the sum of `received` and `unreceived`: tokens that episodes asked for, by requests that have ended.
     """
 
-    generated: int = 0
     received: int
     open: int = 0
     """Tokens of episodes that run, or whose group runs."""
     waiting: int = 0
     """Tokens of groups that wait to be trained."""
     fates: dict[str, TokenTally] = msgspec.field(default_factory=dict[str, TokenTally])
-    unreceived: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """Tokens that no response brought, by why (arl.api.unreceived.Loss)."""
-    lost_requests: int = 0
-    """Requests without an answer, as of a server that died. How many tokens they had is not known."""
-    in_flight: int = 0
-    """Requests that servers have now. What they had generated is counted when they end."""
+    asked: int = 0
+    unreceived: int = 0
+    """Tokens that were asked for and not received: max_new_tokens of each unanswered request. Servers generated at most
+    so many for them."""
+    unanswered: int = 0
+    """Requests that were cancelled, timed out, or failed too often."""
     trained_again: int = 0
     """Trained in a later batch, too (rollout.replay_groups). Not part of the sum."""
     unknown: int = 0

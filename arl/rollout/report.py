@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from arl.api.errors import EpisodeTimeoutError
+from arl.api.errors import EpisodeTimeoutError, ImageError, PromptTooLongError, RefusedRequestError, TrajectoryError
 from arl.api.events import (
     EPISODE,
     LONGEST_NAME,
@@ -37,6 +37,8 @@ LAST_SEEN = -1
 """The number of a trajectory made of the last request: what the model last saw and said."""
 
 
+_REFUSALS = (PromptTooLongError, RefusedRequestError, TrajectoryError, ImageError)
+"""Errors of requests for which no server generated anything."""
 _LONGEST = 2000
 """Characters of an example's column, or of an error's message, that the event log holds."""
 _LONGEST_EXAMPLE = 20_000
@@ -200,6 +202,8 @@ class EpisodeReport:
         )
 
     def unanswered(self, request: ModelRequest, error: BaseException, seconds: float) -> None:
+        if not isinstance(error, _REFUSALS):
+            self._tokens.unanswered(request.sampling.max_new_tokens)
         prompt, stop = len(request.input_ids), type(error).__name__
         self._events.emit(
             TurnEnded(episode=self.episode, rid=request.rid, seconds=seconds, prompt=prompt, output=0, stop=stop)

@@ -5,9 +5,9 @@
                                 +--hold--> waiting, by group --trained--> TRAINED, MASKED
                                                              --returned--> RETURNED
 
-At every moment `received` is the sum of open, waiting and settled tokens. Only `answered` adds to it. The engine counts
-the tokens that no response brought, in `unreceived`; `generated` is the sum of both. Checkpoints hold the ledger. When
-a start continues from a checkpoint, tokens that were open in it, or came after it, are STOPPED.
+At every moment `received` is the sum of open, waiting and settled tokens. Only `answered` adds to it. `unreceived` is
+what was asked for and not received; `asked` is the sum of both. Checkpoints hold the ledger. When a start continues
+from a checkpoint, tokens that were open in it, or came after it, are STOPPED.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 from arl.api.token_records import Fate, TokensCounted, TokenTally
 from arl.api.types import Group
-from arl.api.unreceived import Unreceived
 
 
 @dataclass(slots=True)
@@ -52,9 +51,9 @@ class TokenLedger:
     """Accounts for the tokens of one run. All calls are made on one event loop."""
 
     def __init__(self) -> None:
-        self.unreceived = Unreceived()
-        """What no response brought, as the engine that was given this counts it."""
         self.received = 0
+        self.unreceived = 0
+        self.num_unanswered = 0
         self.trained_again = 0
         self.unknown = 0
         self._open: dict[str, Spent] = {}
@@ -63,9 +62,9 @@ class TokenLedger:
         self._tallies = {fate: Tally() for fate in Fate}
 
     @property
-    def generated(self) -> int:
-        """All that is known of what servers generated."""
-        return self.received + self.unreceived.tokens.total()
+    def asked(self) -> int:
+        """What episodes asked for, by requests that have ended."""
+        return self.received + self.unreceived
 
     @property
     def num_open(self) -> int:
@@ -88,6 +87,11 @@ class TokenLedger:
         spent = self._open.setdefault(episode, Spent())
         spent.tokens += tokens
         spent.server_s += server_s
+
+    def unanswered(self, tokens: int) -> None:
+        """Count a request that ended without a response. tokens: the most that it asked for."""
+        self.unreceived += tokens
+        self.num_unanswered += 1
 
     def length(self, episode: str) -> int:
         """The number of tokens of an open episode so far."""
@@ -123,7 +127,7 @@ class TokenLedger:
 
     def counted(self) -> TokensCounted:
         return TokensCounted(
-            generated=self.generated,
+            asked=self.asked,
             received=self.received,
             open=self.num_open,
             waiting=self.num_waiting,
@@ -137,17 +141,16 @@ class TokenLedger:
                 for fate, tally in self._tallies.items()
                 if tally.episodes or tally.tokens
             },
-            unreceived=dict(self.unreceived.tokens),
-            lost_requests=self.unreceived.lost_requests,
-            in_flight=self.unreceived.num_in_flight,
+            unreceived=self.unreceived,
+            unanswered=self.num_unanswered,
             trained_again=self.trained_again,
             unknown=self.unknown,
         )
 
     def summary(self) -> dict[str, float]:
         """Flat, for summary.json and metrics: tokens by fate, with their seconds and number of episodes."""
-        found: dict[str, float] = {"tokens/generated": self.generated, "tokens/received": self.received}
-        found |= {f"tokens/unreceived/{loss}": tokens for loss, tokens in self.unreceived.tokens.items()}
+        found: dict[str, float] = {"tokens/asked": self.asked, "tokens/received": self.received}
+        found |= {"tokens/unreceived": self.unreceived, "tokens/unanswered_requests": self.num_unanswered}
         found |= {"tokens/open": self.num_open, "tokens/waiting": self.num_waiting}
         for fate, tally in self._tallies.items():
             if not tally.episodes and not tally.tokens:
@@ -158,8 +161,6 @@ class TokenLedger:
             if tally.episodes:
                 found[f"tokens/{fate}/episodes"] = tally.episodes
         extra = {"tokens/trained_again": self.trained_again, "tokens/unknown": self.unknown}
-        lost = self.unreceived
-        extra |= {"tokens/lost_requests": lost.lost_requests, "tokens/requests_in_flight": lost.num_in_flight}
         return found | {name: value for name, value in extra.items() if value}
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class TokenLedger:
             "received": self.received,
             "trained_again": self.trained_again,
             "unknown": self.unknown,
-            "unreceived": self.unreceived.state_dict(),
+            "unreceived": [self.unreceived, self.num_unanswered],
             "open": [[spent.tokens, spent.server_s] for spent in self._open.values()],
             "waiting": [
                 [group_id, [[index, spent.tokens, spent.server_s] for index, spent in group.items()]]
@@ -186,8 +187,7 @@ class TokenLedger:
         Open episodes, and those of other groups, run again.
         """
         self.received, self.trained_again, self.unknown = state["received"], state["trained_again"], state["unknown"]
-        if "unreceived" in state:
-            self.unreceived.load_state_dict(state["unreceived"])
+        self.unreceived, self.num_unanswered = state["unreceived"]
         self._open = {}
         self._waiting = {}
         for name, (tokens, episodes, server_s, lengths) in state["fates"].items():
@@ -205,8 +205,8 @@ class TokenLedger:
 
     def note_undone(self, told: TokensCounted) -> None:
         """Count tokens that earlier starts received, or missed, after the checkpoint. told: by the last of them."""
-        lost = told.lost_requests + told.in_flight  # nobody got the answers of those either
-        self.unreceived.load_state_dict({"tokens": told.unreceived, "lost_requests": lost})
+        self.unreceived = max(self.unreceived, told.unreceived)
+        self.num_unanswered = max(self.num_unanswered, told.unanswered)
         if (tokens := told.received - self.received) > 0:
             self.received += tokens
             self._tallies[Fate.STOPPED].tokens += tokens

@@ -60,9 +60,6 @@ from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-_SETTLING_S = 5.0
-"""How long the end of a run waits for servers to say what its last, cancelled requests had got."""
-
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
@@ -287,8 +284,7 @@ class Trainer:
         await self._note_tokens(self.thread)
 
     async def _note_tokens(self, thread: Callable[..., Awaitable[None]]) -> None:
-        """Write the ledger, once servers have ended what was cancelled."""
-        await self.rollout.tokens.unreceived.settled(_SETTLING_S)
+        """Write the ledger."""
         self.events.emit(tokens := self.rollout.tokens.counted())
         await thread(self.log.tokens, tokens)
 

@@ -17,7 +17,7 @@ import orjson
 from yarl import URL
 
 from arl.api.errors import ArlError, ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
-from arl.web.connections import Body, Connections, NotConnectedError, ServerAddress, request_head
+from arl.web.connections import Body, Connections, ServerAddress, request_head
 
 _BUSY = 429
 _FIRST_WAIT_S = 0.25
@@ -211,8 +211,7 @@ class JsonClient:
 
     def _unreached(self, path: str, error: Exception) -> ServerFailedError:
         reason = str(error) or type(error).__name__
-        message = f"{self.url}{path} could not be reached: {reason}; is its server running?"
-        return ServerFailedError(message, num_tokens=0 if isinstance(error, NotConnectedError) else None)
+        return ServerFailedError(f"{self.url}{path} could not be reached: {reason}; is its server running?")
 
     def error_of(self, reply: Reply) -> ArlError:
         """The exception for a failed response, never with the API key; ServerFailedError if a later try may succeed."""

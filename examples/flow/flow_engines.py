@@ -62,8 +62,6 @@ class FlowSampler:
         self._running = asyncio.Event()
         self._running.set()
         self._is_closed = False
-        self.unreceived = extending.Unreceived()
-        """Steps of requests that were cancelled: the ledger counts them as generated."""
 
     @property
     def version(self) -> int:
@@ -71,14 +69,8 @@ class FlowSampler:
 
     async def agenerate(self, request: arl.ModelRequest) -> extending.ModelResponse:
         one = _begun(request)
-        self.unreceived.begin()
-        try:
-            while len(one.latents) < one.num_steps:
-                await self._next_step(one)
-        except BaseException:
-            self.unreceived.end(extending.Loss.CANCELLED, len(one.latents))
-            raise
-        self.unreceived.end(extending.Loss.CANCELLED, 0)
+        while len(one.latents) < one.num_steps:
+            await self._next_step(one)
         return extending.ModelResponse(
             output_ids=tuple(range(NUM_PROMPTS, NUM_PROMPTS + one.num_steps)),
             output_logprobs=tuple(one.logprobs),

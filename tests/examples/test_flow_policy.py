@@ -219,7 +219,7 @@ async def test_a_greedy_request_follows_the_ode(model: Path) -> None:
     assert not one.behavior_logprobs.any()
 
 
-async def test_a_cancelled_request_counts_the_steps_that_nobody_got(model: Path) -> None:
+async def test_a_cancelled_request_ends_and_others_go_on(model: Path) -> None:
     sampler = await sampler_of(model)
     (data,) = examples(1, 0, 0.7)
     episode = asyncio.create_task(Draw().arun_episode(sampler, data))
@@ -227,8 +227,6 @@ async def test_a_cancelled_request_counts_the_steps_that_nobody_got(model: Path)
         await asyncio.sleep(0)
     episode.cancel()
     await asyncio.wait([episode])
-    assert sampler.unreceived.tokens.total() > 0
-    assert sampler.unreceived.num_in_flight == 0
     assert (await Draw().arun_episode(sampler, data)).num_trained_tokens == flow_policy.NUM_STEPS
 
 

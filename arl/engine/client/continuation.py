@@ -15,7 +15,6 @@ from arl.api.errors import TrajectoryError
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes, Routing
 from arl.api.types import ModelRequest, ModelResponse, StopReason
-from arl.api.unreceived import Loss
 from arl.engine.client.server_client import Answer, GenerateCall
 
 _MAX_DIGITS = 19
@@ -52,13 +51,6 @@ class Attempt:
     """It got a second limit because its server had been paused. That limit counts."""
     is_cut: bool = False
     """It took too long, and the server was told to return what it has."""
-
-    @property
-    def loss(self) -> Loss:
-        """Why nobody got its answer, if nobody did."""
-        if self.lost is not None:
-            return Loss.LOST
-        return Loss.FAILED if self.scope.expired() else Loss.CANCELLED
 
     def lose(self, reason: str) -> None:
         """End the call; its caller sends it elsewhere."""
@@ -154,8 +146,6 @@ class PartialResponse:
         self.sends = 0
         self.cached_tokens: int | None = None
         """The number of cached tokens in the first answer."""
-        self.num_discarded = 0
-        """Tokens that were kept, and then had to be sampled again."""
         self.server_s = 0.0
 
     @property
@@ -191,7 +181,6 @@ class PartialResponse:
         )
 
     def _begin_again(self) -> None:
-        self.num_discarded += self.num_tokens
         self._output_ids, self._logprobs, self._versions, self._kept_ids, self._tail = [], [], [], [], ""
         self._experts = []
 
@@ -240,7 +229,6 @@ class PartialResponse:
         """Add an answer's tokens and versions; decide whether it was the last. eos_token_ids: the model's own."""
         if self._routing is not None and answer.output_ids:
             if answer.experts is None:  # an abort lost them: its tokens are sampled again
-                self.num_discarded += len(answer.output_ids)
                 answer, versions = replace(answer, output_ids=[], output_logprobs=[], text="", kept_ids=None), []
             else:
                 experts = answer.experts.reshape(self._shape_of_routes(self._routing, answer))

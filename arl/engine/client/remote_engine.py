@@ -45,7 +45,6 @@ from arl.api.errors import (
 )
 from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
-from arl.api.unreceived import Loss, Unreceived
 from arl.cluster.servers_file import DRAIN_S, base_url
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
@@ -126,8 +125,6 @@ class RemoteInferenceEngine:
         self._connections: Connections | None = None
         self._is_closed = False
         self._numbers = itertools.count()
-        self.unreceived = Unreceived()
-        """What servers generated for its requests, and no response brought. A run puts its token ledger's here."""
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
@@ -177,15 +174,8 @@ class RemoteInferenceEngine:
         replays_truncation = self._config.replay_truncation
         partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
         self._check_tokens(request, partial)
-        try:
-            with self._pool.clock.request():
-                await self._complete(request, partial)
-        except BaseException as error:
-            is_cancelled = isinstance(error, asyncio.CancelledError)
-            self.unreceived.add(Loss.CANCELLED if is_cancelled else Loss.FAILED, partial.num_tokens)
-            raise
-        finally:
-            self.unreceived.add(Loss.DISCARDED, partial.num_discarded)
+        with self._pool.clock.request():
+            await self._complete(request, partial)
         return partial.response()
 
     async def _complete(self, request: ModelRequest, partial: PartialResponse) -> None:
@@ -196,8 +186,7 @@ class RemoteInferenceEngine:
         failed: Server | None = None
         while partial.stop_reason is None:
             asked = now()
-            with self.unreceived.waiting(partial.num_tokens):
-                server = await self._choose(request, deadline, avoid=failed)
+            server = await self._choose(request, deadline, avoid=failed)
             partial.server, partial.sends = server.address, partial.sends + 1
             partial.queued_s += now() - asked
             try:
@@ -211,8 +200,7 @@ class RemoteInferenceEngine:
             if fault is not None:
                 faults += 1
                 self._watch.num_failed_requests += 1
-                with self.unreceived.waiting(partial.num_tokens):
-                    await self._back_off(request, fault, faults)
+                await self._back_off(request, fault, faults)
 
     async def pause(self) -> None:
         """Stop generation on every server, in the configured mode; requests wait until resume."""
@@ -337,31 +325,21 @@ class RemoteInferenceEngine:
         cache_key = self._pool.cache_key(server)
         continues_grammars = server.client.continues_grammars
         call = partial.call(rid, cache_key, attempt.adapter, continues_grammars=continues_grammars)
-        self.unreceived.begin()
-
-        def left(tokens: int | None) -> None:
-            self.unreceived.end(attempt.loss, tokens)
-
         try:
             async with attempt.scope:
                 if partial.may_cut and (continues_grammars or not partial.is_constrained):  # else a cut loses tokens
                     self._patience.begin(attempt)
-                answer = await server.client.generate(call, partial.session_id, left)
+                answer = await server.client.generate(call, partial.session_id)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
-            is_unfit = isinstance(failure, UnfitServerError)
-            self.unreceived.end(Loss.DISCARDED if is_unfit else Loss.LOST, failure.num_tokens)
             if not isinstance(failure, SharedFaultError):
-                blame = self._upkeep.fence if is_unfit else self._upkeep.suspect
+                blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
                 blame(server, str(failure))
             return str(failure)
         except TimeoutError:
             return self._timed_out(server, attempt)
         except asyncio.CancelledError:
             self._upkeep.abort(server, rid)
-            raise
-        except ArlError:  # it was refused
-            self.unreceived.end(Loss.FAILED, 0)
             raise
         finally:
             self._pool.clock.ended(attempt.scope)
@@ -372,7 +350,6 @@ class RemoteInferenceEngine:
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
         """Add the answer to what the request has; returns the fault, if there is one."""
         fault = self._flaw(server, attempt, partial, answer)
-        self.unreceived.end(Loss.DISCARDED, len(answer.output_ids) if fault else 0)
         if fault is not None:
             self._upkeep.fence(server, fault)
             return fault

@@ -15,7 +15,6 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,13 +24,12 @@ from yarl import URL
 
 from arl.api.engine import MODEL_SIZES, TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
-from arl.api.errors import ArlError, NoSuchPathError, ServerError, ServerFailedError
+from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError
 from arl.api.events import ServerWorked
 from arl.api.images import PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.types import SamplingParams
-from arl.engine.client.frame_client import Left
-from arl.web.client import JsonClient, Reply
+from arl.web.client import JsonClient
 from arl.web.connections import Connections
 from arl.web.process import is_loopback
 
@@ -48,8 +46,6 @@ CONNECT_TIMEOUT_S = 30.0
 _PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
 _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
-_ENDING_S = 5.0
-"""How long a server may take to answer a request that was cancelled, before the connection is cut."""
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
@@ -177,7 +173,7 @@ class ServerClient(JsonClient):
     def __init__(
         self, connections: Connections, address: str, api_key: str | None = None, spawn: Spawn | None = None
     ) -> None:
-        """spawn: starts a task that lasts as long as the client. In it, an answer outlives a cancelled caller."""
+        """spawn: starts a task that lasts as long as the client."""
         super().__init__(
             address,
             api_key=api_key,
@@ -200,10 +196,10 @@ class ServerClient(JsonClient):
     # Tokens
 
     @abstractmethod
-    async def generate(self, call: GenerateCall, session_id: str | None = None, left: Left = lambda _: None) -> Answer:
+    async def generate(self, call: GenerateCall, session_id: str | None = None) -> Answer:
         """session_id: of the calls whose prompts continue one another.
 
-        A caller that is cancelled aborts the request, by `abort`; `left` is called in that case.
+        A caller that is cancelled aborts the request, by `abort`.
         """
 
     @abstractmethod
@@ -324,51 +320,6 @@ class ServerClient(JsonClient):
             return (await self.call("GET" if payload is None else "POST", f"/{path}", payload)).json_object()
         except NoSuchPathError:
             return {}
-
-    # What clients share
-
-    async def _ask_over_http(self, path: str, payload: dict[str, Any], left: Left) -> Reply:
-        """In a task of its own, which outlives a cancelled caller: the server's answer is to be counted."""
-        asking, call = self._outcome(path, payload), None
-        with suppress(RuntimeError):  # a TaskGroup that ends takes no more tasks
-            call = self._spawn(asking) if self._spawn is not None else None
-        try:
-            if call is None:
-                asking.close()
-                return await self.call("POST", path, payload)
-            outcome = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if call is None:
-                left(None)
-            else:
-                asyncio.get_running_loop().call_later(_ENDING_S, call.cancel)
-                call.add_done_callback(lambda call: left(self._tokens_left(call)))
-            raise
-        if isinstance(outcome, ArlError):
-            raise outcome
-        return outcome
-
-    async def _outcome(self, path: str, payload: dict[str, Any]) -> Reply | ArlError:
-        try:
-            return await self.call("POST", path, payload)
-        except ArlError as error:  # in a TaskGroup, a task that raises would end all
-            return error
-        except asyncio.CancelledError:  # nobody waits any more, or the engine ends
-            return ServerFailedError("the call was cut off")
-
-    def _tokens_left(self, call: asyncio.Task[Reply | ArlError]) -> int | None:
-        """How many tokens a call had got whose caller has gone; None if nobody knows."""
-        match None if call.cancelled() else call.result():
-            case Reply() as reply:
-                return self._num_tokens(reply)
-            case ServerFailedError() as failure:
-                return failure.num_tokens
-            case refusal:
-                return None if refusal is None else 0
-
-    @abstractmethod
-    def _num_tokens(self, reply: Reply) -> int | None:
-        """How many tokens an answer has, be it of use or not; None if it does not say."""
 
 
 def spans_of(told: Any) -> list[tuple[str, int, int]]:

@@ -34,7 +34,7 @@ from arl.api.images import PlacedImage
 from arl.api.kept_ids import KeptIds
 from arl.api.routes import Routes
 from arl.api.types import SamplingParams, new_id
-from arl.engine.client.frame_client import FrameClient, Left
+from arl.engine.client.frame_client import FrameClient
 from arl.engine.client.image_prompts import KEEPS_IMAGES, check_prompt, embedded_fields, num_bytes, sglang_fields
 from arl.engine.client.server_client import (
     CONNECT_TIMEOUT_S,
@@ -107,19 +107,15 @@ class SGLangClient(ServerClient):
             await self._frames.aclose()
         await super().aclose()
 
-    async def generate(self, call: GenerateCall, session_id: str | None = None, left: Left = lambda _: None) -> Answer:
-        try:
-            frames = await self._frame_client() if self.takes_frames else None
-        except asyncio.CancelledError:
-            left(0)
-            raise
+    async def generate(self, call: GenerateCall, session_id: str | None = None) -> Answer:
+        frames = await self._frame_client() if self.takes_frames else None
         payload = self._payload(call)
         if frames is not None and frames.fits(call.rid, len(call.input_ids), num_bytes(call.images)):
-            answer = await self._ask_in_frames(frames, payload, call.images, session_id, left)
+            answer = await self._ask_in_frames(frames, payload, call.images, session_id)
         else:
             if call.images:
                 payload |= (embedded_fields if self.is_embedded else sglang_fields)(call)
-            answer = await self._ask_over_http("/generate", payload, left)
+            answer = await self.call("POST", "/generate", payload)
         try:
             if isinstance(answer, Result):
                 return _answer_of(answer)
@@ -130,8 +126,7 @@ class SGLangClient(ServerClient):
         except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
             message = f"{what}; it must be SGLang and return output_token_logprobs"
-            num_tokens = len(answer.ids) if isinstance(answer, Result) else self._num_tokens(answer)
-            raise UnfitServerError(message, num_tokens=num_tokens) from error
+            raise UnfitServerError(message) from error
 
     def _payload(self, call: GenerateCall) -> dict[str, Any]:
         named: dict[str, Any] = {} if call.adapter is None else {"lora_path": call.adapter}
@@ -174,17 +169,16 @@ class SGLangClient(ServerClient):
         payload: Mapping[str, Any],
         images: Sequence[PlacedImage],
         session_id: str | None,
-        left: Left,
     ) -> Result:
         settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
         session = (session_id or "").encode(errors="surrogatepass")
         if len(session) > MAX_NAME_BYTES:
             session = b""
         try:
-            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, left, images)
+            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, images=images)
         except ConnectionError as error:
             failure = self._unreached("/generate", error)
-            shared = SharedFaultError(str(failure), num_tokens=failure.num_tokens)
+            shared = SharedFaultError(str(failure))
             raise (failure if frames.takes_blame() else shared) from error
         if result.status == 200:
             return result
@@ -391,16 +385,10 @@ class SGLangClient(ServerClient):
         if reply.status == 400 and _PROMPT_TOO_LONG.search(reply.reason):
             return PromptTooLongError(f"{self.address}: {reply.reason}")
         if reply.status == 400 and reply.path == "/generate" and _NO_ADAPTER.search(reply.reason):
-            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}", num_tokens=0)
+            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}")
         if reply.status == 400 and reply.path == "/generate":
             return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
         return super().error_of(reply)
-
-    def _num_tokens(self, reply: Reply) -> int | None:
-        try:
-            return int(reply.json_object()["meta_info"]["completion_tokens"])
-        except NONSENSE:
-            return None
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:

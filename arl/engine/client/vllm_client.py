@@ -17,7 +17,6 @@ from arl.api.engine_config import RELEASED, PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, RefusedRequestError, ServerError
 from arl.api.kept_ids import KeptIds
 from arl.api.types import SamplingParams, new_id
-from arl.engine.client.frame_client import Left
 from arl.engine.client.image_prompts import check_prompt, vllm_fields
 from arl.engine.client.server_client import (
     MIXTURE,
@@ -82,8 +81,8 @@ class VLLMClient(ServerClient):
 
     # Tokens
 
-    async def generate(self, call: GenerateCall, session_id: str | None = None, left: Left = lambda _: None) -> Answer:
-        reply = await self._ask_over_http(_GENERATE, self._payload(call), left)
+    async def generate(self, call: GenerateCall, session_id: str | None = None) -> Answer:
+        reply = await self.call("POST", _GENERATE, self._payload(call))
         try:
             body = reply.json_object()
             if call.images:
@@ -92,7 +91,7 @@ class VLLMClient(ServerClient):
         except NONSENSE as error:
             what = f"{self.address} answered {_GENERATE} with what cannot be trained on"
             message = f"{what} ({type(error).__name__}: {error}); it must be vLLM {_TESTED} or newer"
-            raise UnfitServerError(message, num_tokens=self._num_tokens(reply)) from error
+            raise UnfitServerError(message) from error
 
     def _payload(self, call: GenerateCall) -> dict[str, Any]:
         sampling = call.sampling
@@ -304,19 +303,13 @@ class VLLMClient(ServerClient):
     async def _post(self, path: str, payload: dict[str, Any] | None = None) -> None:
         await self.call("POST", f"/{path}", payload or {})
 
-    def _num_tokens(self, reply: Reply) -> int | None:
-        try:
-            return int(reply.json_object()["usage"]["completion_tokens"])
-        except NONSENSE:
-            return None
-
     def error_of(self, reply: Reply) -> ArlError:
         if reply.path != _GENERATE or reply.status not in (400, 404):
             return super().error_of(reply)
         if _PROMPT_TOO_LONG.search(reply.reason):
             return PromptTooLongError(f"{self.address}: {reply.reason}")
         if reply.status == 404 and reply.json_object().get("error"):  # it has the path, and not the adapter
-            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}", num_tokens=0)
+            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}")
         if reply.status == 404:
             return NoSuchPathError(f"{self.address} has no {_GENERATE}: start vLLM {_TESTED} with {_FLAGS[_GENERATE]}")
         return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")

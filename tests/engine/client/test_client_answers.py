@@ -78,7 +78,6 @@ async def test_a_server_whose_answers_are_all_malformed_is_no_endless_loop(serve
         with pytest.raises(ServerError, match=r"failed 3 times .*2 logprobs for 4 output_ids"):
             await engine.agenerate(ask())
     assert len(server.requests) == 3
-    assert (engine.unreceived.tokens, engine.unreceived.lost_requests) == ({"discarded": 12}, 0)
 
 
 async def test_a_server_that_comes_back_and_fails_again_is_probed_less_and_less_until_it_answers_well(

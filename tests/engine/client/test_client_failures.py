@@ -181,22 +181,6 @@ async def test_waiting_for_servers_that_are_gone_ends_with_who_they_are_and_why(
     assert server.address in str(raised.value)
     assert other.address in str(raised.value)
     assert "could not be reached" in str(raised.value)
-    assert (engine.unreceived.tokens, engine.unreceived.lost_requests) == ({}, 0)  # no server had the request
-
-
-async def test_a_request_that_waits_with_tokens_for_a_server_is_in_flight_until_it_ends(server: Server):
-    server.is_automatic = False
-    async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, outcome(engine.agenerate(ask())))
-        server.advance(2)
-        await engine.pause()
-        await server.until(lambda: not server.running)
-        while engine._pool.servers[0].attempts:  # noqa: ASYNC110  nothing tells of it
-            await asyncio.sleep(0)
-        assert (engine.unreceived.num_in_flight, engine.unreceived.tokens) == (1, {})
-        call.cancel()
-        await engine.unreceived.settled(5.0)
-        assert (engine.unreceived.num_in_flight, engine.unreceived.tokens) == (0, {"cancelled": 2})
 
 
 async def test_requests_stuck_on_a_server_that_fell_ill_are_sent_elsewhere(server: Server, other: Server):

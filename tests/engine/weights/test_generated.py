@@ -1,4 +1,4 @@
-"""What servers say that they generated is what responses brought, and what the client counts as unreceived."""
+"""What servers say that they generated lies between what responses brought and what was asked for."""
 
 import asyncio
 import random
@@ -28,30 +28,6 @@ async def told(engine: RemoteInferenceEngine) -> float:
     return engine.counters()["servers/generated_tokens"]
 
 
-@pytest.mark.parametrize("takes_frames", [True, False])
-async def test_every_token_is_counted_however_its_request_ends(first: ServerProcess, takes_frames: bool):
-    """Requests are cancelled, also between two parts of their responses, and run out of time."""
-    chance = random.Random(1)
-    async with client(first, pause_mode="abort", request_timeout_s=1.0) as engine:
-        for server in engine._pool.servers:
-            server.client.takes_frames = takes_frames
-        assert await told(engine) == 0
-        calls = [
-            asyncio.create_task(engine.agenerate(request(chance.choice((5, 50, 600)), seed))) for seed in range(40)
-        ]
-        for call in calls[::2]:
-            await asyncio.sleep(0.03 * chance.random())
-            call.cancel()
-            if chance.random() < 0.2:
-                await told(engine)
-        ended = await asyncio.gather(*calls, return_exceptions=True)
-        await engine.unreceived.settled(20.0)
-        answered = sum(len(one.output_ids) for one in ended if not isinstance(one, BaseException))
-        assert await told(engine) == answered + engine.unreceived.tokens.total()
-        assert engine.unreceived.tokens["cancelled"] > 0
-        assert (engine.unreceived.num_in_flight, engine.unreceived.lost_requests) == (0, 0)
-
-
 class Talk(RolloutWorkflow):
     """Says 5 to 100 tokens; about every fifth example, 700."""
 
@@ -69,38 +45,26 @@ class Talk(RolloutWorkflow):
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
-async def test_the_ledger_of_a_run_has_all_that_servers_generated_also_if_one_is_killed(
-    second: ServerProcess, mode: PauseMode
+async def test_servers_generate_what_a_run_received_and_at_most_what_it_asked_for(
+    first: ServerProcess, mode: PauseMode
 ):
-    """But for what running requests of the killed one had: they are counted, and their tokens are not known."""
+    """Over-sampled episodes are cut while their requests run."""
     config = RolloutConfig(
         batch_size=2, group_size=2, extra_episodes=2, max_staleness=7, max_concurrent_episodes=12, shuffle=False
     )
     examples = [{"tokens": 700 if n % 5 == 4 else 5 + 7 * n % 90} for n in range(64)]
-    async with asyncio.timeout(60), client(second, pause_mode=mode, max_retries=20) as engine:
+    async with asyncio.timeout(60), client(first, pause_mode=mode) as engine:
         await told(engine)
         buffer, runner = ReplayBuffer(2, 7), EpisodeRunner(workflow=Talk(), timeout_s=60)
-        tokens, engine.unreceived = runner.tokens, runner.tokens.unreceived
         controller = RolloutController(engine, runner, examples, config, buffer)
         rollout = asyncio.create_task(controller.run())
         for version in range(4):
             controller.trained(await buffer.take_batch(version))
-            if version == 1:
-                await engine.pause()
-                await asyncio.to_thread(second.kill)
-                await asyncio.to_thread(second.start)
-                await engine.resume()
-                await told(engine)
+            await told(engine)
         rollout.cancel()
         await asyncio.wait([rollout])
-        await tokens.unreceived.settled(20.0)
-        unknown, counted = await told(engine) - tokens.generated, tokens.counted()
-        fences = engine.counters()["servers/fences"]
-    assert counted.generated == counted.received + sum(counted.unreceived.values())
+        generated, counted = await told(engine), runner.tokens.counted()
     assert counted.received == counted.open + counted.waiting + sum(tally.tokens for tally in counted.fates.values())
-    assert counted.unreceived["cancelled"] > 0
     assert counted.fates.keys() >= {Fate.OVERTAKEN, Fate.TRAINED}
-    assert 0 <= unknown <= 730 * counted.lost_requests
-    # Mode abort has no requests under way at the kill. Each fence, also one that only a busy machine causes, loses what
-    # ran there.
-    assert counted.lost_requests <= 12 * fences
+    assert counted.unanswered > 0
+    assert counted.received <= generated <= counted.asked == counted.received + counted.unreceived
