@@ -21,6 +21,7 @@ import math
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
@@ -33,6 +34,8 @@ _OUTAGE_HOLD_S = 2.5
 """Requests are held for this long after an outage of all servers: each is probed every 2 s."""
 _CROWD = 8
 """A server is crowded if it has more than twice the requests of the least busy one, and this many more."""
+
+_load = attrgetter("load")
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +128,7 @@ class Line:
                 with suppress(ValueError):
                     self._line.remove(waiter)
             elif waiter.server.exception() is None:
-                self._pool.promise(waiter.server.result(), -1)
+                waiter.server.result().num_coming -= 1
             self._look_again()
 
     def _look_again(self) -> None:
@@ -143,15 +146,17 @@ class Line:
             if not first.server.done():  # if done, its caller has given up
                 if (server := self._choose(first.session_id, first.avoid)) is None:
                     return
-                self._pool.promise(server, 1)
+                server.num_coming += 1
                 first.server.set_result(server)
             self._line.popleft()
         self._look_again()
 
     def _choose(self, session_id: str | None, avoid: Server | None) -> Server | None:
-        best = None if self._pool.is_held else self._pool.ready.least(avoid)
-        if best is None:
+        ready = [] if self._pool.is_held else self._pool.ready
+        if not ready:
             return None
+        if (best := min(ready, key=_load)) is avoid and len(ready) > 1:
+            best = min((server for server in ready if server is not avoid), key=_load)
         bound = self._bound_to(session_id)
         if bound is not None and bound is not avoid and bound.load <= 2 * best.load + _CROWD:
             return bound
@@ -177,7 +182,7 @@ class Line:
         ready, soon = self._pool.ready, self._pool.expected
         if not soon or not self._may_hold():
             return math.inf
-        return math.ceil((max(len(self._line), 1) + ready.total + soon.total) / (len(ready) + len(soon)))
+        return math.ceil((max(len(self._line), 1) + sum(map(_load, (*ready, *soon)))) / (len(ready) + len(soon)))
 
     def _may_hold(self) -> bool:
         """Whether requests may wait although a server serves: once per expectation, from the first that serves."""

@@ -53,8 +53,6 @@ from arl.api.events import (
 from arl.api.types import new_id
 from arl.engine.client.awake_clock import AwakeClock
 from arl.engine.client.continuation import Attempt
-from arl.engine.client.generated_tokens import GeneratedTokens
-from arl.engine.client.loads import Loads, Versions
 from arl.engine.client.server_client import Greeting, Holding, ServerClient
 
 
@@ -214,7 +212,10 @@ class ServerPool:
 
     def __init__(self, version: int, events: Events = NOWHERE) -> None:
         self._events = events
-        self.generated = GeneratedTokens()
+        self.num_generated: int | None = None
+        """Tokens that servers say they have generated, since the first time that each told; None before any did."""
+        self._told: dict[str, int] = {}
+        """Address -> the tokens generated since that server's process began."""
         self.is_held = False
         """All generation is paused: no server gets requests, not even one that serves."""
         self.clock = AwakeClock()
@@ -224,13 +225,10 @@ class ServerPool:
         self.newest_sent = version
         """The newest version that any server was told to load. A token of a newer version is not from this engine."""
         self.servers: list[Server] = []
-        self.ready: Loads[Server] = Loads()
-        """The servers that serve."""
         self.expectation = Expectation()
-        self.expected: Loads[Server] = Loads()
-        """The servers that are out, but will serve soon."""
-        self._versions = Versions()
-        """The versions of the servers in service."""
+        self._ready: list[Server] | None = None
+        self._expected: list[Server] | None = None
+        """Looked up once after each change; None until then."""
         self.num_changes = 0
         """Counts changes of states and versions: while it is the same, so are they."""
         self._numbers = itertools.count()
@@ -246,12 +244,22 @@ class ServerPool:
         return self._version
 
     @property
-    def in_service(self) -> list[Server]:
-        return [server for server in self.servers if server.is_in_service]
+    def ready(self) -> list[Server]:
+        """The servers that serve."""
+        if self._ready is None:
+            self._ready = [server for server in self.servers if server.state is _SERVING]
+        return self._ready
 
     @property
-    def num_in_service(self) -> int:
-        return len(self._versions)
+    def expected(self) -> list[Server]:
+        """The servers that are out, but will serve soon."""
+        if self._expected is None:
+            self._expected = [server for server in self.servers if self._is_expected(server)]
+        return self._expected
+
+    @property
+    def in_service(self) -> list[Server]:
+        return [server for server in self.servers if server.state in _IN_SERVICE]
 
     def at(self, address: str) -> Server | None:
         return next((server for server in self.servers if server.address == address), None)
@@ -282,11 +290,6 @@ class ServerPool:
         """A name for the weights that the server holds. No other load, and no other run, has the same."""
         return f"{self._run}.{server.weights.load_number}"
 
-    def promise(self, server: Server, change: int) -> None:
-        """One request more (1) left the line for this server, or one less is about to be sent there (-1)."""
-        server.num_coming += change
-        self._weigh(server)
-
     def begin(self, server: Server, rid: str, scope: asyncio.Timeout) -> Attempt:
         """A call that is about to be sent; the sender calls `end`."""
         attempt = Attempt(
@@ -301,12 +304,10 @@ class ServerPool:
             scope=scope,
         )
         server.attempts.add(attempt)
-        self._weigh(server)
         return attempt
 
     def end(self, server: Server, attempt: Attempt) -> None:
         server.attempts.discard(attempt)
-        self._weigh(server)
         self._tell()
         if server.is_leaving and not server.attempts:
             self.wake_all()
@@ -323,7 +324,7 @@ class ServerPool:
         weights, number = HeldWeights(version=self._version), next(self._numbers)
         server = Server(client, weights, number=number, since=_now(), reason="it is being added")
         self.servers.append(server)
-        self._count(server)
+        self._note_change()
         self._events.emit(ServerJoined(server=server.address))
         return server
 
@@ -340,7 +341,13 @@ class ServerPool:
             self.expectation.began = min(self.expectation.began, asyncio.get_running_loop().time())
 
     def note_work(self, worked: ServerWorked) -> None:
-        self.generated.note(worked)
+        """Embedded servers tell this whenever they are paused. One that tells fewer tokens than before is a new
+        process: what the old one generated after its last pause is not known.
+        """
+        told = sum(int(sums.decoded + sums.begun) for sums in worked.iterations)
+        before = self._told.get(worked.server, told)
+        self.num_generated = (self.num_generated or 0) + (told - before if told >= before else told)
+        self._told[worked.server] = told
         self._events.emit(worked)
 
     def expect(self, servers: Iterable[Server]) -> None:
@@ -398,19 +405,19 @@ class ServerPool:
             server.reason, server.probed, server.fenced_at = reason, "", _now()
             self._events.emit(ServerFenced(server=server.address, reason=reason))
         self._move(server, "fence")
-        if was_in_service and not self.num_in_service:  # failed together, as with a network: may return together
+        if was_in_service and not self.in_service:  # failed together, as with a network: may return together
             self._expect(Expectation(frozenset(self.servers), is_outage=True))
         return was_in_service
 
     def leave(self, server: Server) -> None:
         server.is_leaving = True
         self._move(server, "leave")
-        self._count(server)
+        self._note_change()
 
     def stay(self, server: Server) -> None:
         server.is_leaving = False
         self._move(server, "stay")
-        self._count(server)
+        self._note_change()
 
     def drop(self, server: Server) -> None:
         if server in self.servers:
@@ -463,42 +470,27 @@ class ServerPool:
         if server.state is before:
             return
         server.since = _now()
-        self._count(server)
+        self._note_change()
         if not server.is_paused:
             self.wake_all()
 
     def _give(self, server: Server, version: int, adapter: str | None, load_number: int) -> None:
         server.weights = HeldWeights(version=version, adapter=adapter, is_ours=True, load_number=load_number)
-        self._count(server)
+        self._note_change()
 
     def _expect(self, expectation: Expectation) -> None:
-        before, self.expectation = self.expectation.servers, expectation
-        for server in before | expectation.servers:
-            self._count(server)
-
-    def _weigh(self, server: Server) -> None:
-        """Called at each change of its requests."""
-        if server.state is _SERVING:
-            self.ready.put(server.number, server.load, server)
-        elif self._is_expected(server):
-            self.expected.put(server.number, server.load, server)
+        self.expectation = expectation
+        self._note_change()
 
     def _is_expected(self, server: Server) -> bool:
         is_out = server.state is _FENCED if self.expectation.is_outage else server.is_paused
         return is_out and not server.is_leaving and server in self.expectation.servers
 
-    def _count(self, server: Server) -> None:
-        """Called at each other change of a server, so that nobody has to look at all of them. The version outlasts the
-        fencing of the last server."""
+    def _note_change(self) -> None:
+        """Called at each change of a server, but for its requests. The version outlasts the fencing of the last one."""
         self.num_changes += 1
-        if server.state is not _SERVING:
-            self.ready.remove(server.number)
-        if not self._is_expected(server):
-            self.expected.remove(server.number)
-        self._weigh(server)
-        self._versions.put(server.number, server.version if server.is_in_service else None)
-        if (oldest := self._versions.oldest) is not None:
-            self._version = oldest
+        self._ready = self._expected = None
+        self._version = min((server.weights.version for server in self.in_service), default=self._version)
 
     def _tell(self) -> None:
         for listener in self._listeners:

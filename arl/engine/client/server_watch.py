@@ -74,13 +74,13 @@ class ServerWatch:
     def counters(self) -> dict[str, float]:
         """Metrics; the totals count since this process began."""
         numbers: dict[str, float] = {
-            "servers/serving": self._pool.num_in_service,
+            "servers/serving": len(self._pool.in_service),
             "servers/fenced": len(self._absences),
             "servers/fences": self._num_fences,
             "servers/failed_requests": self.num_failed_requests,
         }
-        if self._pool.generated.total is not None:
-            numbers["servers/generated_tokens"] = self._pool.generated.total
+        if self._pool.num_generated is not None:
+            numbers["servers/generated_tokens"] = self._pool.num_generated
         return numbers if self._processes is None else {**numbers, "servers/restarts": self._processes.num_restarts}
 
     def note_fence(self, server: Server) -> None:
@@ -161,16 +161,16 @@ class ServerWatch:
         """Raises ServerError when too few servers have served for absence_timeout_s."""
         least, longest_s = self._config.min_servers, self._config.absence_timeout_s
         while True:
-            while self._pool.num_in_service >= least:
+            while len(self._pool.in_service) >= least:
                 await self._pool.changed()
             try:
                 async with asyncio.timeout(longest_s + _GRACE_S):
-                    while self._pool.num_in_service < least:
+                    while len(self._pool.in_service) < least:
                         await self._pool.changed()
             except TimeoutError:
                 if self._pool.is_asleep:  # none of those that are missing may come back yet
                     continue
-                serve = f"{self._pool.num_in_service} of {len(self._pool.servers)} servers serve"
+                serve = f"{len(self._pool.in_service)} of {len(self._pool.servers)} servers serve"
                 raise ServerError(
                     f"{serve}, fewer than engine.min_servers={least}, for {longest_s:g} s: {self._pool.report()}"
                 ) from None

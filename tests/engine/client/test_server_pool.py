@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from arl.api.events import IterationSums, ServerWorked
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.line import Line
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
@@ -120,7 +121,7 @@ async def test_a_request_whose_server_fails_as_it_is_chosen_goes_to_another(pool
     assert await asyncio.wait_for(waiting, 1) is other
 
 
-async def test_what_the_pool_counts_is_what_a_look_at_all_servers_finds(pool: ServerPool):
+async def test_what_the_pool_notes_is_what_a_look_at_all_servers_finds(pool: ServerPool):
     rng, attempts, last = random.Random(0), list[tuple[Server, Attempt]](), pool.version
     for step in range(6000):
         server = rng.choice(pool.servers) if pool.servers else brought(pool)
@@ -134,7 +135,7 @@ async def test_what_the_pool_counts_is_what_a_look_at_all_servers_finds(pool: Se
             case "end" if attempts:
                 pool.end(*attempts.pop(rng.randrange(len(attempts))))
             case "promise":
-                pool.promise(server, 1 if server.num_coming == 0 else -1)
+                server.num_coming = 1 - server.num_coming
             case "drop" if rng.random() < 0.2:
                 pool.drop(server)
             case _:
@@ -143,12 +144,28 @@ async def test_what_the_pool_counts_is_what_a_look_at_all_servers_finds(pool: Se
                 with suppress(RuntimeError):  # it is out of turn
                     getattr(pool, call)(server, *arguments)
         ready = [one for one in pool.servers if one.state is ServerState.SERVING]
-        assert (len(pool.ready), pool.ready.total) == (len(ready), sum(one.load for one in ready))
-        assert pool.ready.least() is min(ready, key=lambda one: one.load, default=None)
+        assert pool.ready == ready
         is_outage = pool.expectation.is_outage
         out = [s for s in pool.expectation.servers if (s.state == "fenced" if is_outage else s.is_paused)]
         soon = [one for one in out if not one.is_leaving]
-        assert (len(pool.expected), pool.expected.total) == (len(soon), sum(one.load for one in soon))
-        assert pool.num_in_service == len(pool.in_service)
+        assert {*pool.expected} == {*soon}
         last = min((one.version for one in pool.in_service), default=last)
         assert pool.version == last
+
+
+async def test_generated_tokens_are_counted_from_the_first_pause_on_over_servers_and_their_restarts(pool: ServerPool):
+    def told(server: str, decoded: float, begun: float = 0.0) -> ServerWorked:
+        one = IterationSums(reads=False, number=1, decoded=decoded, context=0, prompt=0, begun=begun, seconds=0.1)
+        return ServerWorked(server=server, iterations=[one, one])
+
+    assert pool.num_generated is None
+    for worked, total in [
+        (told("a", 50), 0),
+        (told("a", 60, 5), 30),
+        (told("b", 0), 30),
+        (told("b", 7), 44),
+        (told("b", 2), 48),
+        (told("a", 60, 5), 48),
+    ]:
+        pool.note_work(worked)
+        assert pool.num_generated == total
