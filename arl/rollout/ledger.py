@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,8 +16,10 @@ from arl.api.errors import CheckpointError, DatasetError
 from arl.api.types import Example
 from arl.api.workflow import Curriculum
 from arl.rollout.experience import Experience, asked_for_stage
-from arl.rollout.order import LARGE, ComputedOrder, Shuffle
 from arl.rollout.outcome import GroupOutcome, packed, unpacked
+
+_LARGE = 1 << 17
+"""So many examples are shuffled on a thread: a million would block the event loop for 20 ms."""
 
 ExampleId = tuple[int, int]
 """(epoch, index in the dataset of the task). With a curriculum, its stages are the epochs."""
@@ -104,9 +107,8 @@ class ExampleLedger:
 
     An example that was handed out and has no outcome is pending. A ledger restored from `state_dict` first hands out
     the pending ones again, in their order and under their group ids: what was in flight runs again, and what was
-    trained never does. Memory: a byte for each example of each epoch, and for a shuffle 16 bytes for each example, or
-    nothing from LARGE examples on; with a curriculum an index of 8 bytes instead of these, and a record of each
-    example.
+    trained never does. Memory: a byte for each example of each epoch, and 4 bytes for each shuffled example; with a
+    curriculum an index of 8 bytes instead of these, and a record of each example.
     """
 
     def __init__(
@@ -132,15 +134,11 @@ class ExampleLedger:
         self._task = task
         self._numbers = numbers or GroupNumbers()
         self._fingerprint = fingerprint
-        self._is_computed = shuffle and num_examples >= LARGE
-        """Whether the order is a ComputedOrder. Checkpoints from before there was one go on with a Shuffle."""
         self._experience = Experience(num_examples) if curriculum else None
         self._epochs: list[_Epoch] = []
-        self._indices: array[int] = array("q")
-        """0, 1, ...; made when first needed."""
         self._order: Sequence[int] = []
-        self._coming: Shuffle | None = None
-        """The order of the next epoch. Each handed-out example advances its shuffle by a step."""
+        self._coming: Sequence[int] | None = None
+        """The order of the next epoch, if it was made ahead of time."""
         self._position = 0
         self._pending: dict[ExampleId, tuple[int, int]] = {}
         """Group id, and place in the epoch's order."""
@@ -155,16 +153,12 @@ class ExampleLedger:
         """Do the work that takes seconds with a million examples. Call it on a thread, before the first `issue`."""
         if self._experience:
             self._experience.records()
-        elif self._is_stepwise:
-            self._coming = self._coming or self._shuffled(len(self._epochs))
-            self._coming.advance(self._position if self._epochs else self._num_examples)
+        elif self._position == len(self._order):
+            self._coming = self._settings_order(len(self._epochs))
 
     async def ready(self) -> None:
-        """It is."""
-
-    @property
-    def _is_stepwise(self) -> bool:
-        return self._shuffle and not self._is_computed and self._curriculum is None
+        if self._num_examples >= _LARGE and self._position == len(self._order) and self._coming is None:
+            await asyncio.to_thread(self.prepare)
 
     @property
     def epoch(self) -> int:
@@ -219,7 +213,7 @@ class ExampleLedger:
         """The whole state, as JSON values, and functions that make them on the thread that writes them."""
         return {
             **self._settings,
-            **({"order": "computed"} if self._is_computed else {}),
+            "order": self._beginning(),
             **({"fingerprint": dict(self._fingerprint)} if self._fingerprint else {}),
             "epoch": self.epoch,
             "position": self._position,
@@ -252,9 +246,13 @@ class ExampleLedger:
                     "continue with the same dataset and settings, or start in another run_dir"
                 )
         self._check_examples(state.get("fingerprint", {}))
-        self._is_computed = state.get("order") == "computed"
         self._epochs = [self._unpacked_epoch(**saved) for saved in state["epochs"]]
         self._order = self._order_of(self.epoch) if self._epochs else []
+        if state.get("order") != self._beginning():
+            raise CheckpointError(
+                "the checkpoint was written by another version of arl or numpy, which shuffles examples differently: "
+                "continue with that version, or start in another run_dir"
+            )
         self._position = state["position"]
         self._numbers.next = state["next_group_id"]
         pending = [
@@ -267,6 +265,10 @@ class ExampleLedger:
             self._load_experience(self._experience, state["experience"])
         self._coming = None
         self.prepare()
+
+    def _beginning(self) -> list[int]:
+        """The first examples of the epoch, by which its order is recognized."""
+        return [*self._order[:8]]
 
     def _check_examples(self, saved: Mapping[str, str]) -> None:
         now = self._fingerprint or {}
@@ -295,8 +297,6 @@ class ExampleLedger:
     def _next_of_epoch(self) -> tuple[Issue, int]:
         if self._position == len(self._order):
             self._begin_epoch(len(self._epochs))
-        if self._coming:
-            self._coming.advance(-(-self._coming.steps_left // (len(self._order) - self._position)))
         place, index = self._position, self._order[self._position]
         self._position += 1
         return Issue(group_id=self._numbers.take(), example_id=(self.epoch, index), task=self._task), place
@@ -304,11 +304,8 @@ class ExampleLedger:
     def _begin_epoch(self, epoch: int) -> None:
         if self._curriculum and self._experience:
             self._order = array("q", asked_for_stage(self._curriculum, epoch, self._experience.records()))
-        elif self._is_stepwise:
-            self._order = (self._coming or self._shuffled(epoch)).finished()
-            self._coming = self._shuffled(epoch + 1)
         else:
-            self._order = self._settings_order(epoch)
+            self._order, self._coming = self._coming or self._settings_order(epoch), None
         self._epochs.append(_Epoch(self._order if self._curriculum else None, bytearray(b"." * len(self._order))))
         self._position = 0
 
@@ -322,10 +319,7 @@ class ExampleLedger:
         """The order that the settings define."""
         if not self._shuffle:
             return range(self._num_examples)
-        if self._is_computed:
-            return ComputedOrder(self._num_examples, f"{self._seed}-{epoch}")
-        return self._shuffled(epoch).finished()
+        import numpy as np
 
-    def _shuffled(self, epoch: int) -> Shuffle:
-        self._indices = self._indices or array("q", range(self._num_examples))
-        return Shuffle(self._indices, f"{self._seed}-{epoch}")
+        draw = np.random.default_rng([*f"{self._seed}-{epoch}".encode()])
+        return array("i", draw.permutation(np.arange(self._num_examples, dtype=np.int32)).tobytes())
