@@ -43,6 +43,17 @@ from arl.stopping import SCRIPT_END, ScriptEnd, command_line
 ConfigT = TypeVar("ConfigT", bound=Config | FinetuneConfig)
 T = TypeVar("T")
 
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+COMMON = (
+    *("model", "run_dir", "steps", "seed", "algorithm.preset"),
+    *("engine.kind", "engine.num_servers", "engine.addresses", "engine.device", "engine.dtype"),
+    *("rollout.batch_size", "rollout.group_size", "rollout.max_staleness", "rollout.max_concurrent_episodes"),
+    *("rollout.episode_timeout_s", "train.device", "train.dtype", "train.num_ranks", "train.max_tokens_per_microbatch"),
+    *("train.optimizer.lr", "train.lora.rank", "weights.transport", "evaluation.every", "checkpoint.every"),
+    "log.trackers",
+)
+"""The settings of Config that `--help` shows: those that people set."""
+
 CONTINUES = "the same command continues from its newest checkpoint, if there is one"
 """The default message of an interrupted script."""
 
@@ -51,7 +62,8 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     """Build `config_class` from flags (`--section.field value`) over an optional `--config FILE.yaml`.
 
     argv: without the program's name; sys.argv[1:] when None, but in a notebook nothing. Raises ConfigError, which names
-    each wrong field and the allowed values. `--help` prints every setting and exits.
+    each wrong field and the allowed values. `--help` prints the class's own settings and those of COMMON, `--help-all`
+    every setting, and exits.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
@@ -60,7 +72,7 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     if shown := [flag for flag in flags if flag.partition("=")[0].endswith((".api_key", ".metrics_key"))]:
         raise ConfigError(
             f"{shown[0].partition('=')[0]} on the command line shows the key to every user of this machine; put it "
-            "into an environment variable (--help names it), or into the file of --config"
+            "into an environment variable (--help-all names it), or into the file of --config"
         )
     _check_presets(flags, from_file, own.config)
     try:
@@ -354,15 +366,21 @@ def _flag_source(
 ) -> CliSettingsSource[_Parser]:
     settings = {setting.name: setting for setting in settings_of(config_class)}
     names = [name for name, setting in settings.items() if not setting.is_section]
-    texts = _help_texts(config_class) if {"-h", "--help"} & set(flags) else {}
+    texts = _help_texts(config_class) if {*HELP, HELP_ALL} & set(flags) else {}
+    is_short = HELP_ALL not in flags
+    hidden = {setting.name for setting in settings_of(Config)} - {*COMMON} if is_short else set[str]()
 
     def add_argument(parser: Any, *names: str, **options: Any) -> None:
         setting = settings.get(options["dest"])
         if setting is not None:
-            options["help"] = texts.get(setting.name, "").replace("%", "%%")
+            is_hidden = setting.name in hidden or (is_short and setting.is_section)
+            options["help"] = argparse.SUPPRESS if is_hidden else texts.get(setting.name, "").replace("%", "%%")
             if setting.is_section:
                 options["type"] = _section_reader(setting)
         parser.add_argument(*names, **options)
+
+    def add_group(parser: _Parser, **options: Any) -> Any:
+        return parser if is_short else parser.add_argument_group(**options)
 
     def parse(parser: _Parser, args: Sequence[str]) -> argparse.Namespace:
         namespace, unknown = parser.parse_known_args(args)
@@ -377,6 +395,7 @@ def _flag_source(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(HELP_ALL, action="help", help=f"Show all {len(names)} settings, and exit.")
     parser.add_argument("--config", metavar="FILE.yaml", help="Settings from a file; flags override them.")
     if texts and issubclass(config_class, Config):
         parser.add_argument(DRY_RUN, action="store_true", help="Show what would run where, and start nothing.")
@@ -385,6 +404,7 @@ def _flag_source(
         root_parser=parser,
         parse_args_method=parse,
         add_argument_method=add_argument,
+        add_argument_group_method=add_group,
         cli_parse_args=list(flags),
         cli_implicit_flags=True,
         cli_use_class_docs_for_groups=True,
@@ -417,7 +437,7 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
     wanted_here = PEERS_NAMES.get(last := wanted.rpartition(".")[2], last)
     close = [name for name in names if name.endswith(f".{wanted}") or f".{name}".endswith(f".{wanted_here}")]
     close = close or difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
-    advice = "did you mean " + " or ".join(dashes + name for name in close) if close else "see --help for all of them"
+    advice = "did you mean " + " or ".join(dashes + name for name in close) if close else "--help-all lists all of them"
     return f"{flag} is not a setting; {advice}"
 
 

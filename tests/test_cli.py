@@ -126,7 +126,7 @@ def test_flags_change_single_fields_of_an_algorithm(
             "algorithm.rejections[0]: 'token' was given for a part of a list; each part is a mapping, such as",
         ),
         (["--rollout.n=4"], "--rollout.n=4 is not a setting; did you mean --rollout.group_size"),
-        (["--qqq"], "--qqq is not a setting; see --help for all of them"),
+        (["--qqq"], "--qqq is not a setting; --help-all lists all of them"),
         (["--rollout.shuffle", "true"], "true belongs to no setting; each value has its flag, and a switch is --NAME"),
         (["--rollout.shuffle=true"], "--rollout.shuffle is a switch; give it without a value, or as --no-rollout.shu"),
         (["--steps"], "--steps: expected one argument"),

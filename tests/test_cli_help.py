@@ -1,4 +1,4 @@
-"""--help shows each setting with what it is, the default that it has, and the variants that have it."""
+"""--help-all shows each setting with what it is, its default and the variants that have it; --help those people set."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config
 from arl.api.engine_config import EngineConfig, SGLangEngineConfig
 from arl.api.settings import settings_of
-from arl.cli import load_config
+from arl.cli import COMMON, load_config
 
 
 class AgentConfig(Config):
@@ -37,13 +37,13 @@ class TunedConfig(AgentConfig):
 
 
 @cache
-def shown(config: type[Config]) -> dict[str, str]:
-    """What --help says, by flag. argparse breaks lines at hyphens too, within a word: the terminal is wide."""
+def shown(config: type[Config], flag: str = "--help-all") -> dict[str, str]:
+    """What --help-all says, by flag. argparse breaks lines at hyphens too, within a word: the terminal is wide."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setenv("COLUMNS", "10000")
         with pytest.raises(SystemExit) as exit_:
-            load_config(config, ["--help"])
+            load_config(config, [flag])
     assert exit_.value.code == 0
     entries = re.split(r"\n  (?=--)", out.getvalue())[1:]
     return {entry.split()[0].rstrip(","): " ".join(entry.split()) for entry in entries}
@@ -93,3 +93,10 @@ def test_a_setting_without_a_default_is_required() -> None:
 def test_every_setting_has_its_flag_and_a_text() -> None:
     assert [setting.name for setting in settings_of(Config) if not setting.about] == []
     assert {f"--{setting.name}" for setting in settings_of(Config)} <= shown(Config).keys()
+
+
+def test_help_shows_25_settings_and_the_class_s_own_and_says_how_to_see_all() -> None:
+    names = shown(AgentConfig, "--help").keys()
+    assert len(COMMON) == 25
+    assert names - {"--help-all", "--config", "--dry-run"} == {*(f"--{name}" for name in COMMON), "--share"}
+    assert "--help-all" in names

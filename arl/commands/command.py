@@ -14,7 +14,7 @@ from typing import Any
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError, says_all
-from arl.cli import exit_with, load_config, run
+from arl.cli import HELP, HELP_ALL, exit_with, load_config, run
 from arl.experiment import IS_LOADED_FOR_ITS_EXPERIMENT, Experiment
 
 NAME = "experiment"
@@ -83,8 +83,10 @@ def import_script(file: Path) -> ModuleType:
     return module
 
 
-HELP = ("-h", "--help")
-OTHER_FLAGS = "Other flags are FILE's own settings (--model, --config, ...); `%(prog)s FILE --help` lists them. "
+OTHER_FLAGS = (
+    "Other flags are FILE's own settings (--model, --config, ...); `%(prog)s FILE --help` lists those that people set, "
+    "--help-all all of them. "
+)
 EPILOG = (
     f"{OTHER_FLAGS}A setting with the name of an option above goes into FILE's --config file. The command trains "
     "nothing, and disturbs no run that trains in the same run_dir. Exit code: 0; 1 if every episode failed; 2 for a "
@@ -107,14 +109,14 @@ def parser_of(name: str, description: str, epilog: str = EPILOG) -> argparse.Arg
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's options, and the remaining flags, which are the script's. `--help` prints both and exits."""
-    if not set(argv) & set(HELP):
+    asked = {*HELP, HELP_ALL}
+    if not asked & {*argv}:
         return parser.parse_known_args(argv)
     parser.print_help()
-    rest = [argument for argument in argv if argument not in HELP]
-    if rest:
+    if rest := [argument for argument in argv if argument not in asked]:
         sys.stdout.write("\n")
         options, _ = parser.parse_known_args(rest)
-        load_config(_loaded(options).config, ["--help"])
+        load_config(_loaded(options).config, [HELP_ALL if HELP_ALL in argv else HELP[1]])
     raise SystemExit(0)
 
 
