@@ -20,7 +20,7 @@ from arl.cli import exit_with
 from arl.training.run_dir import LOCK
 from arl.training.run_end import END, disk_use, how_it_ended, size_text
 from arl.training.run_facts import ENVIRONMENT, starts_of
-from arl.view.screen import plain
+from arl.view.top import plain
 
 ABOUT = (
     "List the runs in a folder, the last started last: the state of each (running, finished, interrupted, failed, "

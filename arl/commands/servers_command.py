@@ -31,7 +31,7 @@ from arl.cluster.servers_file import (
 )
 from arl.commands.command import counted
 from arl.training.run_end import how_it_ended
-from arl.view.screen import plain
+from arl.view.top import plain
 
 ABOUT = (
     "Show, add and remove the inference servers of a run, while it trains or before it starts again. For "

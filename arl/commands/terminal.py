@@ -17,13 +17,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from arl.api.errors import ArlError
 from arl.cli import exit_with
 from arl.commands.viewing import ending_of, the_run
-from arl.view.overview import Overview, overview
-from arl.view.screen import screen
+from arl.view.top import top
 from arl.view.viewed_run import ViewedRun, is_run
 
 EVERY_S = 0.5
@@ -53,7 +53,7 @@ async def _print(run_dir: Path, console: Console) -> None:
     """All of it: as many lines as there are."""
     watched = _WatchedRun(run_dir)
     await watched.viewed.load()
-    console.print(screen(await watched.now(), console.width, ascii_only=console.options.ascii_only))
+    console.print(await watched.now())
     watched.viewed.close()
 
 
@@ -67,7 +67,7 @@ async def _watch(run_dir: Path, console: Console) -> None:
             live.update(Text(f"There is no run in {run_dir} yet. q ends this."), refresh=True)
             await _pause(stop)
         if not stop.is_set():
-            await _follow(the_run(run_dir), console, live, stop)
+            await _follow(the_run(run_dir), live, stop)
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -78,14 +78,13 @@ def _runs_in(path: Path) -> list[Path]:
         return []
 
 
-async def _follow(run_dir: Path, console: Console, live: Live, stop: asyncio.Event) -> None:
+async def _follow(run_dir: Path, live: Live, stop: asyncio.Event) -> None:
     watched = _WatchedRun(run_dir)
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(watched.viewed.follow())
         while not stop.is_set():
             await watched.viewed.read_on()
-            shown, size = await watched.now(), console.size
-            live.update(screen(shown, size.width, size.height, ascii_only=console.options.ascii_only), refresh=True)
+            live.update(await watched.now(is_cut=True), refresh=True)
             await _pause(stop)
         following.cancel()
     watched.viewed.close()
@@ -104,14 +103,15 @@ class _WatchedRun:
         self._health: dict[str, Any] = {}
         self._looked_at = -_HEALTH_EVERY_S
 
-    async def now(self) -> Overview:
-        return await self.viewed.ask(self._now)
+    async def now(self, *, is_cut: bool = False) -> Table:
+        return await self.viewed.ask(self._now, is_cut)
 
-    def _now(self) -> Overview:
+    def _now(self, is_cut: bool) -> Table:
         if time.monotonic() - self._looked_at >= _HEALTH_EVERY_S:
             self._health = self.viewed.health()
             self._looked_at = time.monotonic()
-        return overview(self.viewed, ending_of(self.viewed.run_dir), self._health, self.viewed.now())
+        ending = ending_of(self.viewed.run_dir)
+        return top(self.viewed, ending, self._health, self.viewed.now(), is_cut=is_cut)
 
 
 @contextmanager
