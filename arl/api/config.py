@@ -334,17 +334,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_updated_at_once(self) -> Self:
-        if not isinstance(self.weights, DistributedWeightsConfig) or self.weights.servers_per_group == 1:
-            return self
-        if self.engine.update_order == "rolling":
-            raise ValueError(
-                f"weights.servers_per_group is {self.weights.servers_per_group}, but engine.update_order=rolling "
-                "updates one server after another; use update_order=all, or servers_per_group=1"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _adapters_can_be_published(self) -> Self:
         if not isinstance(self.weights, AdapterWeightsConfig):
             return self
@@ -367,17 +356,11 @@ class Config(Section):
     def _vllm_can_do_it(self) -> Self:
         if self.engine.protocol != "vllm":
             return self
-        if isinstance(self.weights, DistributedWeightsConfig):
-            if not self.train.device.startswith("cuda"):
-                raise ValueError(
-                    f"weights.transport is distributed, which vLLM takes over NCCL from a GPU, and train.device is "
-                    f"{self.train.device}; use weights.transport=disk"
-                )
-            if self.weights.servers_per_group > 1:
-                raise ValueError(
-                    f"weights.servers_per_group is {self.weights.servers_per_group}, but a vLLM server is in a group "
-                    "with the trainer alone; use servers_per_group=1"
-                )
+        if isinstance(self.weights, DistributedWeightsConfig) and not self.train.device.startswith("cuda"):
+            raise ValueError(
+                f"weights.transport is distributed, which vLLM takes over NCCL from a GPU, and train.device is "
+                f"{self.train.device}; use weights.transport=disk"
+            )
         if not self.engine.replay_truncation:
             raise ValueError(
                 "engine.replay_truncation is false, but vLLM's logprobs under top_p, top_k and min_p are over the kept "

@@ -31,19 +31,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
-    """A process group through which servers receive weights: its sender is rank 0 and listens at address:port."""
+    """A process group through which a server receives weights: its sender is rank 0 and listens at address:port."""
 
     name: str
     address: str
     port: int
     world_size: int
-    """The sender, and the ranks of all servers."""
+    """The sender, and the server's ranks, which follow it from 1."""
     backend: str
     """gloo (CPU tensors), nccl, or nccl_by_id."""
     unique_id: str | None = None
     """NCCL's id of the group, in base64, for servers that meet by it instead of at address:port."""
-    rank_offset: int = 1
-    """The first of a server's ranks; the others follow it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,10 +140,10 @@ class WeightUpdate(Protocol):
 
 @runtime_checkable
 class SharedUpdate(WeightUpdate, Protocol):
-    """A WeightUpdate that serves several servers with one send. It works without `expect`, server by server."""
+    """A WeightUpdate that can be brought next to servers before their turns. It works without `expect`, too."""
 
-    def expect(self, turns: Sequence[Sequence[WeightServer]]) -> None:
-        """These servers are about to be prepared and loaded: those of a turn at once, turn after turn."""
+    def expect(self, servers: Sequence[WeightServer]) -> None:
+        """These servers are about to be prepared and loaded, one after another."""
         ...
 
 

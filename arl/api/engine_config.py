@@ -242,12 +242,6 @@ class DistributedWeightsConfig(Section):
     CPU. No file is written."""
 
     transport: Literal["distributed"] = "distributed"
-    servers_per_group: PositiveInt = 1
-    """How many servers share a process group, and so one broadcast. 1: each has its own, and none can hold up another.
-    More: the trainer sends less, and the servers of a group are paused and loaded in step. If one stalls or dies, the
-    others get the update by themselves seconds later, on embedded servers. Stock SGLang can't end a broadcast: servers
-    that wait behind a stalled one are fenced until it goes on or is killed, or for 30 minutes. They must reach each
-    other, and be updated at once (engine.update_order)."""
     address: str | None = None
     """Where servers on other machines reach the trainer. Unset: the address that its network reports."""
 

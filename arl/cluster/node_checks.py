@@ -279,7 +279,7 @@ class _Check:
         hosts = list(dict.fromkeys(node.node_id for node in self._servers.values() if node))
         links = pairs(ranks) if len(ranks) <= _MESH else star(zero, ranks)
         if isinstance(weights, DistributedWeightsConfig):
-            links += star(zero, hosts) + (pairs(hosts) if weights.servers_per_group > 1 else [])
+            links += star(zero, hosts)
         links = [link for link in links if set(link) <= self._facts.keys()]
         addresses = {node.node_id: node.address for node in self._nodes}
         if server := next((one for one, other in links if other == zero and one in hosts), None):

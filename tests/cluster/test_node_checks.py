@@ -248,16 +248,6 @@ def test_a_server_that_does_not_reach_rank_0_is_a_mistake_both_ways(tmp_path: Pa
     assert mistakes(disk) == []
 
 
-def test_servers_that_share_a_group_must_reach_each_other(tmp_path: Path) -> None:
-    given = {"kind": "sglang", "addresses": ("http://127.0.0.2:1", "http://127.0.0.3:1")}
-    nodes = FakeNode(1, cpus=2), FakeNode(2, reaches_all=cut_from(3)), FakeNode(3)
-    apart = checked(tmp_path, *nodes, engine=given, weights={"transport": "distributed"})
-    assert mistakes(apart) == []
-    together = {"transport": "distributed", "servers_per_group": 2}
-    (text,) = mistakes(checked(tmp_path, *nodes, engine=given, weights=together))
-    assert text.startswith("http://127.0.0.2:1 on n2 does not reach http://127.0.0.3:1 on n3 (at 127.0.0.3: cut): let")
-
-
 def test_servers_on_other_machines_are_said_to_be_unchecked(tmp_path: Path) -> None:
     far = "http://192.0.2.77:1"
     given = {"engine": {"kind": "sglang", "addresses": (far,)}, "weights": {"transport": "distributed"}}

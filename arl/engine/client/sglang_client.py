@@ -281,7 +281,7 @@ class SGLangClient(ServerClient):
         body = {
             "master_address": group.address,
             "master_port": group.port,
-            "rank_offset": group.rank_offset,
+            "rank_offset": 1,
             "world_size": group.world_size,
             "group_name": group.name,
             "backend": group.backend,

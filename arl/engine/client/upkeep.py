@@ -184,8 +184,8 @@ class Upkeep:
 
         turns = [servers] if self._config.update_order == "all" else [[server] for server in servers]
         self._pool.expect(servers if len(turns) == 1 else [])
-        if isinstance(update, SharedUpdate):
-            update.expect([[server.client for server in turn] for turn in turns])
+        if len(turns) > 1 and isinstance(update, SharedUpdate):
+            update.expect([server.client for server in servers])
         refusals = [refusal for turn in turns for refusal in await self._on_each(turn, load)]
         if not stats:
             await self._wait_for_probes(update, may_return=len(refusals) < len(self._pool.servers))

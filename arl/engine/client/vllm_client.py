@@ -319,7 +319,7 @@ def group_facts(group: WeightGroup) -> dict[str, Any]:
     """What a server needs to join: each call of /update_weights is one broadcast of all its bytes."""
     return {
         "nccl_unique_id_b64": group.unique_id,
-        "rank_offset": group.rank_offset,
+        "rank_offset": 1,
         "world_size": group.world_size,
         "packed": True,
         "packed_buffer_size_bytes": 1 << 62,

@@ -3,22 +3,17 @@
     prepare (the server generates):  a process group with this server, if there is none that works
     load (the server is paused):     begin, then for each bucket: receive over HTTP | broadcast in a thread, then end
 
-With servers_per_group above 1, servers share a group and load in step (teams.py). A group in which anything failed is
-never used again.
+Each server has a group of its own, so none can hold up another. A group in which anything failed is never used again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
-
-from yarl import URL
 
 from arl.api.engine import (
     InferenceEngine,
@@ -31,21 +26,18 @@ from arl.api.engine import (
     WeightUpdate,
 )
 from arl.api.engine_config import DistributedWeightsConfig
-from arl.api.errors import ProcessLostError, ServerError, ServerFailedError, TransportError
-from arl.engine.weights.both_sides import begin, both, done
-from arl.engine.weights.disk import submitted
-from arl.engine.weights.teams import MEETING_S, PATIENCE_S, BrokenTeamError, ServerTeam, Teams, Together
+from arl.api.errors import NoSuchPathError, ProcessLostError, ServerError, ServerFailedError, TransportError
+from arl.engine.weights.disk import look_at, submitted
 from arl.engine.weights.tensor_ranges import byte_size, ranges
-from arl.web.process import is_loopback
 
 _MAX_THREADS = 256
 _LEAVING_S = 5.0
 """The longest that closing waits for groups to be left; it takes long only if a rank is stuck."""
+_EXPLANATION_S = 1.0
+"""The time that a server has to explain why its group broke."""
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
-
-logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -108,7 +100,7 @@ class SendableSnapshot(Snapshot, Protocol):
 
 
 class DistributedTransport:
-    """Sends each snapshot to the servers, through a process group for each or for several.
+    """Sends each snapshot to the servers, through a process group for each.
 
     A bucket has at most bucket_bytes, or one larger tensor. The newest delivered snapshot stays in memory, for servers
     that come back after a failure.
@@ -119,11 +111,9 @@ class DistributedTransport:
         self.bucket_bytes = bucket_bytes
         self.threads = ThreadPoolExecutor(_MAX_THREADS, "arl-send")
         self.groups: dict[str, WeightGroup] = {}
-        """Server address -> the group that works, of this server alone."""
+        """Server address -> the group that works."""
         self.broken: defaultdict[str, list[str]] = defaultdict(list)
         """Server address -> names of groups that the server must still be told to leave."""
-        self.teams = Teams(config.servers_per_group)
-        self._servers_per_group = config.servers_per_group
         self._updates: list[DistributedWeights] = []
         self._sender: object = None
 
@@ -135,18 +125,6 @@ class DistributedTransport:
         update = DistributedWeights(self, snapshot)
         self._updates.append(update)
         return update
-
-    def break_up(self, team: ServerTeam, reason: str, snapshot: SendableSnapshot) -> None:
-        """Leave a team's group, which its servers are told when they next prepare, or load by themselves."""
-        if team.broken.is_set():
-            return
-        self.teams.break_up(team, reason)
-        if team.group is None:
-            return
-        for address in team.members:
-            self.broken[address].append(team.group)
-        with contextlib.suppress(RuntimeError):  # the transport was closed, and has left all groups
-            self.threads.submit(snapshot.leave, team.group)
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
         """Bring the servers to `update`, then release the snapshots before it.
@@ -169,13 +147,7 @@ class DistributedTransport:
         self._sender = sender
         for address, group in self.groups.items():
             self.broken[address].append(group.name)
-        for team in self.teams.all:
-            if team.group is not None and not team.broken.is_set():
-                for address in team.members:
-                    self.broken[address].append(team.group)
-            team.broken.set()
         self.groups.clear()
-        self.teams = Teams(self._servers_per_group)
 
     def discard(self, update: WeightUpdate) -> None:
         """Release a snapshot that will not be delivered. Idempotent."""
@@ -188,9 +160,9 @@ class DistributedTransport:
         """Leave all groups. Idempotent. A call that hangs ends with the train engine."""
         # The sender is the engine's, so one snapshot can leave for all. In threads: a rank that is stuck never answers.
         leaving = [
-            self.threads.submit(update.snapshot.leave, name)
+            self.threads.submit(update.snapshot.leave, group.name)
             for update in self._updates[-1:]
-            for name in [*(group.name for group in self.groups.values()), *self.teams.groups]
+            for group in self.groups.values()
         ]
         self.threads.shutdown(wait=False)
         wait(leaving, timeout=_LEAVING_S)
@@ -201,7 +173,7 @@ class DistributedTransport:
 
 
 class DistributedWeights:
-    """A SharedUpdate that is sent to servers while they load it."""
+    """A WeightUpdate that is sent to servers while they load it."""
 
     def __init__(self, transport: DistributedTransport, snapshot: SendableSnapshot) -> None:
         self.snapshot = snapshot
@@ -215,18 +187,6 @@ class DistributedWeights:
         self._met: set[str] = set()
         self.lost = asyncio.Event()
         """Set when a server could not get them, because the process that holds them is lost."""
-        self._together: dict[str, Together] = {}
-        """The servers that load this update in lockstep with others, until they have loaded it or their team broke."""
-
-    def expect(self, turns: Sequence[Sequence[WeightServer]]) -> None:
-        """Servers of the same turn share groups, if their teams are whole."""
-        teams = self._transport.teams
-        for team in teams.arrange([[server.address for server in turn] for turn in turns]):
-            self._transport.break_up(team, "one of its servers is away", self.snapshot)
-            for address in team.members:
-                teams.note_load(address)  # nothing has failed
-        for team in teams.all:
-            self._together |= dict.fromkeys(team.members, Together(team))
 
     async def gathered(self) -> None:
         """Wait until all tensors are there, so that paused servers only wait for sending. Raises TransportError."""
@@ -243,32 +203,20 @@ class DistributedWeights:
             except ServerError:
                 pass  # it does not know of it
             broken.remove(name)
-        if (together := self._together.get(server.address)) is not None:
+        if server.address not in self._transport.groups:
             try:
-                return await self._meet_in_team(together, server)
-            except BrokenTeamError:
-                self._together.pop(server.address, None)
-                await self._leave_team(server)
-        await self._meet_alone(server)
+                self._transport.groups[server.address] = await self._meet(server)
+            except ProcessLostError:
+                self.lost.set()
+                raise
+            self._met.add(server.address)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         """Send everything. If this raises, the group was left, and the server may hold a mixture, labelled so."""
-        if (together := self._together.pop(server.address, None)) is not None:
-            try:
-                await self._load_in_step(together, server, flush_cache)
-            except BrokenTeamError:
-                await self._leave_team(server)
-                await self._meet_alone(server)
-                await self._load_alone(server, flush_cache)
-        else:
-            await self._load_alone(server, flush_cache)
-        self._transport.teams.note_load(server.address)
-
-    async def _load_alone(self, server: WeightServer, flush_cache: bool) -> None:
         if (group := self._transport.groups.get(server.address)) is None:
             raise ServerFailedError(f"{server.address} no longer shares a group with the trainer")
         try:
-            await begin(server)
+            await _begin(server)
             for start, stop in self._buckets:
                 await self._send(server, group, start, stop, flush_cache)
             await server.end_update()
@@ -280,105 +228,11 @@ class DistributedWeights:
             raise
 
     async def _send(self, server: WeightServer, group: WeightGroup, start: int, stop: int, flush_cache: bool) -> None:
-        sending = self._in_thread(self.snapshot.send, group.name, start, stop)
-        await both(sending, self._received(server, group, start, stop, flush_cache))
-        self.num_bytes += sum(map(byte_size, self._specs[start:stop]))
-
-    def _received(
-        self, server: WeightServer, group: WeightGroup, start: int, stop: int, flush_cache: bool
-    ) -> Coroutine[Any, Any, None]:
-        is_last = stop == len(self._specs)
+        specs, is_last = self._specs[start:stop], stop == len(self._specs)
         version = self.version if is_last else None
-        return server.receive(self._specs[start:stop], group, version=version, flush_cache=flush_cache and is_last)
-
-    # Together with others
-
-    async def _meet_in_team(self, together: Together, server: WeightServer) -> None:
-        """Raises BrokenTeamError: the team was broken up."""
-        if server.address in (team := together.team).places:
-            return
-        with self._breaking(team):
-            await together.come("prepare", server)
-            members = together.servers("prepare")
-            group = await together.step(done(together.once("open", lambda: self._open(team, members))), MEETING_S, "")
-            ranks_before = sum(one.num_ranks for one in members[: members.index(server)])
-            mine = replace(group, rank_offset=1 + ranks_before)
-            ours = together.once("join", lambda: self._in_thread(self.snapshot.join, group))
-            await together.step(both(ours, server.join_group(mine)), MEETING_S, f"joining of {server.address}")
-        team.places[server.address] = mine
-
-    def _open(self, team: ServerTeam, members: Sequence[WeightServer]) -> asyncio.Future[WeightGroup]:
-        far = [one for one in members if not is_loopback(URL(one.address).host or "")]
-        num_ranks = sum(one.num_ranks for one in members)
-        where = ((far or members)[0].address, num_ranks, self._backend, self._transport.address)
-
-        def opened() -> WeightGroup:
-            group = self.snapshot.open_group(*where)
-            team.group = group.name
-            if team.broken.is_set():  # nobody has told of it
-                self.snapshot.leave(group.name)
-            return group
-
-        return self._in_thread(opened)
-
-    async def _load_in_step(self, together: Together, server: WeightServer, flush_cache: bool) -> None:
-        """Raises BrokenTeamError: the team was broken up."""
-        team = together.team
-        with self._breaking(team):
-            if (group := team.places.get(server.address)) is None:
-                raise BrokenTeamError(f"{server.address} is not in the group")
-            await together.come("load", server)
-            await together.step(begin(server), PATIENCE_S, f"beginning on {server.address}")
-            await together.come("begun", server)
-            for start, stop in self._buckets:
-                began, num_bytes = asyncio.get_running_loop().time(), sum(map(byte_size, self._specs[start:stop]))
-                sending = together.once(start, lambda start=start, stop=stop: self._send_to_all(group, start, stop))
-                receiving = self._received(server, group, start, stop, flush_cache)
-                await together.step(both(sending, receiving), team.limit_s(num_bytes), f"a bucket to {server.address}")
-                team.note_bucket(num_bytes, asyncio.get_running_loop().time() - began)
-            await server.end_update()
-
-    def _send_to_all(self, group: WeightGroup, start: int, stop: int) -> asyncio.Future[None]:
-        self.num_bytes += sum(map(byte_size, self._specs[start:stop]))
-        return self._in_thread(self.snapshot.send, group.name, start, stop)
-
-    @contextlib.contextmanager
-    def _breaking(self, team: ServerTeam) -> Iterator[None]:
-        """Whatever fails in the block breaks the team. A server's failure becomes a BrokenTeamError."""
-        try:
-            yield
-        except BaseException as error:  # also if cancelled: the group may be in the middle of a broadcast
-            if not team.broken.is_set() and isinstance(error, Exception):
-                logger.warning("servers share a group no longer (%s): %s", ", ".join(team.members), error)
-            self._transport.break_up(team, str(error) or "one of its servers was given up", self.snapshot)
-            if isinstance(error, ServerError):
-                raise BrokenTeamError(str(error)) from error
-            raise
-
-    async def _leave_team(self, server: WeightServer) -> None:
-        """Have the server leave its broken group at once. Raises ServerFailedError if it does not answer."""
-        broken, teams = self._transport.broken[server.address], self._transport.teams
-        for name in list(broken):
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await server.leave_group(name)
-            except (ServerFailedError, TimeoutError) as error:
-                teams.blame(server.address)
-                raise ServerFailedError(f"{server.address} does not leave a group that broke: {error}") from error
-            except ServerError:
-                pass  # it does not know of it
-            broken.remove(name)
-
-    # Alone
-
-    async def _meet_alone(self, server: WeightServer) -> None:
-        if server.address not in self._transport.groups:
-            try:
-                self._transport.groups[server.address] = await self._meet(server)
-            except ProcessLostError:
-                self.lost.set()
-                raise
-            self._met.add(server.address)
+        receiving = server.receive(specs, group, version=version, flush_cache=flush_cache and is_last)
+        await _both(self._in_thread(self.snapshot.send, group.name, start, stop), receiving)
+        self.num_bytes += sum(map(byte_size, specs))
 
     async def _meet(self, server: WeightServer) -> WeightGroup:
         backend = f"{self._backend}_by_id" if server.meets_by_id else self._backend
@@ -390,7 +244,7 @@ class DistributedWeights:
             opening.add_done_callback(self._leave_opened)  # the thread goes on
             raise
         try:
-            await both(self._in_thread(self.snapshot.join, group), server.join_group(group))
+            await _both(self._in_thread(self.snapshot.join, group), server.join_group(group))
         except BaseException:  # also if cancelled: the server may wait in a group that is half formed
             self._break(server, group)
             raise
@@ -409,3 +263,34 @@ class DistributedWeights:
 
     def _in_thread(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
         return asyncio.wrap_future(submitted(self._transport.threads, call, *args))
+
+
+async def _begin(server: WeightServer) -> None:
+    try:
+        await server.begin_update()
+    except NoSuchPathError as error:
+        raise ServerError(
+            f"{server.address} must be SGLang 0.5.23 or newer for weights.transport=distributed ({error}); or use disk"
+        ) from error
+    except ServerFailedError:
+        raise
+    except ServerError:
+        # An update that broke off was left open. Ending it puts into use what this one overwrites, all of it.
+        await server.end_update()
+        await server.begin_update()
+
+
+async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) -> None:
+    """Wait for both sides of an exchange. Raises the first failure, or the server's explanation of it."""
+    answering = asyncio.ensure_future(theirs)
+    try:
+        await asyncio.wait({ours, answering}, return_when=asyncio.FIRST_EXCEPTION)
+        if ours.done() and isinstance(ours.exception(), ServerFailedError):
+            await asyncio.wait({answering}, timeout=_EXPLANATION_S)
+        for side in (answering, ours):
+            if side.done():
+                side.result()
+    finally:
+        for side in (answering, ours):
+            side.cancel()  # a thread goes on until its group is left, or its time is over
+            side.add_done_callback(look_at)

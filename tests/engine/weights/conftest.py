@@ -23,12 +23,6 @@ def first(model: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def third(model: Path) -> Iterator[ServerProcess]:
-    with server_process(str(model)) as server:
-        yield server
-
-
 @pytest.fixture(scope="session")
 def second(model: Path) -> Iterator[ServerProcess]:
     """The one that tests kill and start again; it runs when they end."""

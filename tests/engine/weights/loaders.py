@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arl.api.engine import SharedUpdate, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
+from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.engine.weights.sender import views
@@ -66,8 +66,7 @@ class Receiver:
                 store = dist.PrefixStore(prefix, store)
             return dist.ProcessGroupGloo(store, rank, group.world_size, TIMEOUT)
 
-        first = group.rank_offset
-        ranks = [asyncio.to_thread(join, rank) for rank in range(first, first + self.num_ranks)]
+        ranks = [asyncio.to_thread(join, rank) for rank in range(1, 1 + self.num_ranks)]
         self.groups[group.name] = await asyncio.gather(*ranks)
 
     async def leave_group(self, name: str) -> None:
@@ -122,28 +121,6 @@ class Servers(ScriptedEngine):
         if self.failures and len(self.failures) == len(self.servers):
             raise self.failures.popitem()[1]
         return await super().update_weights(update)
-
-
-class ServersAtOnce(Servers):
-    """Updates its servers at once, as an engine does. `absent` ones are prepared, and never loaded."""
-
-    absent: frozenset[str] = frozenset()
-
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        self.failures.clear()
-        if isinstance(update, SharedUpdate):
-            update.expect([self.servers])
-
-        async def load(server: Any) -> None:
-            try:
-                await update.prepare(server)
-                if server.address not in self.absent:
-                    await update.load(server, flush_cache=True)
-            except ServerError as error:
-                self.failures[server.address] = error
-
-        await asyncio.gather(*(load(server) for server in self.servers))
-        return await super(Servers, self).update_weights(update)
 
 
 @dataclass
