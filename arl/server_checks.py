@@ -18,7 +18,7 @@ from arl.engine.client.greeting import difference, expected_of, greet
 from arl.engine.client.remote_engine import client_class
 from arl.engine.client.server_client import Greeting, ServerClient
 from arl.engine.model_files import served_model
-from arl.engine.weights.mirror_client import MirrorClient
+from arl.engine.weights.delta import MirrorClient
 from arl.offload import offload
 from arl.web.connections import Connections
 

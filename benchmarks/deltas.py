@@ -45,8 +45,17 @@ from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
-from arl.engine.weights import package as delta
-from arl.engine.weights.package import Replica, delta_package, patched_block, spans, survey
+from arl.engine.weights.package import (
+    BLOCK_HEADER,
+    PREAMBLE,
+    PackageHeader,
+    Replica,
+    built_block,
+    file_digest,
+    package,
+    spans,
+    survey,
+)
 from arl.finetuning.chats import to_demonstrations
 
 BATCH_SIZE = 64
@@ -67,13 +76,16 @@ class Measured:
 
 def measured(base: Replica, directory: Path, pool: Executor) -> tuple[Replica, Measured]:
     new, survey_s = timed(lambda: survey(directory, pool))
-    pieces, encode_s = timed(lambda: delta_package(base, new, 1, pool, max_bytes=1 << 60) or [])
-    part = new.part("model.safetensors", base)
-    blocks = list(zip(spans(part.num_bytes), pieces[1:], strict=part.how == "patched"))
-    patched, patch_s = timed(lambda: [patched_block(base.directory, *span, part, piece) for span, piece in blocks])
-    if patched and delta.file_digest([digest for _, digest in patched]) != new.files[part.name][1]:
+    pieces, encode_s = timed(lambda: list(package(new, 1, base, pool.map)))
+    (part,) = [
+        part for part in PackageHeader.parse(pieces[0][PREAMBLE.size :]).files if part.name.endswith(".safetensors")
+    ]
+    theirs = base.directory / part.name
+    blocks = [] if part.is_kept else list(zip(spans(part.num_bytes), pieces[1:], strict=True))
+    built, patch_s = timed(lambda: [built_block(theirs, span, part.width, piece) for span, piece in blocks])
+    if built and file_digest([digest for _, digest in built]) != new.files[part.name][1]:
         raise RuntimeError("what was patched is not what was exported")
-    count = sum(delta.BLOCK_HEADER.unpack_from(piece)[1] for _, piece in blocks)
+    count = sum(BLOCK_HEADER.unpack_from(piece)[1] for _, piece in blocks)
     return new, Measured(
         changed=count * part.width / part.num_bytes,
         delta_bytes=sum(map(len, pieces)),

@@ -1,11 +1,11 @@
 """What a trainer sends to bring many servers to a version, and how long that takes, where its network is the limit.
 
-    python benchmarks/sends.py mirrors --counts 1 4 8 16 --fanouts 1 2 4 8    weights.transport=delta
-    python benchmarks/sends.py groups --counts 1 4 8 16                       weights.transport=distributed, over gloo
+    python benchmarks/sends.py mirrors --counts 1 4 8 16    weights.transport=delta
+    python benchmarks/sends.py groups --counts 1 4 8 16     weights.transport=distributed, over gloo
 
 Each server is a machine of its own (namespaces, tests/cluster/nodes.py) whose network sends --megabit. `mirrors` sends
-a whole model to real mirrors: directly to each, and through trees. `groups` broadcasts as the trainer does to processes
-that receive as servers do: through a group for each, and through one for all. Needs root, iproute2 and util-linux.
+a whole model to real mirrors. `groups` broadcasts as the trainer does to processes that receive as servers do, through
+a group for each. Needs root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,9 +30,9 @@ from nodes import Cluster, Node
 from rich.console import Console
 from rich.table import Table
 
-from arl.engine.weights.mirror_client import MirrorClient
-from arl.engine.weights.package import survey
-from arl.engine.weights.waves import MirrorTrees, Waves
+from arl.engine.weights.delta import MirrorClient
+from arl.engine.weights.package import package, survey
+from arl.offload import offload
 
 ROOT = Path(__file__).parents[1]
 PORT, KEY = 30900, "benchmark"
@@ -49,46 +49,39 @@ def sent_bytes() -> int:
 # Mirrors
 
 
-async def bring(addresses: list[str], fanout: int, version: int, num_bytes: int, scratch: Path) -> dict[str, float]:
+async def bring(addresses: list[str], version: int, num_bytes: int, scratch: Path) -> dict[str, float]:
     """Send a new model to all mirrors; returns the seconds until the last had it, and copies of it that left here."""
     (directory := scratch / f"{version}").mkdir()
     (directory / "model.bin").write_bytes(os.urandom(num_bytes))
     with ThreadPoolExecutor(1) as pool:
         new = survey(directory, pool)
-    mirrors = [MirrorClient(address, KEY) for address in addresses]
-    waves = Waves(MirrorTrees(fanout=fanout, has_key=True), new, version, None, None)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        left = package(new, version)
+        while piece := await offload(next, left, b""):
+            yield piece
+
     began, before = time.perf_counter(), sent_bytes()
-    await asyncio.gather(*(waves.bring(mirror, mirrors) for mirror in mirrors))
+    await asyncio.gather(*(MirrorClient(address, KEY).put(pieces()) for address in addresses))
     return {"seconds": time.perf_counter() - began, "copies": (sent_bytes() - before) / num_bytes}
 
 
 def send_to_mirrors(args: argparse.Namespace) -> None:
     addresses = [f"http://10.77.0.{number}:{PORT}" for number in range(2, 2 + max(args.counts))]
     with tempfile.TemporaryDirectory() as scratch:
-        version = 0
-        for count in args.counts:
-            for fanout in dict.fromkeys((count, *(fanout for fanout in args.fanouts if fanout < count))):
-                version += 1
-                found = asyncio.run(bring(addresses[:count], fanout, version, args.bytes, Path(scratch)))
-                how = "to each" if fanout == count else f"fanout {fanout}"
-                print(json.dumps({"count": count, "how": how, **found}), flush=True)
+        for version, count in enumerate(args.counts):
+            found = asyncio.run(bring(addresses[:count], version, args.bytes, Path(scratch)))
+            print(json.dumps({"count": count, **found}), flush=True)
 
 
 # Groups
 
 
-def group_of(port: int, rank: int, size: int) -> Any:
+def group_of(port: int, rank: int) -> Any:
     import torch.distributed as dist
 
-    store = dist.TCPStore("10.77.0.1", port, size, rank == 0, timeout=TIMEOUT, wait_for_workers=False)
-    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, TIMEOUT)
-
-
-def courses(counts: Iterable[int]) -> Iterator[tuple[int, int, bool]]:
-    """(first port, number of servers, whether they share a group)"""
-    for index, count in enumerate(counts):
-        for is_shared in (False, True) if count > 1 else (False,):
-            yield PORT + 200 * index + 100 * is_shared, count, is_shared
+    store = dist.TCPStore("10.77.0.1", port, 2, rank == 0, timeout=TIMEOUT, wait_for_workers=False)
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, 2, TIMEOUT)
 
 
 def broadcast(group: Any, num_bytes: int) -> None:
@@ -101,23 +94,19 @@ def broadcast(group: Any, num_bytes: int) -> None:
 
 
 def receive(args: argparse.Namespace) -> None:
-    for port, count, is_shared in courses(args.counts):
+    for course, count in enumerate(args.counts):
         if args.index < count:
-            rank, size = (args.index + 1, count + 1) if is_shared else (1, 2)
-            broadcast(group_of(port if is_shared else port + args.index, rank, size), args.bytes)
+            broadcast(group_of(PORT + 100 * course + args.index, 1), args.bytes)
 
 
 def send_to_groups(args: argparse.Namespace) -> None:
-    for port, count, is_shared in courses(args.counts):
-        ports = [port] if is_shared else [port + index for index in range(count)]
-        with ThreadPoolExecutor(len(ports)) as pool:
-            size = count + 1 if is_shared else 2
-            groups = list(pool.map(lambda port, size=size: group_of(port, 0, size), ports))
+    for course, count in enumerate(args.counts):
+        with ThreadPoolExecutor(count) as pool:
+            groups = list(pool.map(lambda index, course=course: group_of(PORT + 100 * course + index, 0), range(count)))
             began, before = time.perf_counter(), sent_bytes()
             list(pool.map(lambda group: broadcast(group, args.bytes), groups))
             found = {"seconds": time.perf_counter() - began, "copies": (sent_bytes() - before) / args.bytes}
-        how = "one group" if is_shared else "to each"
-        print(json.dumps({"count": count, "how": how, **found}), flush=True)
+        print(json.dumps({"count": count, **found}), flush=True)
 
 
 # The machines
@@ -129,9 +118,7 @@ def limit(node: Node, megabit: int) -> None:
 
 
 def play(node: Node, role: str, args: argparse.Namespace, *more: str) -> list[str]:
-    counts = map(str, args.counts)
-    fanouts = map(str, args.fanouts)
-    sizes = ["--megabytes", str(args.megabytes), "--counts", *counts, "--fanouts", *fanouts]
+    sizes = ["--megabytes", str(args.megabytes), "--counts", *map(str, args.counts)]
     return [sys.executable, str(ROOT / "benchmarks" / "sends.py"), args.what, "--role", role, *sizes, *more]
 
 
@@ -160,10 +147,9 @@ def wait_for_lines(log: Path, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One send each, or one for many.")
+    parser = argparse.ArgumentParser(description="Sends to many servers.")
     parser.add_argument("what", choices=("mirrors", "groups"))
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--fanouts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--megabytes", type=int, default=4, help="the model's size")
     parser.add_argument("--megabit", type=int, default=20, help="a second that each machine sends")
     parser.add_argument("--role", choices=("sender", "receiver"), help=argparse.SUPPRESS)
@@ -185,12 +171,10 @@ def report(args: argparse.Namespace) -> None:
     table = Table(
         title=f"{args.megabytes} MB to {args.what}; {args.megabit} Mbit/s a machine, so a send takes {one_send_s:.2f} s"
     )
-    for column in ("servers", "how", "copies that left the trainer", "seconds", "against one send each"):
+    for column in ("servers", "copies that left the trainer", "seconds"):
         table.add_column(column, justify="right")
-    each = {row["count"]: row["seconds"] for row in rows if row["how"] == "to each"}
     for row in rows:
-        ratio = each[row["count"]] / row["seconds"]
-        table.add_row(str(row["count"]), row["how"], f"{row['copies']:.2f}", f"{row['seconds']:.2f}", f"{ratio:.2f}")
+        table.add_row(str(row["count"]), f"{row['copies']:.2f}", f"{row['seconds']:.2f}")
     Console().print(table)
 
 

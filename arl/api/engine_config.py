@@ -254,9 +254,6 @@ class DeltaWeightsConfig(WeightFilesConfig):
     mirrors: dict[str, str] = Field(default_factory=dict)
     """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`. A
     servers file can name more. A server without a mirror must see this machine's directory, as with disk."""
-    fanout: PositiveInt = 2
-    """To how many mirrors the trainer sends an update, and each mirror passes it on while it receives it. Needs a key,
-    and mirrors that reach each other at these addresses; otherwise the trainer sends to each mirror itself."""
     api_key: SecretStr | None = None
     """Sent to the mirrors as a bearer token, if they ask for one. Unset: $ARL_MIRROR_API_KEY. Not for the command
     line."""

@@ -24,7 +24,7 @@ from arl.endpoint import episodes_api
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.engine.weights.package import MAGIC, PREAMBLE, Replica, block_digest, file_digest
+from arl.engine.weights.package import BLOCK_HEADER, MAGIC, PREAMBLE, Replica, block_digest, file_digest
 from arl.view.view_server import ViewServer
 from arl.view.viewed_run import ViewedRun
 from arl.web.server import bind, serving
@@ -140,13 +140,13 @@ DIGEST = file_digest([block_digest(CONTENT)])
 
 
 def package(header: bytes) -> bytes:
-    return PREAMBLE.pack(MAGIC, len(header)) + header + CONTENT
+    return PREAMBLE.pack(MAGIC, len(header)) + header + BLOCK_HEADER.pack(3, 0, 0, len(CONTENT)) + CONTENT
 
 
 @asynccontextmanager
 async def mirror(directory: Path) -> AsyncIterator[Door]:
     checksum = Replica(directory=directory, files={"a": (len(CONTENT), DIGEST)}).checksum
-    file = {"name": "a", "num_bytes": len(CONTENT), "how": "whole", "width": 1}
+    file = {"name": "a", "num_bytes": len(CONTENT), "is_kept": False, "width": 1}
     header = {"version": 1, "checksum": checksum, "base": None, "files": [file]}
     async with mirror_here(directory / "mirror") as opened:
         version = Sound(method="GET", path="/version")

@@ -1,36 +1,42 @@
 """DeltaTransport sends the changes of weights to mirrors, which patch a copy of the model beside their servers.
 
-snapshot --written--> directory --compared with the one before--> delta --waves.py--> mirror --path--> server loads
+snapshot --written--> directory --compared with the one before--> delta --PUT--> mirror --path--> server loads
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from arl.api.engine import InferenceEngine, Snapshot, UpdateStats, WeightServer, WeightSource, WeightUpdate
 from arl.api.engine_config import DeltaWeightsConfig
-from arl.api.errors import TransportError
-from arl.engine.weights.disk import DiskTransport, WrittenWeights, shared
-from arl.engine.weights.mirror_client import MirrorClient
-from arl.engine.weights.package import Replica, delta_package, survey
-from arl.engine.weights.waves import MirrorTrees, Package, Waves
+from arl.api.errors import ServerError, ServerFailedError, TransportError, first_error
+from arl.engine.weights.disk import DiskTransport, WrittenWeights, look_at, shared
+from arl.engine.weights.package import Replica, WrongBaseError, package, survey
+from arl.offload import offload
+from arl.web.client import JsonClient
+from arl.web.connections import Body
 
 _MAX_SHARE = 0.5
 """A delta that is larger than this share of the model is not sent."""
 _MAX_THREADS = 8
+_CONNECT_TIMEOUT_S = 10.0
+_HEALTH_S = 5.0
+"""How often a mirror is asked whether it lives while it takes an update, and how long it may take to answer."""
 
 
 class DeltaTransport(DiskTransport):
     """Writes each snapshot to a directory of this machine, as DiskTransport does, and brings mirrors to it.
 
     A mirror that holds the version before gets the delta, unless that exceeds half of the model; any other mirror gets
-    the whole model. This machine sends to a few mirrors, and these to others while they receive. A server is told to
-    load a directory only after its mirror has checked every byte. A server without a mirror loads this machine's
-    directory.
+    the whole model. A server is told to load a directory only after its mirror has checked every byte. A server without
+    a mirror loads this machine's directory.
     """
 
     def __init__(
@@ -47,7 +53,6 @@ class DeltaTransport(DiskTransport):
         super().__init__(config, run_dir, engine, [url for url in servers if url.rstrip("/") not in self._mirrors])
         self._clients: dict[str, MirrorClient] = {}
         self._key = config.key
-        self.trees = MirrorTrees(fanout=config.fanout, has_key=config.key is not None)
         threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, "arl-deltas")
         self._last: Replica | None = None
@@ -83,19 +88,15 @@ class DeltaTransport(DiskTransport):
         self._last = new
         if last is None or last.checksum == new.checksum:
             return Compared(new=new)
+        pieces, room = list[bytes](), int(_MAX_SHARE * new.num_bytes)
         try:
-            pieces = delta_package(last, new, version, self._pool, max_bytes=int(_MAX_SHARE * new.num_bytes))
-        except FileNotFoundError:
-            pieces = None  # an update that nobody prepared for came between: the last directory is gone
+            for piece in package(new, version, last, self._pool.map):
+                pieces.append(piece)
+                if (room := room - len(piece)) < 0:
+                    return Compared(new=new)
+        except FileNotFoundError:  # an update that nobody prepared for came between: the last directory is gone
+            return Compared(new=new)
         return Compared(new=new, base=last.checksum, delta=pieces)
-
-    def waves(self, compared: Compared, version: int) -> Waves:
-        """For one update."""
-        self.trees.begin_update()
-        delta = None
-        if (pieces := compared.delta) is not None:
-            delta = Package(num_bytes=sum(map(len, pieces)), pieces=lambda: pieces, is_delta=True)
-        return Waves(self.trees, compared.new, version, delta, compared.base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,8 @@ class Compared:
     new: Replica
     base: str | None = None
     """The checksum of the version that the delta starts from."""
-    delta: list[bytes] | None = None
-    """The pieces of a package; None if there is none, or the whole model is as well sent."""
+    delta: Sequence[bytes] = ()
+    """The pieces of a package; none if the whole model is as well sent."""
 
 
 class DeltaWeights(WrittenWeights):
@@ -116,46 +117,132 @@ class DeltaWeights(WrittenWeights):
         super().__init__(transport, snapshot)
         self._deltas = transport
         self._comparing: Future[Compared] | None = None
-        self._waves: Waves | None = None
-        self._expected: list[str] = []
-        self._mirrored: dict[MirrorClient, Path] = {}
+        self._directories: dict[MirrorClient, Path] = {}
+        self._ahead: list[asyncio.Task[None]] = []
+        self._num_sent = 0
         self._is_loaded_here = False
 
     @property
     def num_bytes(self) -> int:
         """The bytes that this machine sent to mirrors, plus the directory's if servers of this machine load it."""
-        num_sent = self._waves.num_sent if self._waves else 0
-        return num_sent + (super().num_bytes if self._is_loaded_here else 0)
+        return self._num_sent + (super().num_bytes if self._is_loaded_here else 0)
 
-    def expect(self, turns: Sequence[Sequence[WeightServer]]) -> None:
-        """Their mirrors get the update together when the first of them is prepared."""
-        self._expected = [server.address for turn in turns for server in turn]
+    def expect(self, servers: Sequence[WeightServer]) -> None:
+        """Bring their mirrors to this version at once, while the servers wait for their turns."""
+        for mirror in dict.fromkeys(self._deltas.mirror_of(server.address) for server in servers):
+            if mirror is not None:
+                self._ahead.append(task := asyncio.create_task(self._bring(mirror)))
+                task.add_done_callback(look_at)  # if it fails, `prepare` tries again
 
     def end(self) -> None:
-        """End what is sent to mirrors for which nobody waits."""
-        if self._waves is not None:
-            self._waves.end()
+        """End what `expect` began and no server has come for."""
+        for task in self._ahead:
+            task.cancel()
 
     async def prepare(self, server: WeightServer) -> None:
         """Bring the server's mirror to this version. Raises TransportError; ServerError if the mirror is at fault."""
-        if (mirror := self._deltas.mirror_of(server.address)) is None:
+        if (mirror := self._deltas.mirror_of(server.address)) is not None:
+            await self._bring(mirror)
+        else:
             await super().prepare(server)
             self._is_loaded_here = True
-            return
-        await self.on_disk()
-        if self._comparing is None:
-            self._comparing = self._deltas.submit(self._deltas.compare, self.directory, self.version)
-        compared = await shared(self._comparing)
-        if self._waves is None:
-            self._waves = self._deltas.waves(compared, self.version)
-        expected, self._expected = self._expected, []
-        others = [other for server in expected if (other := self._deltas.mirror_of(server)) is not None]
-        self._mirrored[mirror] = await self._waves.bring(mirror, others)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         if (mirror := self._deltas.mirror_of(server.address)) is None:
             await super().load(server, flush_cache=flush_cache)
-        elif mirror in self._mirrored:
-            await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
+        elif mirror in self._directories:
+            await server.load_directory(self._directories[mirror], version=self.version, flush_cache=flush_cache)
         else:
             raise TransportError(f"version {self.version} is not in {mirror.url}; call prepare before load")
+
+    async def _bring(self, mirror: MirrorClient) -> None:
+        """Servers that share a mirror come one after another, and all but the first find it done."""
+        await self.on_disk()
+        if self._comparing is None:
+            self._comparing = self._deltas.submit(self._deltas.compare, self.directory, self.version)
+        compared = await shared(self._comparing)
+        wanted = compared.new.checksum
+        async with mirror.in_use:
+            held = await mirror.held()
+            if held.checksum == compared.base and compared.delta:
+                with suppress(WrongBaseError):  # it has lost its base since it was asked
+                    held = await mirror.put(self._sent(iter(compared.delta)))
+            if held.checksum != wanted:
+                try:
+                    held = await mirror.put(self._sent(package(compared.new, self.version)))
+                except WrongBaseError as error:  # a package without a base came out wrong: something was damaged
+                    raise ServerFailedError(str(error)) from error
+        if held.checksum != wanted or held.directory is None:
+            raise ServerError(f"the mirror at {mirror.url} took an update but holds another; is it shared?")
+        self._directories[mirror] = held.directory
+
+    async def _sent(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        while piece := await offload(next, pieces, b""):  # it may come from a file
+            yield piece
+            self._num_sent += len(piece)
+
+
+# Mirrors
+
+
+class Held(NamedTuple):
+    """The version on a mirror, and its directory there; both are None while it is empty."""
+
+    checksum: str | None
+    directory: Path | None
+
+
+class MirrorClient(JsonClient):
+    """Calls to a mirror (mirror.py). They raise ServerFailedError if it may answer later, else ServerError."""
+
+    key_hint = "set weights.api_key to the key that it was started with"
+    path_hint = "is it a mirror of this version of arl?"
+
+    def __init__(self, address: str, api_key: str | None) -> None:
+        super().__init__(address, api_key=api_key, timeout_s=None, connect_timeout_s=_CONNECT_TIMEOUT_S)
+        self.in_use = asyncio.Lock()
+        """To be held while changing what the mirror holds."""
+
+    async def held(self) -> Held:
+        try:
+            return await self._call("GET", b"")
+        finally:
+            await self.aclose()  # the next call comes a version later
+
+    async def put(self, pieces: AsyncIterator[bytes]) -> Held:
+        """Send a package; returns when the mirror has checked it. Raises WrongBaseError.
+
+        It may be slow as long as it lives: the caller limits the time.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch())
+                held = await self._call("PUT", pieces)
+                watching.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            await self.aclose()
+        return held
+
+    async def _watch(self) -> None:
+        """Ends with ServerFailedError once the mirror no longer answers."""
+        while True:
+            await asyncio.sleep(_HEALTH_S)
+            try:
+                async with asyncio.timeout(_HEALTH_S):
+                    await self.send("GET", "/health")
+            except TimeoutError:
+                raise ServerFailedError(f"{self.url} takes an update, but does not answer any more") from None
+
+    async def _call(self, method: str, data: Body) -> Held:
+        reply = await self.send(method, "/version", data)
+        if reply.status == 409:
+            raise WrongBaseError(reply.reason)
+        if reply.status != 200:
+            raise self.error_of(reply)
+        match reply.json():
+            case {"checksum": str() | None as checksum, "directory": str() | None as directory}:
+                return Held(checksum=checksum, directory=Path(directory) if directory else None)
+            case _:
+                raise ServerError(f"{reply.url} is not a mirror: it answered {reply.body[:200]!r}")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from embedded_server import ServerProcess
 
-from arl.engine.weights.mirror import MirrorStore, build_app
-from arl.engine.weights.mirror_client import Held, MirrorClient
+from arl.engine.weights.delta import Held, MirrorClient
+from arl.engine.weights.mirror import build_app, mirror_store
 from arl.web.server import bind, serving
 
 
 @dataclass
 class Mirror:
-    """Where a mirror is, and what it keeps."""
+    """Where a mirror is, and what it keeps: in a directory of its own below `directory`."""
 
     directory: Path
     address: str
@@ -22,11 +22,11 @@ class Mirror:
     @property
     def versions(self) -> list[int]:
         """The versions whose directories have their final names."""
-        return sorted(int(path.name.split("-")[1]) for path in self.directory.glob("version-*"))
+        return sorted(int(path.name.split("-")[1]) for path in self.directory.glob("*/version-*"))
 
     @property
     def unfinished(self) -> list[Path]:
-        return list(self.directory.glob(".writing-*"))
+        return list(self.directory.glob("*/.writing-*"))
 
 
 async def sent(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -34,17 +34,15 @@ async def sent(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def put(client: MirrorClient, num_bytes: int, pieces: Iterable[bytes]) -> Held:
-    """Send a package to one mirror; returns what it holds then."""
-    (held,) = (await client.put(num_bytes, sent(pieces))).values()
-    assert isinstance(held, Held)
-    return held
+async def put(client: MirrorClient, pieces: Iterable[bytes]) -> Held:
+    """Send a package to a mirror; returns what it holds then."""
+    return await client.put(sent(pieces))
 
 
 @asynccontextmanager
 async def mirror_here(directory: Path, api_key: str | None = None) -> AsyncIterator[Mirror]:
     """A mirror in this process."""
-    with MirrorStore(directory, num_threads=2) as store:
+    with mirror_store(directory, num_threads=2) as store:
         async with serving(build_app(store, api_key), bind("127.0.0.1", 0)) as port:
             yield Mirror(directory, f"http://127.0.0.1:{port}")
 

@@ -1,6 +1,7 @@
 """The delta format: any bits become any other bits, exactly; what is not a delta is refused."""
 
 import hashlib
+import json
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -20,11 +21,11 @@ from arl.engine.weights.package import (
     FilePart,
     PackageHeader,
     apply_block,
-    delta_package,
+    built_block,
     element_width,
     encode_block,
+    package,
     survey,
-    whole_package,
 )
 
 DTYPES = ("<u1", "<u2", "<u4", "<u8")
@@ -119,18 +120,28 @@ def test_a_stream_that_is_too_large_or_of_an_unknown_kind_is_not_unpacked(kind: 
         apply_block(np.zeros(10, "<u2"), BLOCK_HEADER.pack(kind, 1, len(bomb), 1) + bomb + b"\0")
 
 
+def test_a_block_that_needs_a_base_or_has_another_length_is_refused():
+    whole, changed = BLOCK_HEADER.pack(3, 0, 0, 4) + b"abcd", BLOCK_HEADER.pack(0, 0, 0, 0)
+    assert built_block(None, (0, 4), 1, whole)[0] == b"abcd"
+    for block, encoded in (((0, 5), whole), ((0, 4), changed)):
+        with pytest.raises(DeltaError):
+            built_block(None, block, 1, encoded)
+
+
 IMPOSSIBLE = [{"name": name} for name in ("../config.json", "a/b", ".hidden", "")]
-IMPOSSIBLE += [{"how": "linked"}, {"width": 3}, {"num_bytes": -1}, {"num_bytes": 3, "width": 2}]
+IMPOSSIBLE += [{"is_kept": 1}, {"width": 3}, {"num_bytes": -1}, {"num_bytes": 3, "width": 2}]
 
 
 @pytest.mark.parametrize("fields", IMPOSSIBLE)
 def test_a_file_that_cannot_be_is_refused(fields: dict):
-    with pytest.raises(DeltaError):
-        FilePart(**{"name": "config.json", "num_bytes": 4, "how": "whole", **fields})
+    file = {"name": "config.json", "num_bytes": 4, "is_kept": False, **fields}
+    header = {"version": 1, "checksum": "a" * 64, "base": None, "files": [file]}
+    with pytest.raises(DeltaError, match="not the header of a package"):
+        PackageHeader.parse(json.dumps(header).encode())
 
 
 def test_a_header_reads_as_it_was_written_and_what_is_none_is_refused():
-    part = FilePart(name="model.safetensors", num_bytes=4, how="patched", width=2)
+    part = FilePart(name="model.safetensors", num_bytes=4, is_kept=False, width=2)
     header = PackageHeader(version=3, checksum="a" * 64, base="b" * 64, files=(part,))
     raw = header.to_bytes()
     start = delta.PREAMBLE.size
@@ -187,14 +198,13 @@ def test_a_delta_gives_each_file_in_the_shortest_way(tmp_path: Path, pool: Execu
     directory = write_model(tmp_path / "new", weight=weight)
     (directory / "added.json").write_text("{}")
     new = survey(directory, pool)
-    pieces = delta_package(base, new, 2, pool, max_bytes=1 << 20)
-    assert pieces is not None
+    pieces = list(package(new, 2, base, pool.map))
     header = PackageHeader.parse(pieces[0][delta.PREAMBLE.size :])
-    assert {part.name: part.how for part in header.files} == {
-        "added.json": "whole",
-        "config.json": "kept",
-        "model.safetensors": "patched",
-    }
+    assert [(part.name, part.is_kept, part.width) for part in header.files] == [
+        ("added.json", False, 1),
+        ("config.json", True, 1),
+        ("model.safetensors", False, 2),
+    ]
     assert header.base == base.checksum
     assert header.checksum == new.checksum
     assert sum(map(len, pieces)) < 1000
@@ -204,4 +214,4 @@ def test_a_file_that_shrank_since_it_was_surveyed_is_an_error(tmp_path: Path, po
     new = survey(write_model(tmp_path / "new", weight=torch.randn(100, 100)), pool)
     (new.directory / "config.json").write_text("")
     with pytest.raises(OSError, match="shorter"):
-        list(whole_package(new, 2)[1])
+        list(package(new, 2))

@@ -20,17 +20,10 @@ from mirrors import Mirror, MirrorProcess, mirror_here, put
 from safetensors.torch import save_file
 
 from arl.api.errors import ConfigError, ServerError, ServerFailedError
-from arl.engine.weights.mirror import MirrorStore, check_arguments, parse_arguments
-from arl.engine.weights.mirror_client import Held, MirrorClient
-from arl.engine.weights.package import (
-    FilePart,
-    PackageHeader,
-    Replica,
-    WrongBaseError,
-    delta_package,
-    survey,
-    whole_package,
-)
+from arl.engine.weights import mirror as module
+from arl.engine.weights.delta import Held, MirrorClient
+from arl.engine.weights.mirror import MirrorStore, main, mirror_store
+from arl.engine.weights.package import FilePart, PackageHeader, Replica, WrongBaseError, package, survey
 
 SIZE = 3 << 19
 """Numbers of bfloat16 in the model: a block and a half."""
@@ -81,12 +74,8 @@ def process(tmp_path: Path) -> Iterator[MirrorProcess]:
 @pytest.fixture
 def send_to(models: list[Replica], pool: Executor):
     async def send(mirror: Mirror, version: int, base: int | None = None) -> Held:
-        client, new = MirrorClient(mirror.address, None), models[version]
-        if base is None:
-            return await put(client, *whole_package(new, version))
-        pieces = delta_package(models[base], new, version, pool, max_bytes=1 << 30)
-        assert pieces is not None
-        return await put(client, sum(map(len, pieces)), pieces)
+        pieces = package(models[version], version, None if base is None else models[base], pool.map)
+        return await put(MirrorClient(mirror.address, None), pieces)
 
     return send
 
@@ -119,11 +108,10 @@ async def test_a_result_with_another_checksum_is_never_named(
 ):
     """As when a sender's memory fails: it says one thing and sends another."""
     before = await send_to(mirror, 0)
-    pieces = delta_package(models[0], models[1], 1, pool, max_bytes=1 << 30)
-    assert pieces is not None
+    pieces = list(package(models[1], 1, models[0], pool.map))
     pieces[0] = pieces[0].replace(models[1].checksum.encode(), models[2].checksum.encode())
     with pytest.raises(WrongBaseError, match="another checksum"):
-        await put(client, sum(map(len, pieces)), pieces)
+        await put(client, pieces)
     assert await client.held() == before
     assert mirror.unfinished == []
 
@@ -133,7 +121,7 @@ async def test_a_result_with_another_checksum_is_never_named(
 )
 async def test_what_is_no_package_is_refused(client: MirrorClient, body: bytes):
     with pytest.raises(ServerError, match="HTTP 400: not a package"):
-        await put(client, len(body), [body])
+        await put(client, [body])
 
 
 async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
@@ -143,19 +131,18 @@ async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(MirrorStore, "_file", full)
-    part = FilePart(name="model.safetensors", num_bytes=32 << 20, how="whole")
+    part = FilePart(name="model.safetensors", num_bytes=32 << 20, is_kept=False)
     header = PackageHeader(version=1, checksum="a" * 64, base=None, files=(part,)).to_bytes()
     with pytest.raises(ServerFailedError, match=f"no room in {mirror.directory}"):
-        await put(client, len(header) + part.num_bytes, [header, *[bytes(1 << 20)] * 32])
+        await put(client, [header, *[bytes(1 << 20)] * 32])
 
 
 async def begin(mirror: Mirror, models: list[Replica], version: int) -> tuple[asyncio.StreamWriter, bytes]:
     """A sender that has sent all of a whole package but its last bytes, which it returns."""
-    num_bytes, pieces = whole_package(models[version], version)
-    body = b"".join(pieces)
+    body = b"".join(package(models[version], version))
     url = urlsplit(mirror.address)
     _, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(f"PUT /version HTTP/1.1\r\nHost: mirror\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
+    writer.write(f"PUT /version HTTP/1.1\r\nHost: mirror\r\nContent-Length: {len(body)}\r\n\r\n".encode())
     writer.write(body[:-10])
     await writer.drain()
     async with asyncio.timeout(20):
@@ -185,6 +172,17 @@ async def test_a_sender_that_goes_away_leaves_nothing_and_the_next_one_is_served
     await send_to(mirror, 1)
     assert mirror.versions == [1]
     assert mirror.unfinished == []
+
+
+async def test_a_sender_that_froze_is_given_up_and_the_next_one_is_served(
+    send_to, mirror: Mirror, models: list[Replica], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_STALL_S", 1.0)
+    writer, _ = await begin(mirror, models, 0)
+    monkeypatch.undo()
+    await send_to(mirror, 1)
+    assert mirror.versions == [1]
+    writer.close()
 
 
 async def test_two_senders_are_served_one_after_the_other(send_to, mirror: Mirror, models: list[Replica]):
@@ -227,12 +225,19 @@ async def test_stopping_it_removes_what_is_its_own_and_nothing_else(send_to, pro
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path):
-    home = tmp_path / "m"
-    with MirrorStore(home, 1), pytest.raises(ConfigError, match=r"another mirror keeps its model in .*--directory"):
-        MirrorStore(home, 1)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"a model cannot be kept in .*file"):
-        MirrorStore(tmp_path / "file" / "m", 1)
+    with (
+        pytest.raises(ConfigError, match=r"a model cannot be kept in .*file.*--directory"),
+        mirror_store(tmp_path / "file" / "m", 1),
+    ):
+        pass
+
+
+def test_mirrors_with_one_directory_keep_out_of_each_others_way(tmp_path: Path):
+    with mirror_store(tmp_path, 1) as first, mirror_store(tmp_path, 1) as second:
+        assert first.home != second.home
+        assert first.home.is_dir()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
@@ -241,7 +246,7 @@ def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
     parent.kill()
     parent.communicate()
     assert mirror.process.wait(20) == 0
-    assert not (tmp_path / "m").exists()
+    assert list((tmp_path / "m").iterdir()) == []
     mirror.kill()
 
 
@@ -253,7 +258,9 @@ def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
         (["--num-threads", "0"], "--num-threads is 0"),
     ],
 )
-def test_what_cannot_be_is_refused(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_is_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.delenv("ARL_MIRROR_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=message):
-        check_arguments(parse_arguments(options))
+    assert main(options) == 2
+    assert message in capsys.readouterr().err

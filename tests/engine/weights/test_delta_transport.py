@@ -1,8 +1,9 @@
 """What the delta transport sends to mirrors, and to which: the least that leads to the new version, once for each."""
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from safetensors.torch import load, save_file
 from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights
-from arl.engine.weights.mirror_client import Held, MirrorClient, Report
+from arl.engine.weights import delta
+from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
 from arl.engine.weights.package import PackageHeader, WrongBaseError
 
 SIZE = 1 << 16
@@ -145,11 +146,11 @@ async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
 async def test_a_whole_package_that_a_mirror_refuses_or_loses_may_be_taken_later(
     setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
 ):
-    async def refuse(self: MirrorClient, num_bytes: int, pieces: object, below: object) -> Report:
+    async def refuse(self: MirrorClient, pieces: object) -> Held:
         raise WrongBaseError("version 0 came out with another checksum than the package has")
 
-    async def take_anothers(self: MirrorClient, num_bytes: int, pieces: object, below: object) -> Report:
-        return {self.address: Held(checksum="a" * 64, directory=setup.mirrors[0].directory)}
+    async def take_anothers(self: MirrorClient, pieces: object) -> Held:
+        return Held(checksum="a" * 64, directory=setup.mirrors[0].directory)
 
     update = setup.transport.snapshot(model)
     for put, kind, sentence in (
@@ -175,6 +176,91 @@ async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, m
     setup.transport._mirrors = mirrors
     model.step()
     await publish(setup, model, 0, 1, 2, 3)
+
+
+async def test_a_mirror_with_another_key_fails_its_own_servers_alone(setup: Setup, model: Model, tmp_path: Path):
+    async with mirror_here(tmp_path / "other", "another") as other:
+        setup.transport._mirrors = {**setup.transport._mirrors, setup.servers[2].address: other.address}
+        engine = Servers(*setup.servers)
+        await setup.transport.deliver(setup.transport.snapshot(model), engine)
+    assert list(engine.failures) == [setup.servers[2].address]
+    assert "set weights.api_key" in str(engine.failures[setup.servers[2].address])
+
+
+@asynccontextmanager
+async def stuck_mirror(lives: bool) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """The address of an empty mirror that begins to read an update and then stops; and when it does so."""
+    has_stopped, writers = asyncio.Event(), list[asyncio.StreamWriter]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while not has_stopped.is_set() or lives:
+            request = (await reader.readuntil(b"\r\n\r\n")).split()
+            if request[0] == b"PUT":
+                await reader.readexactly(1000)
+                return has_stopped.set()
+            body = b'{"version": null, "checksum": null, "directory": null}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", has_stopped
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_a_mirror_that_no_longer_answers_is_given_up_within_seconds(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(delta, "_HEALTH_S", 0.1)
+    async with stuck_mirror(lives=False) as (address, _):
+        setup.transport._mirrors = {setup.servers[0].address: address}
+        update = setup.transport.snapshot(model)
+        with pytest.raises(ServerFailedError, match="does not answer any more"):
+            await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+
+
+async def test_a_mirror_that_lives_has_as_long_as_its_server_and_can_then_be_asked_again(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(delta, "_HEALTH_S", 0.05)
+    asked, send = asyncio.Event(), MirrorClient.send
+
+    async def noting(self: MirrorClient, method: str, path: str, *arguments: Any) -> Any:
+        answer = await send(self, method, path, *arguments)
+        if path == "/health":
+            asked.set()
+        return answer
+
+    monkeypatch.setattr(MirrorClient, "send", noting)
+    async with stuck_mirror(lives=True) as (address, has_stopped):
+        setup.transport._mirrors = {setup.servers[0].address: address}
+        update = setup.transport.snapshot(model)
+        preparing = asyncio.create_task(update.prepare(setup.servers[0]))  # type: ignore[arg-type]
+        await has_stopped.wait()
+        await asked.wait()
+        assert not preparing.done()
+        preparing.cancel()
+        await asyncio.wait([preparing])
+        mirror = setup.transport.mirror_of(setup.servers[0].address)
+        assert mirror is not None
+        assert not mirror.in_use.locked()
+        assert await mirror.held() == Held(None, None)
+
+
+async def test_mirrors_of_servers_that_wait_for_their_turns_get_it_at_once(setup: Setup, model: Model):
+    update = setup.transport.snapshot(model)
+    async with stuck_mirror(lives=True) as (address, has_stopped):
+        setup.transport._mirrors = {**setup.transport._mirrors, setup.servers[3].address: address}
+        update.expect(setup.servers)  # type: ignore[arg-type]
+        await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+        await update.prepare(setup.servers[2])  # type: ignore[arg-type]
+        assert 2 * FULL <= update.num_bytes < 2.1 * FULL + 2 * FULL
+        await has_stopped.wait()
+        update.end()
+        stuck = setup.transport.mirror_of(setup.servers[3].address)
+        assert stuck is not None
+        async with stuck.in_use:  # nothing goes on there
+            pass
 
 
 async def test_an_update_can_be_loaded_again_until_a_newer_one_was_delivered(setup: Setup, model: Model):
