@@ -7,9 +7,8 @@
 | bubblewrap, seccomp | namespaces, and a filter of system calls |
 | keeper, namespace | the process beside arl that runs programs, and what it sees of each |
 | cgroup | cgroups of v2, one for each program |
-| docker, container | containers; container is their process 1, and arl sends it there as text |
+| docker, container | containers, and terminals in them; container is their process 1, and arl sends it there as text |
 | bubblewrap_terminal | files that stay from one command to the next; one_command runs each, sent as text |
-| docker_terminal | the same in a container |
 | streams | bytes in and out. keeper, namespace, cgroup and streams import nothing else of arl |
 
 May import arl.api. Loads each module only when it is needed.
@@ -23,15 +22,13 @@ if TYPE_CHECKING:
     from arl.sandbox.bubblewrap import BubblewrapSandbox
     from arl.sandbox.bubblewrap_terminal import BubblewrapTerminal, CommandOutcome, Terminal
     from arl.sandbox.contract import EndedBy, Files, Limits, ProgramOutcome, Sandbox
-    from arl.sandbox.docker import DockerSandbox
-    from arl.sandbox.docker_terminal import DockerImages, DockerTerminal
+    from arl.sandbox.docker import DockerImages, DockerSandbox, DockerTerminal
     from arl.sandbox.find import Kind, UnsafeSandbox, find_sandbox
 
 _HOMES = {
     "arl.sandbox.bubblewrap": "BubblewrapSandbox",
     "arl.sandbox.contract": "EndedBy Files Limits ProgramOutcome Sandbox",
-    "arl.sandbox.docker": "DockerSandbox",
-    "arl.sandbox.docker_terminal": "DockerImages DockerTerminal",
+    "arl.sandbox.docker": "DockerImages DockerSandbox DockerTerminal",
     "arl.sandbox.find": "Kind UnsafeSandbox find_sandbox",
     "arl.sandbox.bubblewrap_terminal": "BubblewrapTerminal CommandOutcome Terminal",
 }

@@ -34,6 +34,10 @@ print(json.dumps([sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepac
 """
 
 
+RawOutcome = tuple[str, int, float, bytes, bytes]
+"""The arguments of ProgramOutcome.of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
     """The Python that runs programs."""
@@ -153,6 +157,10 @@ class BubblewrapSandbox(LocalSandbox):
         await self._probe()
 
     async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
+        return ProgramOutcome.of(*await self.run_raw(contents, stdin, limits))
+
+    async def run_raw(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> RawOutcome:
+        """As `run`, with the output as bytes. contents: of `laid_out`."""
         return await self._keeping.run(
             [*self._bwrap, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, *self._tree],
             ["--", *_rlimits(limits), self._interpreter, "-I", "-u", f"{WORK}/{MAIN}"],
@@ -225,7 +233,7 @@ class Keeping:
     async def run(
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
         files: Mapping[str, bytes], limits: Limits,
-    ) -> ProgramOutcome:  # fmt: skip
+    ) -> RawOutcome:  # fmt: skip
         """Run `command`, then the keeper's options, then `program`, as one command line. Raises SandboxError."""
         request: Header = {"command": [*command], "program": [*program], "files": [*files], "limits": asdict(limits)}
         async with self._places, self._cgroups.made(request["limits"]) as cgroup:
@@ -275,14 +283,14 @@ class Keeping:
             log.log(level, "programs run in cgroups of their own: %s", self._told)
 
 
-def _outcome(header: Header, stdout: bytes, stderr: bytes) -> ProgramOutcome:
+def _outcome(header: Header, stdout: bytes, stderr: bytes) -> RawOutcome:
     """As in shells, an exit code of 129 and more means a signal."""
     ended_by, code = header["ended_by"], header["code"]
     if ended_by == "exit" and code > 128:
         code, ended_by = 128 - code, "signal"
     if ended_by == "signal" and code == -24:  # SIGXCPU, of RLIMIT_CPU
         ended_by = "cpu"
-    return ProgramOutcome.of(ended_by, code, header["wall_s"], stdout, stderr)
+    return ended_by, code, header["wall_s"], stdout, stderr
 
 
 def _namespaces() -> list[str]:

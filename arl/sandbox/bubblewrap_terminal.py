@@ -7,7 +7,6 @@ packs them again.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import posixpath
@@ -15,13 +14,13 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from arl.api.errors import SandboxError
 from arl.offload import offload
 from arl.sandbox import one_command
-from arl.sandbox.bubblewrap import BubblewrapSandbox
-from arl.sandbox.contract import NO_FILES, EndedBy, Limits, ProgramOutcome
+from arl.sandbox.bubblewrap import BubblewrapSandbox, RawOutcome
+from arl.sandbox.contract import NO_FILES, EndedBy, Limits, laid_out, not_open
 
 TerminalFiles = Mapping[str, str | bytes | Path]
 """Absolute path in the terminal -> contents, or the file of this machine that has them."""
@@ -107,6 +106,8 @@ class BubblewrapTerminal:
         read: Sequence[str] = (),
     ) -> CommandOutcome:
         """See Terminal.run."""
+        if not self._sandbox.is_open:
+            raise not_open()
         request = {
             "command": command,
             "workdir": self._workdir,
@@ -121,40 +122,36 @@ class BubblewrapTerminal:
         if self._kept is None:
             self._kept = await offload(packed, _inside(self._files))
         archives = {"kept.tar": self._kept, "added.tar": await offload(packed, _inside(files))}
-        outcome = await self._sandbox.run(
-            _PROGRAM,
-            stdin=json.dumps(request),
-            files={name: content for name, content in archives.items() if content},
-            limits=self._limits_of(timeout_s),
-        )
+        kept_bytes = self._limits.disk_bytes + (1 + len(read)) * self._most_bytes
+        limits = replace(self._limits, wall_s=timeout_s + _BEYOND_S, output_bytes=kept_bytes + _ANSWER_BYTES)
+        contents = laid_out(_PROGRAM, {name: content for name, content in archives.items() if content}, limits)
+        outcome = await self._sandbox.run_raw(contents, json.dumps(request).encode(errors="surrogatepass"), limits)
         return await offload(self._answered, outcome, read)
 
-    def _limits_of(self, timeout_s: float) -> Limits:
-        given = self._limits
-        return replace(
-            given,
-            wall_s=timeout_s + _BEYOND_S,
-            output_bytes=2 * (given.disk_bytes + self._most_bytes) + _ANSWER_BYTES,
-        )
-
-    def _answered(self, outcome: ProgramOutcome, read: Sequence[str]) -> CommandOutcome:
+    def _answered(self, outcome: RawOutcome, read: Sequence[str]) -> CommandOutcome:
         """Keep the files, and say how the command ended."""
-        line, newline, encoded = outcome.stdout.partition("\n")
-        if not newline or not outcome.succeeded:
-            if outcome.ended_by == "exit":
-                raise SandboxError(f"a command could not be run: {outcome.stderr[-1000:].strip()}")
-            return CommandOutcome(output="", exit_code=None, ended_by=outcome.ended_by, wall_s=outcome.wall_s)
+        ended_by, exit_code, wall_s, stdout, stderr = outcome
+        line, newline, _ = stdout.partition(b"\n")
+        if not newline or (ended_by, exit_code) != ("exit", 0):
+            if ended_by == "exit":
+                raise SandboxError(f"a command could not be run: {stderr.decode(errors='replace')[-1000:].strip()}")
+            return CommandOutcome(output="", exit_code=None, ended_by=cast("EndedBy", ended_by), wall_s=wall_s)
         answer = json.loads(line)
-        self._kept = base64.b64decode(encoded)
+        at, parts = len(line) + 1, list[bytes]()
+        for length in answer["lengths"]:
+            parts.append(stdout[at : at + length])
+            at += length
+        output, *contents = parts
+        self._kept = stdout[at:]
         code: int | None = answer["code"]
-        found: dict[str, str] = answer["files"]
+        found = dict(zip(answer["files"], contents, strict=True))
         return CommandOutcome(
-            output=base64.b64decode(answer["output"]).decode(errors="replace"),
+            output=output.decode(errors="replace"),
             num_dropped=answer["num_dropped"],
             exit_code=code if code is None or code >= 0 else 128 - code,
             ended_by="timeout" if code is None else "exit",
             wall_s=answer["wall_s"],
-            files={path: base64.b64decode(found[inside]) for path in read if (inside := _within(path)) in found},
+            files={path: found[inside] for path in read if (inside := _within(path)) in found},
         )
 
 

@@ -1,21 +1,21 @@
 """The program that runs one command of a BubblewrapTerminal: unpacks the files, runs it, packs the files.
 
 bubblewrap_terminal.py sends this file's text to the sandbox. A request of JSON comes over stdin, with paths relative to
-the working directory. The answer is a line of JSON and, after it, the files as a tar in base64. Imports nothing of arl.
+the working directory. The answer is a line of JSON, the bytes whose lengths it names, and the files as a tar. Imports
+nothing of arl.
 """
 
-import base64
 import contextlib
 import ctypes
 import json
 import os
-import selectors
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 
 OWN = ("main.py", "kept.tar", "added.tar")
@@ -30,14 +30,19 @@ def main():
     request = json.loads(sys.stdin.read())
     _unpack("kept.tar")
     for path in request["fresh"]:
-        _remove(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
     for path in request["directories"]:
         os.makedirs(path, exist_ok=True)
     _unpack("added.tar")
-    answer = _run(request)
-    answer["files"] = _read(request["read"], request["most_bytes"])
+    answer, output = _run(request)
+    contents = _read(request["read"], request["most_bytes"])
+    answer["files"] = [*contents]
+    answer["lengths"] = [*map(len, (output, *contents.values()))]
     out = sys.stdout.buffer
-    out.write(json.dumps(answer).encode() + b"\n")
+    out.write(b"".join([json.dumps(answer).encode(), b"\n", output, *contents.values()]))
     _pack(out)
     out.flush()
 
@@ -50,111 +55,69 @@ def _unpack(name):
         os.unlink(name)
 
 
-def _remove(path):
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
 def _run(request):
-    """Run the command and end every process that it started. At most `most_bytes` of its output are kept."""
-    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+    """Run the command and end every process that it started. Returns how it ended, and its first output."""
     process = subprocess.Popen(
         ["bash", "-c", request["command"]],
         cwd=request["directory"],
-        env={**os.environ, "PATH": path, "PWD": request["workdir"], **request["env"]},
+        env={
+            **os.environ,
+            "PATH": os.path.dirname(sys.executable) + ":" + os.environ["PATH"],
+            "PWD": request["workdir"],
+            **request["env"],
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    output = Printed(process.stdout, request["most_bytes"])
+    kept, num_read = bytearray(), 0
+
+    def read():
+        nonlocal num_read
+        assert process.stdout is not None
+        while chunk := os.read(process.stdout.fileno(), _CHUNK):
+            num_read += len(chunk)
+            kept.extend(chunk[: request["most_bytes"] - len(kept)])
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
     started = time.monotonic()
-    while process.poll() is None and time.monotonic() < started + request["timeout_s"]:
-        output.wait(0.01 if output.is_closed else 0.05)
-    wall_s, code = time.monotonic() - started, process.poll()
+    deadline = started + request["timeout_s"]
+    while process.poll() is None and time.monotonic() < deadline:
+        reading.join(0.05)  # as a rule the output ends with the command
+        if not reading.is_alive():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    wall_s, code = time.monotonic() - started, process.returncode
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)  # all of this namespace but bubblewrap's process 1 and this one
     process.wait()
-    deadline = time.monotonic() + _AFTERWARDS_S
-    while not output.is_closed and time.monotonic() < deadline:
-        output.wait(0.05)
-    text = base64.b64encode(output.kept).decode()
-    return {"code": code, "wall_s": wall_s, "output": text, "num_dropped": output.num_dropped}
-
-
-class Printed:
-    def __init__(self, pipe, most):
-        self.kept, self.num_dropped, self.is_closed = bytearray(), 0, False
-        self._pipe, self._most = pipe.fileno(), most
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._pipe, selectors.EVENT_READ)
-
-    def wait(self, seconds):
-        if self.is_closed:
-            time.sleep(seconds)
-        elif self._selector.select(seconds):
-            chunk = os.read(self._pipe, _CHUNK)
-            self.is_closed = not chunk
-            kept = chunk[: self._most - len(self.kept)]
-            self.kept += kept
-            self.num_dropped += len(chunk) - len(kept)
+    reading.join(_AFTERWARDS_S)
+    return {"code": code, "wall_s": wall_s, "num_dropped": num_read - len(kept)}, bytes(kept)
 
 
 def _read(paths, most):
     """The beginning of each of these files that can be read."""
     contents = {}
     for path in paths:
-        try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-                contents[path] = base64.b64encode(file.read(most)).decode()
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            contents[path] = file.read(most)
     return contents
 
 
 def _pack(out):
-    """Write everything in the working directory but the program."""
-    encoded = Base64(out)
-    with tarfile.open(mode="w|", fileobj=encoded) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+    """Write everything in the working directory but the program. The command may have closed files to its own user."""
+    for directory, names, files in os.walk("."):
+        for path in (os.path.join(directory, name) for name in (*names, *files)):
+            mode = os.lstat(path).st_mode
+            if stat.S_ISDIR(mode):
+                os.chmod(path, stat.S_IMODE(mode) | stat.S_IRWXU)
+            elif stat.S_ISREG(mode) and not mode & stat.S_IRUSR:
+                os.chmod(path, stat.S_IMODE(mode) | stat.S_IRUSR)
+    with tarfile.open(mode="w|", fileobj=out) as archive:
         for name in sorted(set(os.listdir()) - set(OWN)):
-            _open_to_owner(name)
             archive.add(name)
-    encoded.close()
-
-
-def _open_to_owner(top):
-    """The command may have closed files to its own user; they could not be packed."""
-    for path in [top, *(os.path.join(top, name) for name in _names(top))]:
-        mode = os.lstat(path).st_mode
-        if stat.S_ISREG(mode) and not mode & stat.S_IRUSR:
-            os.chmod(path, stat.S_IMODE(mode) | stat.S_IRUSR)
-
-
-def _names(top):
-    """Everything below a directory, relative to it; opens closed directories on the way."""
-    if os.path.isdir(top) and not os.path.islink(top):
-        os.chmod(top, stat.S_IMODE(os.stat(top).st_mode) | stat.S_IRWXU)
-        for name in os.listdir(top):
-            yield name
-            yield from (os.path.join(name, below) for below in _names(os.path.join(top, name)))
-
-
-class Base64:
-    """A file that encodes what is written to it."""
-
-    def __init__(self, out):
-        self._out, self._rest = out, b""
-
-    def write(self, data):
-        data = self._rest + data
-        end = len(data) // 3 * 3
-        self._out.write(base64.b64encode(data[:end]))
-        self._rest = data[end:]
-
-    def close(self):
-        self._out.write(base64.b64encode(self._rest))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from arl.rewards.score import Score
 from arl.sandbox.bubblewrap import BubblewrapSandbox
 from arl.sandbox.bubblewrap_terminal import BubblewrapTerminal, CommandOutcome, Terminal
 from arl.sandbox.contract import Limits
-from arl.sandbox.docker_terminal import DockerImages
+from arl.sandbox.docker import DockerImages
 from arl.workflow.agent import with_system
 from arl.workflow.harbor.dockerfile import PlainImage
 from arl.workflow.harbor.harbor_task import HarborTask, task_at
