@@ -1,4 +1,4 @@
-"""The command `arl`: tries and scores agents, starts and shows runs and their servers, lists the algorithms."""
+"""The command `arl`: tries and scores agents, starts and shows runs and their servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _COMMANDS = {
     "finetune": ("finetune_command", "fine-tune a model on chats or preferences, or as a reward model"),
     "servers": ("servers_command", "show the servers of a run, add some, remove some, while it trains"),
     "plan": ("planning", "predict a run with other servers, ranks and settings, before they are rented"),
-    "algorithms": ("listing", "list the algorithms"),
 }
 """Command -> the module in arl.commands whose `main` takes the arguments after it, and what `arl --help` says."""
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     """The parser of `arl --help`. Each command has its own parser."""
     parser = argparse.ArgumentParser(
-        prog="arl", description="Try, score and watch agents, plan runs, and list the algorithms."
+        prog="arl", description="Try, score and watch agents, plan runs, and fine-tune models."
     )
     parser.add_argument("--version", action="version", version=f"arl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)

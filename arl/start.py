@@ -96,7 +96,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     columns: columns that rows get, each by the name of another column or by a function of the row:
         {"question": lambda row: row["problem"].strip(), "answer": "solution"}.
     max_new_tokens, temperature: how answers are sampled; only with a reward.
-    algorithm: a name that `arl algorithms` lists, or settings.
+    algorithm: a preset's name (docs/algorithms.md lists them), or settings.
     steps: batches to train. batch_size: examples in a batch. group_size: episodes of each example.
     max_staleness: how many versions old a trained token may be; 0 is synchronous training.
     lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.

@@ -1,7 +1,6 @@
-"""Settings from flags and files, how a script ends, and the list of algorithms."""
+"""Settings from flags and files, and how a script ends."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from arl.__main__ import main
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config
 from arl.api.engine_config import LoRAConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError
-from arl.api.presets import PRESETS
 from arl.api.tracker_config import TrackioConfig, WandbConfig
 from arl.cli import load_config
 
@@ -288,10 +285,3 @@ def test_an_error_of_the_users_own_ends_the_script_too_if_calls_in_threads_hang(
         _, err = process.communicate(timeout=30)
     assert err.endswith(f"ValueError: the user's own\n{HUNG}\n")
     assert process.returncode == 1
-
-
-def test_the_list_of_algorithms_names_every_preset_with_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["algorithms"])
-    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    listed = {line[0]: line[1] for line in lines if len(line) > 2}
-    assert {name: listed.get(name) for name in PRESETS} == {name: about.paper for name, about in PRESETS.items()}

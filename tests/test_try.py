@@ -242,7 +242,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     code = """
 import contextlib, sys
 from arl.__main__ import main
-for argv in (["--help"], ["try", "--help"], ["eval", "--help"], ["try", "nowhere.py"], ["algorithms"]):
+for argv in (["--help"], ["try", "--help"], ["eval", "--help"], ["try", "nowhere.py"]):
     with contextlib.suppress(SystemExit):
         main(argv)
 sys.exit("torch" in sys.modules or "transformers" in sys.modules)

@@ -44,7 +44,7 @@ class AlgorithmConfig(Section):
     """Begins from a preset. Each field given beside it replaces the preset's, in sections too."""
 
     preset: str = "decoupled_ppo"
-    """The preset that the other settings begin from; `arl algorithms` lists the names."""
+    """The preset that the other settings begin from; docs/algorithms.md lists them."""
     advantage: AdvantageConfig
     """How rewards become advantages."""
     loss: LossConfig

@@ -332,4 +332,4 @@ def unknown_preset(name: object) -> str:
     """The message about a preset that does not exist."""
     close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3, cutoff=0.5)
     advice = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"no preset is named {name!r}; {advice}`arl algorithms` lists all of them"
+    return f"no preset is named {name!r}; {advice}there are {', '.join(PRESETS)}"

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from arl.api.config import Config
 from arl.api.endpoint import entered
@@ -36,56 +36,26 @@ from arl.rollout.controller import Dataset
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.report import EpisodeReport
 
-Split = Literal["held-out", "train"]
-
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text, special tokens and spaces as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The options that both commands have."""
-
-    file: Path
-    split: Split
-    task: str | None
-    """Of a script with several tasks: the one to run; None: all."""
-    greedy: bool
-    trained: str | None
-    """The model directory to serve: "" for the one that training left; None for the experiment's own model."""
-    checkpoint: str | None
-    """RUN_DIR or RUN_DIR:VERSION, whose weights to serve."""
-
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
-        parser.add_argument(
-            "--split", choices=("held-out", "train"), default="held-out", help="the examples to run (default: held-out)"
-        )
-        parser.add_argument(
-            "--task", metavar="NAME", help="of a script with several tasks: run this one (default: all)"
-        )
-        parser.add_argument(
-            "--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks for"
-        )
-        weights = parser.add_mutually_exclusive_group()
-        weights.add_argument(
-            "--checkpoint",
-            metavar="RUN_DIR[:N]",
-            help="serve the weights in a checkpoint of a run, finished or not: of version N, or the newest",
-        )
-        weights.add_argument(
-            "--trained",
-            nargs="?",
-            const="",
-            metavar="DIR",
-            help="serve the model in DIR; without DIR, the model that training left in run_dir",
-        )
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Choice:
-        names = ("file", "split", "task", "greedy", "trained", "checkpoint")
-        return cls(**{name: getattr(options, name) for name in names})
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of both commands: what `open_stage` takes."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
+    parser.add_argument(
+        "--split", choices=("held-out", "train"), default="held-out", help="the examples to run (default: held-out)"
+    )
+    parser.add_argument("--task", metavar="NAME", help="of a script with several tasks: run this one (default: all)")
+    parser.add_argument("--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks for")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--checkpoint",
+        metavar="RUN_DIR[:N]",
+        help="serve the weights in a checkpoint of a run, finished or not: of version N, or the newest",
+    )
+    trained = "serve the model in DIR; without DIR, the model that training left in run_dir"
+    weights.add_argument("--trained", nargs="?", const="", metavar="DIR", help=trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,25 +91,23 @@ class TimedSampler:
         self.calls: list[EngineCall] = []
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        began = time.monotonic()
+        began, output_ids, ended_by = time.monotonic(), (), ""
         try:
             response = await self._sampler.agenerate(request)
+            output_ids, ended_by = response.output_ids, response.stop_reason
+            return response
         except BaseException as error:
-            self._note(request, (), began, type(error).__name__)
+            ended_by = type(error).__name__
             raise
-        self._note(request, response.output_ids, began, response.stop_reason)
-        return response
-
-    def _note(self, request: ModelRequest, output_ids: tuple[int, ...], began: float, ended_by: str) -> None:
-        self.calls.append(
-            EngineCall(
+        finally:
+            call = EngineCall(
                 input_ids=tuple(map(int, request.input_ids)),
                 output_ids=output_ids,
                 elapsed_s=time.monotonic() - began,
                 ended_by=ended_by,
                 images=request.images,
             )
-        )
+            self.calls.append(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,32 +159,37 @@ class Stage:
         for work in works:
             workflow = self.tasks.workflow_of(self.tasks.task_of(self.examples, work.index))
             runner = EpisodeRunner(workflow=workflow, timeout_s=self.config.rollout.episode_timeout_s)
-            sampler = TimedSampler(self._sampler(work))
+            seed = f"{self.config.seed}-{self.name}-{work.index}-{work.number}"
+            is_seeded = self.config.rollout.seed_requests
+            sampler = TimedSampler(EpisodeSampler(self.engine, is_greedy=self.greedy, seed=seed if is_seeded else None))
             name = f"episode {work.number} of example {work.index}"
             report = EpisodeReport(is_evaluation=True)
             episode = await runner.run(sampler, self.examples[work.index], name=name, report=report)
             await ended.put(Run(work=work, episode=episode, calls=tuple(sampler.calls)))
 
-    def _sampler(self, work: Work) -> EpisodeSampler:
-        seed = f"{self.config.seed}-{self.name}-{work.index}-{work.number}"
-        is_seeded = self.config.rollout.seed_requests
-        return EpisodeSampler(self.engine, is_greedy=self.greedy, seed=seed if is_seeded else None)
-
 
 @asynccontextmanager
-async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice) -> AsyncGenerator[Stage]:
-    """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of a part that cannot start."""
+async def open_stage(experiment: Experiment[Any], config: Config, options: argparse.Namespace) -> AsyncGenerator[Stage]:
+    """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of a part that cannot start.
+
+    options: those of `add_options`.
+    """
     from arl.assembly import check_sees, decoder
     from arl.serving import serve
 
-    trained = _trained(config, choice) if choice.trained is not None else None
-    saved = await offload(_saved, config, choice.checkpoint) if choice.checkpoint is not None else None
-    sys.stderr.write(f"preparing {choice.file}\n")
+    file, is_held_out = options.file, options.split == "held-out"
+    trained = _trained(config, options.trained, file) if options.trained is not None else None
+    saved = await offload(_saved, config, options.checkpoint) if options.checkpoint is not None else None
+    sys.stderr.write(f"preparing {file}\n")
     config, setup = await experiment.aprepare(config)
-    tasks = given_tasks(setup) if choice.task is None else given_tasks(setup).alone(choice.task)
-    examples = _examples(tasks.held_out if choice.split == "held-out" else tasks.trained, choice)
+    tasks = given_tasks(setup) if options.task is None else given_tasks(setup).alone(options.task)
+    examples = tasks.held_out if is_held_out else tasks.trained
+    if examples is None:
+        raise ConfigError(f"{file} has no held-out examples (Setup.eval_dataset); take --split train")
+    if len(examples) == 0:
+        raise ConfigError(f"{file} has no {options.split} examples, so there is nothing to run")
     for task in tasks.tasks:
-        if (rows := task.eval_dataset if choice.split == "held-out" else task.dataset) is not None:
+        if (rows := task.eval_dataset if is_held_out else task.dataset) is not None:
             await offload(check_sees, config, task, rows)
     decode = await offload(decoder, config.model)
     with tempfile.TemporaryDirectory(prefix="arl-weights-") as scratch, _failures_shown_once():
@@ -233,10 +206,10 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
                 config=config,
                 tasks=tasks,
                 examples=examples,
-                name=choice.split,
+                name=options.split,
                 engine=engine,
                 decode=decode,
-                greedy=choice.greedy,
+                greedy=options.greedy,
             )
 
 
@@ -253,11 +226,12 @@ def _with_models(config: Config, models: Mapping[str, str]) -> Config:
     return config.model_copy(update={"policies": {**config.policies, **own}})
 
 
-def _trained(config: Config, choice: Choice) -> Path:
-    directory = Path(choice.trained) if choice.trained else config.run_dir / TRAINED
+def _trained(config: Config, named: str, file: Path) -> Path:
+    """The model directory to serve: `named`, or what training left."""
+    directory = Path(named) if named else config.run_dir / TRAINED
     for name in _names(config):
         if not (directory / name / "config.json").is_file():
-            advice = "name the directory of a model" if choice.trained else f"train it first: python {choice.file}"
+            advice = "name the directory of a model" if named else f"train it first: python {file}"
             raise ConfigError(f"--trained: there is no trained model in {directory / name}; {advice}")
     _check_starts_servers(config, "--trained")
     return directory
@@ -280,14 +254,6 @@ def _check_starts_servers(config: Config, option: str) -> None:
             f"{option} starts servers for the trained weights, but engine.kind={config.engine.kind} names servers that "
             f"run already, with weights of their own; leave {option} out to use those, or choose another engine.kind"
         )
-
-
-def _examples(examples: Dataset | None, choice: Choice) -> Dataset:
-    if examples is None:
-        raise ConfigError(f"{choice.file} has no held-out examples (Setup.eval_dataset); take --split train")
-    if len(examples) == 0:
-        raise ConfigError(f"{choice.file} has no {choice.split} examples, so there is nothing to run")
-    return examples
 
 
 @contextmanager

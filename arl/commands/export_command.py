@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> None:
         weights = SavedWeights.of(options.run_dir, options.version, options.model, options.policy)
         hide_progress_bars()
         if options.push is None or options.out is not None:
-            _export(weights, options.out or _default(weights, options), options)
+            policy = f"-{options.policy}" if options.policy else ""
+            name = f"version-{weights.version:08d}{policy}{'-adapter' * options.adapter}"
+            _export(weights, options.out or weights.run_dir / "exported" / name, options)
         else:
             with tempfile.TemporaryDirectory(prefix="arl-export-") as scratch:
                 _export(weights, Path(scratch) / "model", options)
@@ -63,11 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--public", action="store_true", help="with --push: make a missing repository public")
     return parser
-
-
-def _default(weights: SavedWeights, options: argparse.Namespace) -> Path:
-    policy = f"-{options.policy}" if options.policy else ""
-    return weights.run_dir / "exported" / f"version-{weights.version:08d}{policy}{'-adapter' * options.adapter}"
 
 
 def _export(weights: SavedWeights, directory: Path, options: argparse.Namespace) -> None:

@@ -143,32 +143,21 @@ def _table(runs: Sequence[ListedRun]) -> Table:
         is_number, is_name = column in ("steps", "held-out", "size"), column in ("run", "model", "why")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=not is_name, overflow="fold")
     for run in runs:
-        cells = (run.run_dir, run.state, _steps(run), _held_out(run), run.model or "-", _started(run))
-        why = run.why if run.state in _SAY_WHY else ""
-        table.add_row(*(Text(plain(cell)) for cell in (*cells, size_text(run.num_bytes), _shortened(why))))
+        trained = str(run.version or 0)
+        held_out, value = "-", run.loss if run.reward is None else run.reward
+        if value is not None:  # a number that is not finite is a text in the files
+            rounded = value if isinstance(value, str) else f"{value:.3f}"
+            held_out = f"{'loss ' * (run.reward is None)}{rounded} at {run.evaluated_version}"
+        why = run.why.partition("\n")[0] if run.state in _SAY_WHY else ""
+        cells = (
+            run.run_dir,
+            run.state,
+            trained if run.steps is None else f"{trained} of {run.steps}",
+            held_out,
+            run.model or "-",
+            "-" if run.began is None else run.began[:16].replace("T", " "),
+            size_text(run.num_bytes),
+            why if len(why) <= _MOST_OF_WHY else f"{why[: _MOST_OF_WHY - 1]}…",
+        )
+        table.add_row(*(Text(plain(cell)) for cell in cells))
     return table
-
-
-def _shortened(why: str) -> str:
-    first = why.partition("\n")[0]
-    return first if len(first) <= _MOST_OF_WHY else f"{first[: _MOST_OF_WHY - 1]}…"
-
-
-def _steps(run: ListedRun) -> str:
-    trained = 0 if run.version is None else run.version
-    return str(trained) if run.steps is None else f"{trained} of {run.steps}"
-
-
-def _held_out(run: ListedRun) -> str:
-    if run.reward is not None:
-        return f"{_rounded(run.reward)} at {run.evaluated_version}"
-    return "-" if run.loss is None else f"loss {_rounded(run.loss)} at {run.evaluated_version}"
-
-
-def _rounded(value: float | str) -> str:
-    """A number that is not finite is a text in the files."""
-    return value if isinstance(value, str) else f"{value:.3f}"
-
-
-def _started(run: ListedRun) -> str:
-    return "-" if run.began is None else run.began[:16].replace("T", " ")

@@ -21,7 +21,7 @@ from arl.api.config import Config
 from arl.api.errors import ConfigError
 from arl.api.image_places import text_with_marks
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
-from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
+from arl.commands.episodes import Run, Stage, Work, add_options, open_stage
 from arl.experiment import Experiment
 from arl.json_console import is_json, tell
 from arl.offload import offload
@@ -38,20 +38,8 @@ class EpisodeOutcome:
 
     reward: float
     passed: bool
-    is_rejected: bool
-    error: Exception | None
     means: Mapping[str, Sequence[float]]
     """Numbers by name, the workflow's and arl's own; empty for an episode that did not finish."""
-
-    @classmethod
-    def of(cls, episode: Episode, pass_reward: float) -> EpisodeOutcome:
-        return cls(
-            reward=episode.reward,
-            passed=episode.is_finished and episode.reward >= pass_reward,
-            is_rejected=episode.is_rejected,
-            error=episode.error,
-            means=_numbers(episode) if episode.is_finished else {},
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,14 +59,19 @@ class Scores:
     first_error: tuple[Work, Exception] | None = None
 
     def add(self, run: Run) -> EpisodeOutcome:
-        outcome = EpisodeOutcome.of(run.episode, self.pass_reward)
+        episode, is_finished = run.episode, run.episode.is_finished
+        outcome = EpisodeOutcome(
+            reward=episode.reward,
+            passed=is_finished and episode.reward >= self.pass_reward,
+            means=_numbers(episode) if is_finished else {},
+        )
         self.by_example.setdefault(run.work.index, []).append(outcome)
         self.num_episodes += 1
-        self.num_failed += outcome.error is not None
-        self.num_rejected += outcome.is_rejected
+        self.num_failed += episode.error is not None
+        self.num_rejected += episode.is_rejected
         self.total_reward += outcome.reward
-        if outcome.error is not None and self.first_error is None:
-            self.first_error = (run.work, outcome.error)
+        if episode.error is not None and self.first_error is None:
+            self.first_error = (run.work, episode.error)
         return outcome
 
     def estimates(self) -> dict[str, Estimate]:
@@ -89,12 +82,8 @@ class Scores:
             if own := [self.by_example[place] for place in places if place in self.by_example]:
                 found[f"reward, {name}"] = Estimate.of([fmean(outcome.reward for outcome in group) for group in own])
         for k in self.ks:
-            chances = [
-                pass_at_k(len(group), sum(outcome.passed for outcome in group), k)
-                for group in groups
-                if len(group) >= k
-            ]
-            if chances:
+            whole = [group for group in groups if len(group) >= k]
+            if chances := [pass_at_k(len(group), sum(outcome.passed for outcome in group), k) for group in whole]:
                 found[f"pass@{k}"] = Estimate.of(chances)
         return found
 
@@ -141,8 +130,15 @@ DEFAULT_N = 8
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl eval`."""
     parser = parser_of("eval", ABOUT)
-    Choice.add_options(parser)
-    _add_options(parser)
+    add_options(parser)
+    number = f"episodes of each example (default: {DEFAULT_N}; 1 with --greedy)"
+    parser.add_argument("--n", type=positive, metavar="N", help=number)
+    ks = "the ks of pass@k, at most N each (default: 1, 2, 4, ... up to N)"
+    parser.add_argument("--k", type=_counts, metavar="K,K,...", help=ks)
+    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples, of each task")
+    passes = "an episode passes with this reward or more (default: 1.0)"
+    parser.add_argument("--pass-reward", type=_number, default=1.0, metavar="REWARD", help=passes)
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write every episode to this new file")
     options, settings = parse(parser, argv)
     number = options.n or (1 if options.greedy else DEFAULT_N)
     ks = options.k or [2**i for i in range(number.bit_length())]
@@ -152,31 +148,13 @@ def main(argv: Sequence[str]) -> None:
 
     async def evaluate(experiment: Experiment[Any], config: Config) -> None:
         with _opened(options.out) as out:
-            async with open_stage(experiment, config, Choice.of(options)) as opened:
+            async with open_stage(experiment, config, options) as opened:
                 scores.places = getattr(opened.examples, "places", {})
                 await Scoring(opened, scores, number, options.limit, out).run()
 
     run_command(evaluate, options, settings, if_stopped="the episodes that had ended are scored")
     if scores.num_failed == scores.num_episodes:
         raise SystemExit(1)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--n", type=positive, metavar="N", help=f"episodes of each example (default: {DEFAULT_N}; 1 with --greedy)"
-    )
-    parser.add_argument(
-        "--k", type=_counts, metavar="K,K,...", help="the ks of pass@k, at most N each (default: 1, 2, 4, ... up to N)"
-    )
-    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples, of each task")
-    parser.add_argument(
-        "--pass-reward",
-        type=_number,
-        default=1.0,
-        metavar="REWARD",
-        help="an episode passes with this reward or more (default: 1.0)",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write every episode to this new file")
 
 
 class Scoring:
@@ -205,14 +183,11 @@ class Scoring:
 
     async def _ended(self, run: Run, advance: Advance) -> None:
         outcome = self._scores.add(run)
-        if self._out is not None:
-            await offload(self._write, self._out, run, outcome)
+        if (out := self._out) is not None:
+            line = json.dumps(self._row(run, outcome)) + "\n"
+            await offload(lambda: (out.write(line), out.flush()))
         advance(reward=self._scores.total_reward / self._scores.num_episodes)
         self._budget.record(run.episode.error)
-
-    def _write(self, out: TextIO, run: Run, outcome: EpisodeOutcome) -> None:
-        out.write(json.dumps(self._row(run, outcome)) + "\n")
-        out.flush()
 
     def _row(self, run: Run, outcome: EpisodeOutcome) -> dict[str, Any]:
         episode = run.episode

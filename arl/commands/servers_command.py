@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -102,13 +102,16 @@ def _list(options: argparse.Namespace) -> None:
     state = read_state(options.run_dir)
     if state is None:
         raise RunFileError(_not_connected(options.run_dir))
-    how = trains or f"no run trains here now; {_moment(state.at)} these were its servers"
+    moment = datetime.fromtimestamp(state.at, UTC).strftime("at %Y-%m-%d %H:%M:%S UTC")
+    how = trains or f"no run trains here now; {moment} these were its servers"
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE  # a server is a line, for programs
     console.print(f"{options.run_dir}: {how}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(state, time.time() if trains else state.at))
-    for line in _footnotes(state):
+    num_serving, num = sum(row.state == "serving" for row in state.servers), counted(len(state.servers), "server")
+    lines = [f"{num_serving} of {num} serve; engine.min_servers is {state.min_servers}"]
+    for line in lines + [f"{state.file} is not followed: {state.problem}"] * bool(state.problem):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -131,22 +134,11 @@ def _table(state: ServersState, now: float) -> Table:
     return table
 
 
-def _footnotes(state: ServersState) -> Iterator[str]:
-    serving = sum(row.state == "serving" for row in state.servers)
-    yield f"{serving} of {counted(len(state.servers), 'server')} serve; engine.min_servers is {state.min_servers}"
-    if state.problem:
-        yield f"{state.file} is not followed: {state.problem}"
-
-
 def _duration(seconds: float) -> str:
     seconds = max(0.0, seconds)
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _moment(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("at %Y-%m-%d %H:%M:%S UTC")
 
 
 def _add(options: argparse.Namespace) -> None:
@@ -211,9 +203,9 @@ def _edit(options: argparse.Namespace, change: Callable[[EditedServers], None]) 
             f"the servers of the run in {run_dir} are those that engine.servers_file names: edit {state.file}"
         )
     with edited(run_dir, _note()) as edit:
-        before = _num_named(edit)
+        before = sum(one.drain_s is None for one in edit.named.values())
         change(edit)
-        left = _num_named(edit)
+        left = sum(one.drain_s is None for one in edit.named.values())  # but for those that are to leave
         if left < min(before, state.min_servers):
             raise ServerError(f"engine.min_servers is {state.min_servers}, and {counted(left, 'server')} would be left")
     if trains and not options.no_wait:
@@ -226,11 +218,6 @@ def _edit(options: argparse.Namespace, change: Callable[[EditedServers], None]) 
     )
     sys.stdout.write(f"{names}; {how}\n")
     return None
-
-
-def _num_named(edit: EditedServers) -> int:
-    """But for those that are to leave."""
-    return sum(one.drain_s is None for one in edit.named.values())
 
 
 def _note() -> str:

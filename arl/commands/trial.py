@@ -19,7 +19,7 @@ from arl.api.image_places import text_with_marks
 from arl.api.images import PlacedImage
 from arl.api.types import NOT_SAMPLED, Trajectory
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
-from arl.commands.episodes import Choice, Decode, EngineCall, Run, Stage, Work, open_stage
+from arl.commands.episodes import Decode, EngineCall, Run, Stage, Work, add_options, open_stage
 from arl.experiment import Experiment
 from arl.rollout.episode import Episode
 
@@ -32,13 +32,13 @@ ABOUT = (
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl try`."""
     parser = parser_of("try", ABOUT)
-    Choice.add_options(parser)
+    add_options(parser)
     parser.add_argument("--n", type=positive, default=4, metavar="N", help="how many examples (default: 4)")
     options, settings = parse(parser, argv)
     runs: list[Run] = []
 
     async def try_out(experiment: Experiment[Any], config: Config) -> None:
-        async with open_stage(experiment, config, Choice.of(options)) as opened:
+        async with open_stage(experiment, config, options) as opened:
             await _try(opened, options, runs)
 
     run_command(try_out, options, settings, if_stopped="the other episodes were not run to their end")
@@ -81,7 +81,10 @@ class Report:
         self._console.rule(f"episode {number} of {self._number}: {self._stage.name} example {run.work.index}{of_task}")
         self._outcome(run)
         for i, call in enumerate(run.calls, start=1):
-            self._line(f"{f'turn {i}':<10}", _call_text(call))
+            sampled = len(call.output_ids)
+            speed = f", {sampled / call.elapsed_s:.0f} tokens/s" if sampled and call.elapsed_s > 0 else ""
+            took = f"{sampled} sampled in {call.elapsed_s:.2f} s{speed}, ended by {call.ended_by}"
+            self._line(f"{f'turn {i}':<10}{len(call.input_ids)} tokens given, {took}")
         in_engine = sum(call.elapsed_s for call in run.calls)
         of_model = f"the model had {in_engine:.2f} s in {counted(len(run.calls), 'turn')}"
         self._line(f"{'episode':<10}{run.episode.elapsed_s:.2f} s, of which {of_model}")
@@ -101,19 +104,15 @@ class Report:
         for i, trajectory in enumerate(trajectories, start=1):
             if len(trajectories) > 1:
                 self._line(Text(f"trajectory {i} of {len(trajectories)}, {trajectory.role}", style="bold"))
-            self._passage(passage_of(trajectory))
+            self._line(rendered(passage_of(trajectory), self._stage.decode, brackets=self._brackets), "\n")
             self._reward(trajectory)
         if not trajectories:
             for passage in passages_of(run.calls):
-                self._passage(passage)
+                self._line(rendered(passage, self._stage.decode, brackets=self._brackets), "\n")
         if run.episode.error is not None:
             self._line(Text("failed: " + users_traceback(run.episode.error).rstrip(), style="red"))
         if run.episode.is_rejected:
             self._line(Text("rejected: arun_episode returned None", style="yellow"))
-
-    def _passage(self, passage: Passage) -> None:
-        self._line(rendered(passage, self._stage.decode, brackets=self._brackets))
-        self._line()
 
     def _reward(self, trajectory: Trajectory) -> None:
         parts = f" ({_numbers(trajectory.rewards)})" if trajectory.rewards else ""
@@ -128,12 +127,6 @@ class Report:
     def _line(self, *parts: str | Text) -> None:
         """Print texts as they are, without markup and line breaks."""
         self._console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
-
-
-def _call_text(call: EngineCall) -> str:
-    given, sampled = len(call.input_ids), len(call.output_ids)
-    speed = f", {sampled / call.elapsed_s:.0f} tokens/s" if sampled and call.elapsed_s > 0 else ""
-    return f"{given} tokens given, {sampled} sampled in {call.elapsed_s:.2f} s{speed}, ended by {call.ended_by}"
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:
@@ -186,25 +179,33 @@ def passages_of(calls: Sequence[EngineCall]) -> list[Passage]:
         for i, call in enumerate(calls)
         if not any(other.input_ids[: len(call.token_ids)] == call.token_ids for other in calls[i + 1 :])
     ]
-    return [Passage(token_ids=end.token_ids, origins=_origins(end, calls), images=end.images) for end in ends]
-
-
-def _origins(end: EngineCall, calls: Sequence[EngineCall]) -> tuple[Origin, ...]:
-    origins = [Origin.GIVEN] * len(end.token_ids)
-    for call in calls:
-        if end.token_ids[: len(call.token_ids)] == call.token_ids:
-            origins[len(call.input_ids) : len(call.token_ids)] = [Origin.TRAINED] * len(call.output_ids)
-    return tuple(origins)
+    passages: list[Passage] = []
+    for end in ends:
+        origins = [Origin.GIVEN] * len(end.token_ids)
+        for call in calls:
+            if end.token_ids[: len(call.token_ids)] == call.token_ids:
+                origins[len(call.input_ids) : len(call.token_ids)] = [Origin.TRAINED] * len(call.output_ids)
+        passages.append(Passage(token_ids=end.token_ids, origins=tuple(origins), images=end.images))
+    return passages
 
 
 def rendered(passage: Passage, decode: Decode, *, brackets: bool) -> Text:
-    """brackets: mark sampled tokens with brackets, for output without colours."""
-    text = Text()
-    for origin, piece in _pieces(passage, decode):
-        style, left, right = origin.value
-        shown = visible(piece)
-        text.append(f"{left}{shown}{right}" if brackets else shown, style=style)
-    return text
+    """The text of each stretch of tokens of one origin. A character on a border belongs to the later one.
+
+    Each stretch is decoded with everything before it, since a tokenizer may show a first token differently. brackets:
+    mark sampled tokens with brackets, for output without colours.
+    """
+    shown, end, seen = Text(), 0, 0
+    for origin, stretch in groupby(passage.origins):
+        end += len(list(stretch))
+        images = [placed for placed in passage.images if placed.stop <= end]
+        text = text_with_marks(passage.token_ids[:end], images, decode)
+        if end < len(passage.token_ids):
+            text = text.rstrip(UNFINISHED)
+        (style, left, right), piece = origin.value, visible(text[seen:])
+        shown.append(f"{left}{piece}{right}" if brackets else piece, style=style)
+        seen = max(seen, len(text))
+    return shown
 
 
 def legend(*, brackets: bool) -> Text:
@@ -215,24 +216,6 @@ def legend(*, brackets: bool) -> Text:
         for style, left, right in [origin.value]
     ]
     return Text(" | ").join(parts)
-
-
-def _pieces(passage: Passage, decode: Decode) -> list[tuple[Origin, str]]:
-    """The text of each run of tokens of one origin. A character on a border belongs to the later run.
-
-    Each run is decoded with everything before it, since a tokenizer may show a first token differently.
-    """
-    pieces: list[tuple[Origin, str]] = []
-    end, seen = 0, 0
-    for origin, run in groupby(passage.origins):
-        end += len(list(run))
-        images = [placed for placed in passage.images if placed.stop <= end]
-        text = text_with_marks(passage.token_ids[:end], images, decode)
-        if end < len(passage.token_ids):
-            text = text.rstrip(UNFINISHED)
-        pieces.append((origin, text[seen:]))
-        seen = max(seen, len(text))
-    return pieces
 
 
 def visible(text: str) -> str:
