@@ -260,8 +260,6 @@ class CallPolicy:
     call_format: CallFormat | None = None
     """How the model writes tool calls; None: as its chat template says."""
     unsupported: Unsupported = field(default_factory=lambda: Unsupported("refuse"))
-    embeddings: str | None = None
-    """The base URL of a server of embeddings."""
     constrains_strict_tools: bool = False
     """Whether calls of tools with strict: true are held to their schemas."""
 

@@ -25,7 +25,6 @@ from arl.api.errors import ArlError
 from arl.api.types import AGENT, SamplingParams
 from arl.api.workflow import Shared
 from arl.endpoint import anthropic, chat, completions, responses
-from arl.endpoint import embeddings as embedding
 from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
 from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
 from arl.endpoint.session import EpisodeSession, is_role
@@ -97,7 +96,6 @@ ENDPOINTS = (
     anthropic.ENDPOINT,
     anthropic.COUNT_ENDPOINT,
     completions.ENDPOINT,
-    embedding.ENDPOINT,
     _MODELS,
 )
 
@@ -145,7 +143,6 @@ class OpenAIProxy(Shared):
     unsupported: what becomes of a field that cannot be honoured: "refuse" the call, or "ignore" the field, which is
         logged once and counted. Fields without which a call would mean something else are always refused.
     constrains_strict_tools: hold calls of tools with `strict: true` to their schemas, by a grammar.
-    embeddings: the base URL of a server of embeddings (`http://HOST:PORT/v1`), which answers /v1/embeddings.
     endpoint: the address; by default the run's settings (`endpoint.host` and so on), and without a run a free port of
         loopback.
 
@@ -166,7 +163,6 @@ class OpenAIProxy(Shared):
         endpoint: EndpointConfig | None = None,
         unsupported: Literal["refuse", "ignore"] = "refuse",
         constrains_strict_tools: bool = False,
-        embeddings: str | None = None,
     ) -> None:
         super().__init__()
         self._own_endpoint = endpoint
@@ -182,7 +178,6 @@ class OpenAIProxy(Shared):
             call_format=call_format,
             unsupported=Unsupported(unsupported),
             constrains_strict_tools=constrains_strict_tools,
-            embeddings=embeddings,
         )
         self._sessions: dict[str, EpisodeSession] = {}
         self._shared: dict[str, SharedURL] = {}

@@ -7,7 +7,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from aiohttp import web
 from programs import ADD, ASK, CERTIFICATES, Opened, opened, post, saying, shown, trained
 from protocols import asked, told_by
 from workflow.chat_templates import tokenizer_of
@@ -16,7 +15,6 @@ from workflow.scripted_answers import decode, encode
 from arl.api.errors import ConfigError
 from arl.api.scripted import ScriptedEngine
 from arl.endpoint.proxy import OpenAIProxy
-from arl.web.server import bind, serving
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 OF_UNIQUE = {"type": "json_schema", "json_schema": {"name": "n", "schema": UNIQUE}}
@@ -215,37 +213,3 @@ async def test_a_completion_that_cannot_be_made_is_refused(fields: dict[str, Any
         with pytest.raises(openai.BadRequestError) as refused:
             await episode.client.completions.create(model="m", prompt="a", extra_body=fields)
     assert refused.value.param == param
-
-
-async def test_embeddings_come_from_the_server_that_was_named() -> None:
-    answers = [({"data": [{"embedding": [0.5], "index": 0, "object": "embedding"}], "model": "m"}, 200)]
-    answers.append(({"error": {"message": "too long"}}, 400))
-    seen: list[Any] = []
-
-    async def embed(request: web.Request) -> web.Response:
-        seen.append(await request.json())
-        body, status = answers[len(seen) - 1]
-        return web.json_response(body, status=status)
-
-    app = web.Application()
-    app.router.add_post("/v1/embeddings", embed)
-    async with (
-        serving(app, bind("127.0.0.1", 0)) as port,
-        opened(saying("a"), embeddings=f"http://127.0.0.1:{port}/v1") as episode,
-    ):
-        made = await episode.client.embeddings.create(model="m", input="text", encoding_format="float")
-        with pytest.raises(openai.BadRequestError, match="too long"):
-            await episode.client.embeddings.create(model="m", input="text", encoding_format="float")
-        assert episode.session.metrics["calls"] == 0
-    assert made.data[0].embedding == [0.5]
-    assert seen[0] == {"model": "m", "input": "text", "encoding_format": "float"}
-
-
-async def test_without_a_server_of_embeddings_the_answer_says_how_to_name_one() -> None:
-    async with opened(saying("a")) as episode:
-        with pytest.raises(openai.NotFoundError, match="name one: OpenAIProxy"):
-            await episode.client.embeddings.create(model="m", input="text")
-    async with opened(saying("a"), embeddings="http://127.0.0.1:9/v1") as episode:
-        with pytest.raises(openai.APIStatusError, match="did not answer") as gone:
-            await episode.client.embeddings.create(model="m", input="text")
-    assert gone.value.status_code == 503
