@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 from pydantic import Field
@@ -28,51 +28,13 @@ from arl.endpoint.calls import (
 from arl.endpoint.exchange import CallBody, Endpoint, Exchange, completing
 from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
 from arl.web.server import event
-from arl.workflow.content import Content, text_part
+from arl.workflow.content import text_part
 from arl.workflow.messages import Message
-
-_HARMLESS = ("cache_control",)
-"""Fields that any block, tool or request may have without effect on the answer."""
-
-
-class ContentBlock(RequestBody, ignored=(*_HARMLESS, "type", "signature", "citations", "caller")):
-    """A content block."""
-
-
-class TextBlock(ContentBlock):
-    text: str = ""
-
-
-class SaidBlock(TextBlock, ignored=(*_HARMLESS, "type"), only={"citations": ({"enabled": False},)}):
-    """The user's text."""
-
-
-class ResultBlock(ContentBlock, ignored=(*_HARMLESS, "type"), only={"citations": ({"enabled": False},)}):
-    tool_use_id: str = ""
-    content: Any = ""
-    is_error: bool = False
-
-
-class ImageBlock(ContentBlock):
-    source: dict[str, Any] = Field(default_factory=dict)
-
-
-class ThinkingBlock(ContentBlock):
-    thinking: str = ""
-
-
-class CallBlock(ContentBlock):
-    id: str = ""
-    name: str = ""
-    input: dict[str, Any] = Field(default_factory=dict)
-
-
-B = TypeVar("B", bound=ContentBlock)
 
 
 class CustomTool(
     RequestBody,
-    ignored=(*_HARMLESS, "type", "eager_input_streaming", "input_examples"),
+    ignored=("type", "cache_control", "eager_input_streaming", "input_examples"),
     only={"defer_loading": (False,), "allowed_callers": (["direct"],)},
 ):
     name: str = ""
@@ -105,7 +67,7 @@ class OutputConfig(RequestBody, ignored=("effort",)):
 
 class MessagesRequest(
     CallBody,
-    ignored=(*_HARMLESS, "metadata"),
+    ignored=("cache_control", "metadata"),
     only={"service_tier": ("auto", "standard_only"), "speed": ("standard",)},
     refused={
         "container": "this endpoint runs no code",
@@ -137,95 +99,86 @@ def _messages(asked: MessagesRequest) -> list[Message]:
     if not asked.messages:
         raise BodyError("messages is empty; it must be a list of messages", param="messages")
     for i, message in enumerate(asked.messages):
-        made += _message(f"messages[{i}]", message)
+        where = f"messages[{i}].content"
+        match message:
+            case {"role": "user", "content": str() | list() as content}:
+                made += _users(where, content)
+            case {"role": "assistant", "content": str() | list() as content}:
+                made.append(_assistants(where, content))
+            case {"role": "system", "content": str() | list() as content}:
+                made.append({"role": "system", "content": _text(where, content)})
+            case {"role": "user" | "assistant" | "system"}:
+                raise wrong(where, message.get("content"), "a string or a list of blocks")
+            case {"role": role}:
+                raise wrong(f"messages[{i}].role", role, "user or assistant")
+            case _:
+                raise wrong(f"messages[{i}]", message, "an object with a role and a content")
     return made
 
 
-def _message(where: str, message: Any) -> Iterator[Message]:
-    if not isinstance(message, dict):
-        raise wrong(where, message, "an object with a role and a content")
-    content = message.get("content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list):
-        raise wrong(f"{where}.content", content, "a string or a list of blocks")
-    match message.get("role"):
-        case "user":
-            yield from _users(f"{where}.content", blocks)
-        case "assistant":
-            yield _assistants(f"{where}.content", blocks)
-        case "system":
-            yield {"role": "system", "content": _text(f"{where}.content", blocks)}
-        case role:
-            raise wrong(f"{where}.role", role, "user or assistant")
-
-
-def _users(where: str, blocks: list[Any]) -> Iterator[Message]:
-    said: list[str | Image] = []
-    for i, given in enumerate(blocks):
+def _users(where: str, content: str | list[Any]) -> Iterator[Message]:
+    """The results of tools, and then what the user says."""
+    said: list[str | Image] = [content] if isinstance(content, str) else []
+    for i, block in enumerate(content if isinstance(content, list) else ()):
         at = f"{where}[{i}]"
-        match _block(at, given, {"text": SaidBlock, "tool_result": ResultBlock, "image": ImageBlock}):
-            case ResultBlock() as result:
-                content = with_images(f"{at}.content", result.content, _seen, " ")
-                if result.is_error:
-                    content = _as_error(content)
-                yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
-            case ImageBlock() as block:
-                said.append(_image(at, block))
-            case SaidBlock() as block:
-                said.append(block.text)
-    if said or not blocks:
+        match block:
+            case {"citations": {"enabled": True}}:
+                raise refused(
+                    f"{at}.citations", "cannot be honoured here: the model cites nothing", can_be_dropped=True
+                )
+            case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                result = with_images(f"{at}.content", block.get("content") or "", _seen, " ")
+                if block.get("is_error") and isinstance(result, list):
+                    result = [text_part("error: "), *result]
+                elif block.get("is_error") and not result.startswith("error"):
+                    result = f"error: {result}"
+                yield {"role": "tool", "tool_call_id": call_id, "content": result}
+            case _:
+                said.append(_seen(at, block, "text, tool_result and image"))
+    if said or not content:
         yield {"role": "user", "content": content_of_parts(said, " ")}
 
 
-def _seen(where: str, given: Any) -> str | Image:
-    """A part of a tool's result."""
-    block = _block(where, given, {"text": TextBlock, "image": ImageBlock})
-    return _image(where, block) if isinstance(block, ImageBlock) else block.text
-
-
-def _image(where: str, block: ImageBlock) -> Image:
-    match block.source:
-        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+def _seen(where: str, block: Any, known: str = "text and image") -> str | Image:
+    """A text or an image, of a user or in a tool's result."""
+    match block:
+        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
             return sent_image(f"{where}.source", f"data:{kind};base64,{data}")
-        case {"type": "url", "url": url}:
+        case {"type": "image", "source": {"type": "url", "url": url}}:
             return sent_image(f"{where}.source.url", url)
-    reason = 'give {"type": "base64", "media_type": ..., "data": ...}'
-    raise refused(f"{where}.source", f"is of type {shown(block.source.get('type'))}; {reason}")
+        case {"type": "image", "source": source}:
+            reason = 'give {"type": "base64", "media_type": ..., "data": ...}'
+            raise refused(f"{where}.source", f"is of type {shown(source)}; {reason}")
+    return _text_of(where, block, known)
 
 
-def _as_error(content: Content) -> Content:
-    if not isinstance(content, str):
-        return [text_part("error: "), *content]
-    return content if content.startswith("error") else f"error: {content}"
+def _text_of(where: str, block: Any, known: str = "text") -> str:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": kind}:
+            raise refused(where, f"is of type {shown(kind)}; the model can read {known}")
+    raise wrong(where, block, "a block: an object with a type")
 
 
-def _assistants(where: str, blocks: list[Any]) -> Message:
+def _assistants(where: str, content: str | list[Any]) -> Message:
     """The model's thinking, text and tool calls. Redacted thinking cannot be shown to it again."""
-    said: list[str] = []
+    said: list[str] = [content] if isinstance(content, str) else []
     message: dict[str, Any] = {"role": "assistant"}
-    for i, given in enumerate(blocks):
-        match _block(f"{where}[{i}]", given, {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": CallBlock}):
-            case TextBlock() as block:
-                said.append(block.text)
-            case ThinkingBlock() as block:
-                message["reasoning_content"] = block.thinking
-            case CallBlock() as block:
-                call = tool_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+    for i, block in enumerate(content if isinstance(content, list) else ()):
+        match block:
+            case {"type": "thinking", "thinking": str(thinking)}:
+                message["reasoning_content"] = thinking
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
+                call = tool_call(call_id, name, json.dumps(given, ensure_ascii=False))
                 message.setdefault("tool_calls", []).append(call)
+            case _:
+                said.append(_text_of(f"{where}[{i}]", block, "text, thinking and tool_use"))
     return {**message, "content": " ".join(said)}
 
 
 def _text(where: str, content: Any) -> str:
-    return joined(where, content, lambda at, block: _block(at, block, {"text": TextBlock}).text, " ")
-
-
-def _block(where: str, given: Any, kinds: Mapping[str, type[B]]) -> B:
-    if not isinstance(given, dict):
-        raise wrong(where, given, "a block: an object with a type")
-    kind = given.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise refused(where, f"is of type {shown(kind)}; the model can read {' and '.join(kinds)}")
-    return validated(kinds[kind], given, where)
+    return joined(where, content, _text_of, " ")
 
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -317,19 +270,17 @@ def _event(kind: str, **fields: Any) -> str:
     return event({"type": kind, **fields}, kind)
 
 
-def read(exchange: Exchange) -> MessagesWire:
-    return _read(exchange, exchange.parsed(MessagesRequest))
-
-
-def _read(exchange: Exchange, asked: MessagesRequest) -> MessagesWire:
+def read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> MessagesWire:
+    asked = exchange.parsed(body)
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     messages, prefill = _without_prefill(_messages(asked))
     where, output = _form(asked)
     if prefill and output:
         raise BodyError(f"{where} contradicts a prefilled answer; end messages with a user's message", param=where)
+    functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in tools]
     call = exchange.session.policy.call(
         messages,
-        [_spec(tool) for tool in tools],
+        [{"type": "function", "function": function} for function in functions],
         Asked(
             output=output,
             where=where,
@@ -407,11 +358,6 @@ def _tool(where: str, tool: Any) -> CustomTool:
     return validated(CustomTool, tool, where)
 
 
-def _spec(tool: CustomTool) -> Mapping[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
-
-
 def error_of(error: RequestError) -> dict[str, Any]:
     """The error in Anthropic's shape; its SDK chooses the exception by the status."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
@@ -429,7 +375,7 @@ class CountRequest(MessagesRequest):
 
 
 async def _count(exchange: Exchange) -> web.StreamResponse:
-    wire = await exchange.understood(lambda exchange: _read(exchange, exchange.parsed(CountRequest)))
+    wire = await exchange.understood(lambda exchange: read(exchange, CountRequest))
     return await exchange.respond({"input_tokens": await exchange.session.anum_prompt_tokens(exchange.role, wire.call)})
 
 
