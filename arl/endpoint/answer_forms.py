@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from arl.api.grammar import Grammar, GrammarKind
-from arl.endpoint.schemas import checked
+from arl.api.grammar import SCHEMAS_BY_NAME, Grammar, GrammarKind, unenforced
 from arl.web.bodies import BodyError, refused, shown, wrong
 from arl.workflow.call_formats import CallSyntax
 from arl.workflow.messages import ToolSpecs
@@ -21,6 +20,8 @@ Form = Mapping[str, Any]
 _THINK, _END_OF_THINK = "<think>", "</think>"
 _SPACE = {"type": "regex", "pattern": r"\s{0,4}"}
 _ANY_TEXT = {"type": "any_text"}
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a schema whose values are data, not schemas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,41 @@ class Asked:
     """At most one call."""
 
 
-def json_schema(where: str, schema: Any) -> Form:
-    """JSON that matches a schema. Raises BodyError for a schema that cannot be honoured."""
-    return {"type": "json_schema", "json_schema": checked(where, schema)}
+def json_schema(where: str, schema: Any, *, is_strict: bool = True) -> Form:
+    """JSON that matches a schema. where: the field that holds it. Servers compile it, and refuse a faulty one.
+
+    A keyword that servers would ignore, so that an answer might not match, is left out unless is_strict. Raises
+    BodyError for such a keyword, and for a schema that is not an object.
+    """
+    if not isinstance(schema, Mapping):
+        raise wrong(where, schema, "a JSON schema, an object")
+    made = _enforced(where, schema, is_strict=is_strict)
+    return {"type": "json_schema", "json_schema": {name: made[name] for name in made if name not in ("$schema", "$id")}}
 
 
-ANY_OBJECT: Form = {"type": "json_schema", "json_schema": {"type": "object"}}
+def _enforced(where: str, schema: Any, *, is_strict: bool, is_map: bool = False) -> Any:
+    """A schema without what is not enforced. is_map: it is an object with a schema for each name."""
+    if isinstance(schema, list):
+        return [_enforced(f"{where}[{i}]", one, is_strict=is_strict) for i, one in enumerate(schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    ignored = {} if is_map else unenforced(schema)
+    for name, reason in ignored.items() if is_strict else ():
+        raise refused(f"{where}.{name}", f"{reason}; leave it out, and check it in the program", can_be_dropped=True)
+    return {
+        name: value
+        if name in _VALUES and not is_map
+        else _enforced(f"{where}.{name}", value, is_strict=is_strict, is_map=not is_map and name in SCHEMAS_BY_NAME)
+        for name, value in schema.items()
+        if name not in ignored
+    }
+
+
+def text_form(where: str, kind: Literal["text", "json_object", "json_schema"], schema: Any) -> Form | None:
+    """The form of a text that OpenAI's protocols name by its kind. where: the field with the schema."""
+    if kind == "text":
+        return None
+    return json_schema(where, schema) if kind == "json_schema" else json_schema(where, {"type": "object"})
 
 
 def regex(where: str, pattern: Any) -> Form:
@@ -108,7 +138,12 @@ def form_of(asked: Asked, tools: ToolSpecs, syntax: CallSyntax | None, format_na
     if syntax is None:
         why = f"the model calls tools in the format {format_name}, which does not say how calls are written (syntax)"
         raise refused(where, f"cannot be honoured here: {why}", can_be_dropped=True)
-    tags = [_tag(f"tools[{i}]", tool, syntax, asked.strict) for i, tool in enumerate(tools) if _may_call(chosen, tool)]
+    tags: list[dict[str, Any]] = []
+    for i, function in enumerate(tool["function"] for tool in tools):
+        if chosen.names is None or function["name"] in chosen.names:
+            schema, is_strict = function.get("parameters") or {"type": "object"}, function["name"] in asked.strict
+            form = json_schema(f"tools[{i}].parameters", schema, is_strict=is_strict)
+            tags.append(syntax.tag(function["name"], {**form["json_schema"], "type": "object"}))
     if is_forced:
         return syntax.calls(tags, only_one=asked.only_one)
     if asked.output:
@@ -121,28 +156,15 @@ def form_of(asked: Asked, tools: ToolSpecs, syntax: CallSyntax | None, format_na
 
 def _check_names(choice: ToolChoice, tools: ToolSpecs) -> None:
     known = [tool["function"]["name"] for tool in tools]
+    reason = ""
     if choice.mode == "required" and not tools:
-        raise _wrong_choice("asks for a call, but there are no tools")
-    for name in choice.names or ():
-        if name not in known:
-            raise _wrong_choice(f"names {shown(name)}, which is not among the tools: {', '.join(known) or 'none'}")
-    if choice.names == ():
-        raise _wrong_choice("allows no tool; name at least one")
-
-
-def _wrong_choice(reason: str) -> BodyError:
-    return BodyError(f"tool_choice {reason}", param="tool_choice")
-
-
-def _may_call(choice: ToolChoice, tool: Mapping[str, Any]) -> bool:
-    return choice.names is None or tool["function"]["name"] in choice.names
-
-
-def _tag(where: str, tool: Mapping[str, Any], syntax: CallSyntax, strict: frozenset[str]) -> dict[str, Any]:
-    name = tool["function"]["name"]
-    schema = tool["function"].get("parameters") or {"type": "object"}
-    schema = checked(f"{where}.parameters", schema, is_strict=name in strict)
-    return syntax.tag(name, {**schema, "type": "object"})
+        reason = "asks for a call, but there are no tools"
+    elif choice.names == ():
+        reason = "allows no tool; name at least one"
+    elif unknown := [name for name in choice.names or () if name not in known]:
+        reason = f"names {shown(unknown[0])}, which is not among the tools: {', '.join(known) or 'none'}"
+    if reason:
+        raise BodyError(f"tool_choice {reason}", param="tool_choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

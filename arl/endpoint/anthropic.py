@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 from pydantic import Field
@@ -44,20 +44,20 @@ class CustomTool(
 
 
 class MessagesChoice(RequestBody):
-    type: str = "auto"
+    type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str = ""
     disable_parallel_tool_use: bool = False
 
 
 class Thinking(RequestBody, only={"display": ("summarized",)}):
-    type: str = "disabled"
+    type: Literal["adaptive", "disabled", "enabled"] = "disabled"
     budget_tokens: Count | None = None
 
 
 class OutputFormat(RequestBody):
     """The form of an answer's text."""
 
-    type: str = "json_schema"
+    type: Literal["json_schema"] = "json_schema"
     json_schema: Any = Field(default=None, alias="schema")
 
 
@@ -315,14 +315,7 @@ def _without_prefill(messages: list[Message]) -> tuple[list[Message], str]:
 
 def _form(asked: MessagesRequest) -> tuple[str, Form | None]:
     given = {"output_config.format": asked.output_config.format, "output_format": asked.output_format}
-    forms: list[tuple[str, Form]] = []
-    for where, form in given.items():
-        if form is None:
-            continue
-        if form.type != "json_schema":
-            raise wrong(f"{where}.type", form.type, "json_schema")
-        forms.append((where, json_schema(f"{where}.schema", form.json_schema)))
-    return one_of(forms)
+    return one_of([(where, json_schema(f"{where}.schema", form.json_schema)) for where, form in given.items() if form])
 
 
 def _choice(given: MessagesChoice) -> ToolChoice:
@@ -333,20 +326,16 @@ def _choice(given: MessagesChoice) -> ToolChoice:
             return ToolChoice(mode="required")
         case "tool":
             return ToolChoice(mode="required", names=(given.name,), is_named=True)
-    raise wrong("tool_choice.type", given.type, "auto, any, tool or none")
 
 
 def _budget(asked: MessagesRequest) -> int | None:
     """The most tokens of thinking."""
-    match asked.thinking:
-        case Thinking(type="disabled" | "adaptive"):
-            return None
-        case Thinking(type="enabled", budget_tokens=int(budget)) if budget < asked.max_tokens:
-            return budget
-        case Thinking(type="enabled", budget_tokens=budget):
-            raise wrong("thinking.budget_tokens", budget, "at least 1, and below max_tokens")
-        case Thinking(type=kind):
-            raise wrong("thinking.type", kind, "adaptive, disabled or enabled")
+    budget = asked.thinking.budget_tokens
+    if asked.thinking.type != "enabled":
+        return None
+    if budget is None or budget >= asked.max_tokens:
+        raise wrong("thinking.budget_tokens", budget, "at least 1, and below max_tokens")
+    return budget
 
 
 def _tool(where: str, tool: Any) -> CustomTool:

@@ -1,37 +1,95 @@
-"""POST /v1/chat/completions: checks OpenAI's chat messages and tools, and writes the answers in OpenAI's shape."""
+"""POST /v1/chat/completions: turns OpenAI's chat messages and tools into a call, and writes its answers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.endpoint.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
+from arl.endpoint.answer_forms import Asked, Form, json_schema, one_of, one_of_texts, openai_choice, regex, text_form
 from arl.endpoint.calls import (
+    ALTERS,
     LOW_DETAIL,
+    MAX_SAMPLES,
     ONLY_SAMPLED,
     CallAnswer,
     CallPolicy,
     ChatCall,
     Count,
+    Seed,
     pieces,
     sent_image,
     usage,
     with_images,
 )
-from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
-from arl.endpoint.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
-from arl.web.bodies import BodyError, RequestBody, refused, shown, wrong
+from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
+from arl.web.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
 from arl.web.server import DONE, event
+from arl.workflow.messages import arguments_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
-"""Kinds of text content -> the field that holds the text."""
+
+UNALTERED: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0,), "logit_bias": ({},), "presence_penalty": (0,), "repetition_penalty": (1,),
+}  # fmt: skip
+"""Fields that change the distribution -> the values that do not."""
+WHY_UNALTERED = dict.fromkeys(UNALTERED, ALTERS)
+
+
+class StreamOptions(RequestBody, ignored=("include_obfuscation",)):
+    include_usage: bool = False
+
+
+class SampledBody(CallBody):
+    """The fields of sampling, and those that ask for a form of the answer, of which at most one may be there."""
+
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: Strings = ()
+    stop_token_ids: Integers = ()
+    ignore_eos: bool = False
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stream_options: StreamOptions = StreamOptions()
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    regex: Any = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams; None for those that the body does not name."""
+        return {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "stop": tuple(self.stop) or None,
+            "stop_token_ids": tuple(self.stop_token_ids) or None,
+            "ignore_eos": self.ignore_eos or None,
+            "seed": self.seed,
+        }
+
+    def form(self, *others: tuple[str, Form]) -> tuple[str, Form | None]:
+        """The form of the answer's text, and the field that asks for it. others: asked for by other fields."""
+        forms = list(others)
+        if (given := self.guided_json) is not None:
+            forms.append(("guided_json", json_schema("guided_json", arguments_of(given))))
+        for name, pattern in (("guided_regex", self.guided_regex), ("regex", self.regex)):
+            if pattern is not None:
+                forms.append((name, regex(name, pattern)))
+        if (given := self.guided_choice) is not None:
+            forms.append(("guided_choice", one_of_texts("guided_choice", given)))
+        return one_of(forms)
 
 
 class Schema(RequestBody, ignored=("name", "description", "strict")):
@@ -43,7 +101,7 @@ class Schema(RequestBody, ignored=("name", "description", "strict")):
 class ResponseFormat(RequestBody):
     """The form of an answer's text."""
 
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = None
 
 
@@ -87,51 +145,43 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     that it knows."""
     if not isinstance(message, dict):
         raise wrong(where, message, "an object with a role and a content")
-    role = message.get("role")
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
     if message.get("function_call"):
         raise refused(where, "function_call is the older form of calls; use tools")
-    calls = message.get("tool_calls")
-    content = message.get("content")
     if content is not None or role != "assistant":
         part = _seen if role in ("user", "tool") else _part
         content = with_images(f"{where}.content", content, part, "\n")
     made = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
     made |= {"role": _ROLES[role], "content": content or ""}
-    if calls:
-        made["tool_calls"] = _calls(f"{where}.tool_calls", calls)
+    if calls := message.get("tool_calls"):
+        for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
+            match call:
+                case {"function": {"name": str(), "arguments": str()}}:
+                    continue
+            at, known = f"{where}.tool_calls[{i}]", '{"id", "type": "function", "function": {"name", "arguments"}}'
+            raise wrong(at, call, f"a call: {known}")
+        made["tool_calls"] = calls
     return made
 
 
 def _seen(where: str, part: Any) -> str | Image:
     """A part of what users and tools say."""
-    if not isinstance(part, dict) or part.get("type") != "image_url":
-        return _part(where, part)
-    given = part.get("image_url")
-    given = given if isinstance(given, dict) else {"url": given}
-    if given.get("detail") == "low":
-        raise refused(f"{where}.image_url.detail", LOW_DETAIL)
-    return sent_image(f"{where}.image_url", given.get("url"))
+    match part:
+        case {"type": "image_url", "image_url": {"detail": "low"}}:
+            raise refused(f"{where}.image_url.detail", LOW_DETAIL)
+        case {"type": "image_url", "image_url": {"url": url}} | {"type": "image_url", "image_url": url}:
+            return sent_image(f"{where}.image_url", url)
+    return _part(where, part)
 
 
 def _part(where: str, part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return text
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
-    if isinstance(text, str):
-        return text
     raise refused(where, f"is of type {shown(kind)}, which cannot be shown to the model here")
-
-
-def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(calls, list):
-        raise wrong(where, calls, "a list of calls")
-    for i, call in enumerate(calls):
-        match call:
-            case {"function": {"name": str(), "arguments": str()}}:
-                continue
-        raise wrong(f"{where}[{i}]", call, 'a call: {"id", "type": "function", "function": {"name", "arguments"}}')
-    return calls
 
 
 def _tool(where: str, tool: Any) -> Mapping[str, Any]:
@@ -212,25 +262,19 @@ def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str
     return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _response_format(asked: ResponseFormat) -> Form | None:
-    match asked.type:
-        case "text":
-            return None
-        case "json_object":
-            return ANY_OBJECT
-        case "json_schema":
-            where = "response_format.json_schema"
-            if asked.json_schema is None:
-                raise BodyError(f"{where} is missing", param=where)
-            return json_schema(f"{where}.schema", asked.json_schema.json_schema)
-    raise wrong("response_format.type", asked.type, "text, json_object or json_schema")
+def _response_format(asked: ResponseFormat) -> list[tuple[str, Form]]:
+    """The form that the field asks for, if any."""
+    where = "response_format.json_schema"
+    if asked.type == "json_schema" and asked.json_schema is None:
+        raise BodyError(f"{where} is missing", param=where)
+    form = text_form(f"{where}.schema", asked.type, asked.json_schema and asked.json_schema.json_schema)
+    return [("response_format", form)] if form else []
 
 
 def read(exchange: Exchange) -> ChatWire:
     asked, policy = exchange.parsed(ChatRequest), exchange.session.policy
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
-    form = _response_format(asked.response_format)
-    where, output = asked.form(*([] if form is None else [("response_format", form)]))
+    where, output = asked.form(*_response_format(asked.response_format))
     call = policy.call(
         tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
         tools,

@@ -10,8 +10,8 @@ from typing import Any
 from arl.api.types import new_id
 from arl.endpoint.answer_forms import Asked
 from arl.endpoint.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, pieces, usage
+from arl.endpoint.chat import UNALTERED, WHY_UNALTERED, SampledBody
 from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
-from arl.endpoint.sampled_body import UNALTERED, WHY_UNALTERED, SampledBody
 from arl.endpoint.text_dialogue import GivenText
 from arl.web.bodies import refused, wrong
 from arl.web.server import DONE, event

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.endpoint.answer_forms import ANY_OBJECT, Asked, Form, json_schema, openai_choice
+from arl.endpoint.answer_forms import Asked, openai_choice, text_form
 from arl.endpoint.calls import (
     LOW_DETAIL,
     ONLY_SAMPLED,
@@ -42,7 +42,7 @@ Stored = dict[str, Sequence[Message]]
 class TextFormat(RequestBody, ignored=("name", "description", "strict")):
     """The form of an answer's text."""
 
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Any = Field(default=None, alias="schema")
 
 
@@ -116,18 +116,6 @@ _TEXTS = {"input_text", "output_text", "text"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-class Item(RequestBody, takes_others=True):
-    """The fields that any kind of item may have."""
-
-    type: str = "message"
-    role: str = ""
-    content: Any = ""
-    name: str = ""
-    arguments: str = "{}"
-    call_id: str = ""
-    output: Any = ""
-
-
 class Transcript:
     """Messages made of items. Consecutive reasoning, text and function calls are one answer of the model."""
 
@@ -135,45 +123,35 @@ class Transcript:
         self.messages: list[Message] = []
         self._answer: dict[str, Any] | None = None
 
-    def add(self, where: str, given: Any) -> None:
+    def add(self, where: str, item: Any) -> None:
         """Raises BodyError, which names `where`, for an item that the model cannot read."""
-        item = validated(Item, given, where)
-        match item.type:
-            case "message":
-                self._add_message(where, item)
-            case "reasoning":
-                self._add_reasoning(where, item)
-            case "function_call":
-                self._add_call(item)
-            case "function_call_output":
-                output = with_images(f"{where}.output", item.output, _seen, " ")
-                self._add({"role": "tool", "tool_call_id": item.call_id, "content": output})
-            case kind:
-                known = "message, reasoning, function_call and function_call_output"
-                raise refused(where, f"is of type {shown(kind)}, which is not known here; known types are {known}")
+        match item:
+            case {"type": "reasoning"}:  # another model's is encrypted or summarised, without a content
+                if thoughts := _text(f"{where}.content", item.get("content") or "", {"reasoning_text"}):
+                    self._answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
+            case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+                calls = self._answer_without().setdefault("tool_calls", [])
+                calls.append(tool_call(call_id, name, arguments))
+            case {"type": "function_call_output", "call_id": str(call_id)}:
+                output = with_images(f"{where}.output", item.get("output") or "", _seen, " ")
+                self._add({"role": "tool", "tool_call_id": call_id, "content": output})
+            case {"role": role} if item.get("type") in ("message", None):
+                self._add_message(where, role, item.get("content") or "")
+            case _:
+                known = "message (with a role), reasoning, function_call and function_call_output (with a call_id)"
+                raise refused(where, f"is {shown(item)}, which is not known here; known types are {known}")
 
-    def _add_message(self, where: str, item: Item) -> None:
-        role = _ROLES.get(item.role)
-        if role is None:
-            raise wrong(f"{where}.role", item.role, " or ".join(_ROLES))
+    def _add_message(self, where: str, role: Any, content: Any) -> None:
+        if not isinstance(role, str) or role not in _ROLES:
+            raise wrong(f"{where}.role", role, " or ".join(_ROLES))
         if role == "user":
-            self._add({"role": role, "content": with_images(f"{where}.content", item.content, _seen, " ")})
+            self._add({"role": role, "content": with_images(f"{where}.content", content, _seen, " ")})
             return
-        text = _text(f"{where}.content", item.content, _TEXTS)
+        text = _text(f"{where}.content", content, _TEXTS)
         if role == "assistant":
             self._answer_without("content", "tool_calls")["content"] = text
         else:
-            self._add({"role": role, "content": text})
-
-    def _add_reasoning(self, where: str, item: Item) -> None:
-        """Thinking that this server sent. Another model's thinking is encrypted or summarised, and left out."""
-        thoughts = _text(f"{where}.content", item.content, {"reasoning_text"})
-        if thoughts:
-            self._answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
-
-    def _add_call(self, item: Item) -> None:
-        calls = self._answer_without().setdefault("tool_calls", [])
-        calls.append(tool_call(item.call_id, item.name, item.arguments))
+            self._add({"role": _ROLES[role], "content": text})
 
     def _add(self, message: Message) -> None:
         self._answer = None
@@ -189,13 +167,14 @@ class Transcript:
 
 def _seen(where: str, part: Any) -> str | Image:
     """A part of what users and tools say."""
-    if not isinstance(part, dict) or part.get("type") != "input_image":
-        return _part(where, part, _TEXTS)
-    if part.get("detail") == "low":
-        raise refused(f"{where}.detail", LOW_DETAIL)
-    if part.get("file_id") is not None:
-        raise refused(f"{where}.file_id", "is a file that OpenAI keeps; send the image itself, as image_url")
-    return sent_image(f"{where}.image_url", part.get("image_url"))
+    match part:
+        case {"type": "input_image", "detail": "low"}:
+            raise refused(f"{where}.detail", LOW_DETAIL)
+        case {"type": "input_image", "file_id": str()}:
+            raise refused(f"{where}.file_id", "is a file that OpenAI keeps; send the image itself, as image_url")
+        case {"type": "input_image"}:
+            return sent_image(f"{where}.image_url", part.get("image_url"))
+    return _part(where, part, _TEXTS)
 
 
 def _text(where: str, content: Any, kinds: Set[str]) -> str:
@@ -342,7 +321,7 @@ def read(exchange: Exchange) -> ResponsesWire:
         [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
         [{"type": "function", "function": tool.model_dump(exclude={"strict"})} for tool in tools],
         Asked(
-            output=_form(asked.text.format),
+            output=text_form("text.format.schema", asked.text.format.type, asked.text.format.json_schema),
             where="text.format",
             choice=openai_choice(asked.tool_choice),
             strict=frozenset(tool.name for tool in tools if tool.strict),
@@ -353,17 +332,6 @@ def read(exchange: Exchange) -> ResponsesWire:
         top_p=asked.top_p,
     )
     return ResponsesWire(asked=asked, call=call, said=said, stored=stored)
-
-
-def _form(asked: TextFormat) -> Form | None:
-    match asked.type:
-        case "text":
-            return None
-        case "json_object":
-            return ANY_OBJECT
-        case "json_schema":
-            return json_schema("text.format.schema", asked.json_schema)
-    raise wrong("text.format.type", asked.type, "text, json_object or json_schema")
 
 
 def _said_before(asked: ResponsesRequest, stored: Stored) -> Sequence[Message]:

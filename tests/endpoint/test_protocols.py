@@ -175,7 +175,7 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
         ("anthropic", {"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "own tools are not available"),
         ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 200}}, "thinking.budget_tokens", "below max_"),
         ("anthropic", {"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "at least 1"),
-        ("anthropic", {"thinking": {"type": "deep"}}, "thinking.type", "adaptive, disabled or enabled"),
+        ("anthropic", {"thinking": {"type": "deep"}}, "thinking.type", "'adaptive', 'disabled' or 'enabled'"),
         ("anthropic", {"container": "c"}, "container", "runs no code"),
         ("anthropic", {"mcp_servers": [{"name": "m"}]}, "mcp_servers", "the program calls"),
         ("anthropic", {"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages", "answer the calls"),
