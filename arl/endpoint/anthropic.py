@@ -18,12 +18,10 @@ from arl.endpoint.calls import (
     CallAnswer,
     ChatCall,
     Count,
+    content_of,
     content_of_parts,
-    joined,
-    pieces,
     sent_image,
     tool_call,
-    with_images,
 )
 from arl.endpoint.exchange import CallBody, Endpoint, Exchange, completing
 from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
@@ -127,10 +125,10 @@ def _users(where: str, content: str | list[Any]) -> Iterator[Message]:
                     f"{at}.citations", "cannot be honoured here: the model cites nothing", can_be_dropped=True
                 )
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                result = with_images(f"{at}.content", block.get("content") or "", _seen, " ")
-                if block.get("is_error") and isinstance(result, list):
+                result = content_of(f"{at}.content", block.get("content") or "", _seen, " ")
+                if block.get("is_error") and not isinstance(result, str):
                     result = [text_part("error: "), *result]
-                elif block.get("is_error") and not result.startswith("error"):
+                elif block.get("is_error") and not str(result).startswith("error"):
                     result = f"error: {result}"
                 yield {"role": "tool", "tool_call_id": call_id, "content": result}
             case _:
@@ -178,7 +176,7 @@ def _assistants(where: str, content: str | list[Any]) -> Message:
 
 
 def _text(where: str, content: Any) -> str:
-    return joined(where, content, _text_of, " ")
+    return str(content_of(where, content, _text_of, " "))
 
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -256,14 +254,13 @@ def _opened(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     """The empty block that opens a stream, and the deltas that fill it."""
     match block["type"]:
         case "text":
-            return {**block, "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
         case "thinking":
-            thoughts = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
-            return {**block, "thinking": ""}, [*thoughts, {"type": "signature_delta", "signature": ""}]
+            thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return {**block, "thinking": ""}, [thought, {"type": "signature_delta", "signature": ""}]
         case _:
             given = json.dumps(block["input"], ensure_ascii=False)
-            parts = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(given)]
-            return {**block, "input": {}}, parts
+            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": given}]
 
 
 def _event(kind: str, **fields: Any) -> str:

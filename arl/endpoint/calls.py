@@ -9,7 +9,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,6 @@ from arl.api.errors import ArlError, ConfigError, ImageError, ModelError, Prompt
 from arl.api.images import Image
 from arl.api.types import ModelResponse, SamplingParams
 from arl.endpoint.answer_forms import Asked, Form, Thought, form_of
-from arl.endpoint.text_dialogue import GivenText
 from arl.web.bodies import BodyError, RequestError, refused, shown, wrong
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of, syntax_of
 from arl.workflow.chat_template import ChatTemplate
@@ -41,6 +40,16 @@ LOW_DETAIL = "is low: images are seen at the size that the model's image process
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenText:
+    """The text or tokens that a completion continues."""
+
+    prompt: str | tuple[int, ...]
+    """A text, or tokens."""
+    adds_special_tokens: bool = True
+    """Begin a text with what the tokenizer puts before texts, such as a token of the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +149,15 @@ class EpisodeOverError(RefusedCallError):
         super().__init__("the episode that this key was made for is over", status=401, code="invalid_api_key")
 
 
-def joined(where: str, content: Any, part: Callable[[str, Any], str], separator: str) -> str:
-    """Content as one text: a string, or parts that `part` reads, given the place and the value of each."""
+def content_of(where: str, content: Any, part: Callable[[str, Any], str | Image], separator: str) -> Content:
+    """A string, or parts that `part` reads, given the place and the value of each: as one text if all are texts.
+
+    Raises BodyError for anything else.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(where, content, "a string or a list of text parts")
-    return separator.join(part(f"{where}[{i}]", one) for i, one in enumerate(content))
-
-
-def with_images(where: str, content: Any, part: Callable[[str, Any], str | Image], separator: str) -> Content:
-    """As `joined`; if `part` reads images among them, these and the texts in their order."""
-    if not isinstance(content, list):
-        return joined(where, content, lambda _, one: one, separator)
     return content_of_parts([part(f"{where}[{i}]", one) for i, one in enumerate(content)], separator)
 
 
@@ -187,19 +192,6 @@ def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
     return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
 
 
-_SHORTEST_PIECE = 4
-_PIECES = 16
-"""The most pieces of a streamed text. All come at once: new weights may interrupt a turn, so the endpoint sends it
-only when it is complete."""
-
-
-def pieces(text: str) -> Iterator[str]:
-    """The text in a few parts; an empty text has none."""
-    size = max(_SHORTEST_PIECE, -(-len(text) // _PIECES))
-    for start in range(0, len(text), size):
-        yield text[start : start + size]
-
-
 _THINK, _END_OF_THINK = "<think>", "</think>"
 
 Reasoning = Literal["apart", "inline"]
@@ -227,23 +219,6 @@ _TAIL = 8
 _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-class Unsupported:
-    """The policy for fields that the endpoint cannot honour: refuse the call, or ignore the field with a warning."""
-
-    def __init__(self, policy: Literal["refuse", "ignore"]) -> None:
-        if policy not in ("refuse", "ignore"):
-            raise ConfigError(f'unsupported is {policy!r}; it must be "refuse" or "ignore"')
-        self.is_ignored = policy == "ignore"
-        self._warned = set[tuple[str, str]]()
-
-    def warn(self, path: str, field: str, reason: str) -> None:
-        """Warn of a field that is ignored, once for each path."""
-        place = path, re.sub(r"\[\d+\]", "[]", field)
-        if place not in self._warned:
-            self._warned.add(place)
-            log.warning("%s: %s. It is ignored here and in later calls.", path, reason)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallPolicy:
     """The settings of one endpoint: how it samples, renders prompts and reads answers."""
@@ -259,9 +234,23 @@ class CallPolicy:
     """Tokens that the model can hold; None: unknown."""
     call_format: CallFormat | None = None
     """How the model writes tool calls; None: as its chat template says."""
-    unsupported: Unsupported = field(default_factory=lambda: Unsupported("refuse"))
+    unsupported: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of fields that cannot be honoured: they are refused, or ignored with a warning."""
+    warned: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    """The paths and fields that were warned of."""
     constrains_strict_tools: bool = False
     """Whether calls of tools with strict: true are held to their schemas."""
+
+    def __post_init__(self) -> None:
+        if self.unsupported not in ("refuse", "ignore"):
+            raise ConfigError(f'unsupported is {self.unsupported!r}; it must be "refuse" or "ignore"')
+
+    def warn(self, path: str, field: str, reason: str) -> None:
+        """Warn of a field that is ignored, once for each path."""
+        place = path, re.sub(r"\[\d+\]", "[]", field)
+        if place not in self.warned:
+            self.warned.add(place)
+            log.warning("%s: %s. It is ignored here and in later calls.", path, reason)
 
     def call(
         self,

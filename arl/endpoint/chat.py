@@ -22,10 +22,10 @@ from arl.endpoint.calls import (
     ChatCall,
     Count,
     Seed,
-    pieces,
+    content_of,
     sent_image,
+    tool_call,
     usage,
-    with_images,
 )
 from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
 from arl.web.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
@@ -152,7 +152,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise refused(where, "function_call is the older form of calls; use tools")
     if content is not None or role != "assistant":
         part = _seen if role in ("user", "tool") else _part
-        content = with_images(f"{where}.content", content, part, "\n")
+        content = content_of(f"{where}.content", content, part, "\n")
     made = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
     made |= {"role": _ROLES[role], "content": content or ""}
     if calls := message.get("tool_calls"):
@@ -227,15 +227,12 @@ class ChatWire:
     def _chunks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
         spoken = answer.spoken
         yield _chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(answer))
-        for piece in pieces(spoken.reasoning or ""):
-            yield _chunk({"reasoning_content": piece})
-        for piece in pieces(spoken.content):
-            yield _chunk({"content": piece})
+        if spoken.reasoning:
+            yield _chunk({"reasoning_content": spoken.reasoning})
+        if spoken.content:
+            yield _chunk({"content": spoken.content})
         for k, call in enumerate(spoken.tool_calls):
-            opening = {"name": call.name, "arguments": ""}
-            yield _chunk({"tool_calls": [{"index": k, "id": call.id, "type": "function", "function": opening}]})
-            for piece in pieces(call.arguments):
-                yield _chunk({"tool_calls": [{"index": k, "function": {"arguments": piece}}]})
+            yield _chunk({"tool_calls": [{"index": k, **tool_call(call.id, call.name, call.arguments)}]})
         yield _chunk({}, finish_reason=self._finish_reason(answer))
 
     def _finish_reason(self, answer: CallAnswer) -> str:

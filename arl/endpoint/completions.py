@@ -9,10 +9,9 @@ from typing import Any
 
 from arl.api.types import new_id
 from arl.endpoint.answer_forms import Asked
-from arl.endpoint.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, pieces, usage
+from arl.endpoint.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, GivenText, usage
 from arl.endpoint.chat import UNALTERED, WHY_UNALTERED, SampledBody
 from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
-from arl.endpoint.text_dialogue import GivenText
 from arl.web.bodies import refused, wrong
 from arl.web.server import DONE, event
 
@@ -52,9 +51,7 @@ class CompletionWire:
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         envelope = self._envelope()
         for i, answer in enumerate(answers):
-            for text in pieces(self._text(answer)):
-                yield event({**envelope, "choices": [{"index": i, "text": text, **_UNFINISHED}]})
-            yield event({**envelope, "choices": [self._choice(i, answer, "")]})
+            yield event({**envelope, "choices": [self._choice(i, answer, self._text(answer))]})
         if self.asked.stream_options.include_usage:
             yield event({**envelope, "choices": [], "usage": usage(answers)})
         yield DONE
@@ -81,9 +78,6 @@ class CompletionWire:
             "top_logprobs": None,
             "text_offset": list(_starts(texts)),
         }
-
-
-_UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 def _starts(texts: Sequence[str]) -> Iterator[int]:

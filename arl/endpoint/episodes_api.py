@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated, Any, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from arl.endpoint.played_episodes import Outcome, PlayedEnd, PlayedEpisode, PlayedEpisodes
-from arl.web.bodies import Name, RequestBody, RequestError, must_be, parse
+from arl.web.bodies import RequestBody, RequestError, parse
 from arl.web.server import answering, body_of, is_same, json_response
 
 PATH = "episodes"
 _MAX_BODY_BYTES = 4 << 20
-_MOST_NAMES = 256
 _LONGEST_WAIT_S = 60.0
 _RETRY_AFTER_S = 1
 _WRONG_KEY_S = 1.0
@@ -37,38 +35,10 @@ _MOST_WRONG_KEYS = 32
 """Requests with a wrong key that wait for their answer at once, each for _WRONG_KEY_S: as many guesses in a second."""
 
 
-def _a_reward(value: Any) -> float | dict[str, float]:
-    if _is_number(value):
-        return float(value)
-    roles = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-    if not roles or len(roles) > _MOST_NAMES or not all(map(_is_number, roles.values())):
-        raise must_be("a finite number, or a JSON object with one for each role")
-    return {role: float(reward) for role, reward in roles.items()}
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-Numbers = Annotated[dict[Name, float], Field(max_length=_MOST_NAMES)]
-
-
 class OpenBody(RequestBody):
     """What a program asks for when it opens an episode."""
 
     wait_s: float = Field(default=20.0, ge=0, le=_LONGEST_WAIT_S)
-
-
-class EndBody(RequestBody):
-    """How an episode ended: one of reward, answer, error and rejected."""
-
-    reward: Annotated[Any, PlainValidator(_a_reward)] = None
-    answer: str | None = None
-    error: str | None = None
-    rejected: bool = False
-    rewards: Numbers = Field(default_factory=dict[str, float])
-    metrics: Numbers = Field(default_factory=dict[str, float])
 
 
 class EpisodesAPI:
@@ -177,27 +147,20 @@ class EpisodesAPI:
         return json_response({"id": name, **_shown(outcome)}, outcome.status)
 
     def _read(self, raw: bytes) -> PlayedEnd:
-        body = parse(EndBody, raw)
-        given = [name for name in ("reward", "answer", "error") if getattr(body, name) is not None]
-        given += ["rejected"] * body.rejected
+        end = parse(PlayedEnd, raw)
+        given = [name for name in ("reward", "answer", "error") if getattr(end, name) is not None]
+        given += ["rejected"] * end.rejected
         if len(given) != 1:
             has = " and ".join(given) or "none of them"
             raise RequestError(f"an episode ends with one of reward, answer, error and rejected; this has {has}")
         (how,) = given
         if how == "answer" and not self._has_reward:
             raise RequestError("answer cannot be scored: this run's workflow has no reward; post the reward")
-        if body.rewards and how != "reward":
+        if end.rewards and how != "reward":
             raise RequestError(f"rewards are parts of a reward, and this end has {how}; leave them out")
-        if body.metrics and how not in ("reward", "answer"):
+        if end.metrics and how not in ("reward", "answer"):
             raise RequestError(f"metrics belong to an episode that finished, and this end has {how}; leave them out")
-        return PlayedEnd(
-            reward=body.reward,
-            answer=body.answer,
-            error=body.error,
-            is_rejected=body.rejected,
-            rewards=body.rewards,
-            metrics=body.metrics,
-        )
+        return end
 
 
 async def _body(request: web.Request) -> bytes:

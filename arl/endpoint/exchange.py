@@ -96,13 +96,13 @@ class Exchange:
                     raise
 
     def _is_ignored(self, error: BodyError) -> bool:
-        unsupported = self.session.policy.unsupported
-        if not (unsupported.is_ignored and error.can_be_dropped and error.param):
+        policy = self.session.policy
+        if policy.unsupported != "ignore" or not (error.can_be_dropped and error.param):
             return False
         if not dropped(self.content, error.param):
             return False
         self.session.counts.ignored += 1
-        unsupported.warn(f"/v1/{self.request.path.rpartition('/v1/')[2]}", error.param, error.message)
+        policy.warn(f"/v1/{self.request.path.rpartition('/v1/')[2]}", error.param, error.message)
         return True
 
     async def respond(

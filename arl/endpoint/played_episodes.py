@@ -15,41 +15,61 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from bisect import insort
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from http import HTTPStatus
-from typing import Literal
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, PlainValidator
 
 from arl.api.episode_clock import CLOCK, off_the_clock
 from arl.api.errors import ProgramError, TrajectoryError
 from arl.api.events import EPISODE
 from arl.api.types import Example, Trajectory
 from arl.endpoint.session import EpisodeSession
-from arl.web.bodies import RequestError
+from arl.web.bodies import Name, RequestBody, RequestError, must_be
 
 _REMEMBERED = 10_000
 """Episodes that are over, of which programs can still learn what became of them."""
 _FAREWELL_S = 2.0
+_MOST_NAMES = 256
 
 State = Literal["offered", "running", "ending", "finished", "rejected", "failed", "gone"]
 """offered: no program has it yet. ending: its program ended it, and its reward is computed. gone: the run, or its time,
 ended it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedEnd:
-    """How a program ended its episode: by one of the first four."""
+def _a_reward(value: Any) -> float | dict[str, float]:
+    if _is_number(value):
+        return float(value)
+    roles = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    if not roles or len(roles) > _MOST_NAMES or not all(map(_is_number, roles.values())):
+        raise must_be("a finite number, or a JSON object with one for each role")
+    return {role: float(reward) for role, reward in roles.items()}
 
-    reward: float | Mapping[str, float] | None = None
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+Numbers = Annotated[dict[Name, float], Field(max_length=_MOST_NAMES)]
+
+
+class PlayedEnd(RequestBody):
+    """How a program ended its episode: by one of reward, answer, error and rejected."""
+
+    reward: Annotated[Any, PlainValidator(_a_reward)] = None
     answer: str | None = None
     error: str | None = None
-    is_rejected: bool = False
-    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    rejected: bool = False
+    rewards: Numbers = Field(default_factory=dict[str, float])
+    metrics: Numbers = Field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ from aiohttp import web
 
 from arl.api.endpoint import EndpointConfig, endpoint_to_open
 from arl.api.engine import Sampler
-from arl.api.errors import ArlError
+from arl.api.errors import ArlError, ConfigError
 from arl.api.types import AGENT, SamplingParams
 from arl.api.workflow import Shared
 from arl.endpoint import anthropic, chat, completions, responses
-from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError, Unsupported
+from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError
 from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
 from arl.endpoint.session import EpisodeSession, is_role
 from arl.web.endpoint_socket import endpoint_socket, tls_of, warn_if_open
@@ -176,7 +176,7 @@ class OpenAIProxy(Shared):
             reasoning=reasoning,
             context_length=context_length,
             call_format=call_format,
-            unsupported=Unsupported(unsupported),
+            unsupported=unsupported,
             constrains_strict_tools=constrains_strict_tools,
         )
         self._sessions: dict[str, EpisodeSession] = {}
@@ -247,6 +247,17 @@ class OpenAIProxy(Shared):
         if not is_valid or place is None:
             return json_response(endpoint.error(_INVALID_KEY), _INVALID_KEY.status)
         return await _answer(Exchange(request, *place), endpoint)
+
+
+def proxy_of(
+    tokenizer: PreTrainedTokenizerBase | None, sampling: SamplingParams | None, proxy: OpenAIProxy | None
+) -> OpenAIProxy:
+    """A workflow's proxy: the given one, or one for a tokenizer. Raises ConfigError for both or neither."""
+    if proxy is not None and tokenizer is None and sampling is None:
+        return proxy
+    if tokenizer is None or proxy is not None:
+        raise ConfigError("pass either a tokenizer (and sampling), or a proxy, which has both")
+    return OpenAIProxy(tokenizer, sampling=sampling or SamplingParams())
 
 
 async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:

@@ -24,11 +24,9 @@ from arl.endpoint.calls import (
     ChatCall,
     RefusedCallError,
     Spoken,
-    joined,
-    pieces,
+    content_of,
     sent_image,
     tool_call,
-    with_images,
 )
 from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error
 from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
@@ -50,16 +48,6 @@ class TextStyle(RequestBody, ignored=("verbosity",)):
     format: TextFormat = TextFormat()
 
 
-class NoOptions(RequestBody):
-    """An object whose fields change nothing."""
-
-
-class Reasoning(NoOptions, ignored=("effort", "summary", "generate_summary")): ...
-
-
-class ResponseStreamOptions(NoOptions, ignored=("include_obfuscation",)): ...
-
-
 class FunctionTool(
     RequestBody,
     ignored=("type", "output_schema"),
@@ -73,7 +61,15 @@ class FunctionTool(
 
 class ResponsesRequest(
     CallBody,
-    ignored=("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
+    ignored=(
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",
+        "safety_identifier",
+        "stream_options",
+        "user",
+    ),
     only={
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),
@@ -107,9 +103,7 @@ class ResponsesRequest(
     top_p: float | None = None
     metadata: Any = Field(default_factory=dict)
     store: bool = True
-    stream_options: ResponseStreamOptions = ResponseStreamOptions()
     text: TextStyle = TextStyle()
-    reasoning: Reasoning = Reasoning()
 
 
 _TEXTS = {"input_text", "output_text", "text"}
@@ -133,7 +127,7 @@ class Transcript:
                 calls = self._answer_without().setdefault("tool_calls", [])
                 calls.append(tool_call(call_id, name, arguments))
             case {"type": "function_call_output", "call_id": str(call_id)}:
-                output = with_images(f"{where}.output", item.get("output") or "", _seen, " ")
+                output = content_of(f"{where}.output", item.get("output") or "", _seen, " ")
                 self._add({"role": "tool", "tool_call_id": call_id, "content": output})
             case {"role": role} if item.get("type") in ("message", None):
                 self._add_message(where, role, item.get("content") or "")
@@ -145,7 +139,7 @@ class Transcript:
         if not isinstance(role, str) or role not in _ROLES:
             raise wrong(f"{where}.role", role, " or ".join(_ROLES))
         if role == "user":
-            self._add({"role": role, "content": with_images(f"{where}.content", content, _seen, " ")})
+            self._add({"role": role, "content": content_of(f"{where}.content", content, _seen, " ")})
             return
         text = _text(f"{where}.content", content, _TEXTS)
         if role == "assistant":
@@ -178,7 +172,7 @@ def _seen(where: str, part: Any) -> str | Image:
 
 
 def _text(where: str, content: Any, kinds: Set[str]) -> str:
-    return joined(where, content, lambda at, part: _part(at, part, kinds), " ")
+    return str(content_of(where, content, lambda at, part: _part(at, part, kinds), " "))
 
 
 def _part(where: str, part: Any, kinds: Set[str]) -> str:
@@ -284,8 +278,7 @@ def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     where = {"item_id": item["id"]}
     if item["type"] == "function_call":
         yield "response.output_item.added", {"item": {**item, "arguments": "", "status": "in_progress"}}
-        for piece in pieces(item["arguments"]):
-            yield "response.function_call_arguments.delta", {**where, "delta": piece}
+        yield "response.function_call_arguments.delta", {**where, "delta": item["arguments"]}
         called = {"name": item["name"], "arguments": item["arguments"]}
         yield "response.function_call_arguments.done", {**where, **called}
     else:
@@ -298,8 +291,7 @@ def _part_events(where: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[
     text = f"response.{part['type']}"
     more = {"logprobs": []} if "logprobs" in part else {}
     yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
-    for piece in pieces(part["text"]):
-        yield f"{text}.delta", {**where, **more, "delta": piece}
+    yield f"{text}.delta", {**where, **more, "delta": part["text"]}
     yield f"{text}.done", {**where, **more, "text": part["text"]}
     yield "response.content_part.done", {**where, "part": part}
 

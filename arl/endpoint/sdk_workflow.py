@@ -19,7 +19,7 @@ from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
-from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.proxy import OpenAIProxy, proxy_of
 from arl.endpoint.session import EpisodeSession
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
@@ -174,13 +174,8 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         proxy: OpenAIProxy | None = None,
     ) -> None:
         super().__init__()
-        if (tokenizer is None) == (proxy is None) or (proxy is not None and sampling is not None):
-            raise ConfigError("pass either a tokenizer (and sampling), or a proxy, which has both")
-        if proxy is None:
-            assert tokenizer is not None
-            proxy = OpenAIProxy(tokenizer, sampling=sampling or SamplingParams())
         self._program = program
-        self.proxy = proxy
+        self.proxy = proxy_of(tokenizer, sampling, proxy)
         self.reward = reward
         self._score = as_reward(reward)
         self._places: asyncio.Semaphore | None = None

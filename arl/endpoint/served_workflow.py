@@ -17,7 +17,7 @@ from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.endpoint.episodes_api import PATH, EpisodesAPI
 from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
-from arl.endpoint.proxy import OpenAIProxy
+from arl.endpoint.proxy import OpenAIProxy, proxy_of
 from arl.rewards.adapt import RewardLike, as_reward
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ class ServedWorkflow(Shared, RolloutWorkflow):
         on_open: Callable[[str], object] = lambda url: None,
     ) -> None:
         super().__init__()
-        if (tokenizer is None) == (proxy is None) or (proxy is not None and sampling is not None):
-            raise ConfigError("pass either a tokenizer (and sampling), or a proxy, which has both")
-        if proxy is None:
-            assert tokenizer is not None
-            proxy = OpenAIProxy(tokenizer, sampling=sampling or SamplingParams())
-        self._proxy = proxy
+        self._proxy = proxy_of(tokenizer, sampling, proxy)
         self._score = None if reward is None else as_reward(reward)
         self._on_open = on_open
         self._episodes: PlayedEpisodes
@@ -100,7 +95,7 @@ class ServedWorkflow(Shared, RolloutWorkflow):
         session = episode.session
         if end.error is not None:
             raise ProgramError(f"the program of the episode said that it failed: {end.error}")
-        if end.is_rejected:
+        if end.rejected:
             return None
         metrics = {**end.metrics, **metrics, "context_full": float(session.is_truncated)}
         episode.reward, parts = end.reward, end.rewards

@@ -16,15 +16,49 @@ from typing import Any
 
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError, PromptTooLongError, RefusedRequestError, TrajectoryError
-from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.api.types import AGENT, ModelRequest, ModelResponse, Trajectory, new_id
 from arl.endpoint.answer_forms import grammar_of
-from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
-from arl.endpoint.text_dialogue import TextDialogue
+from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError, GivenText, Spoken
 from arl.rewards.threads import together
 from arl.web.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
-from arl.workflow.dialogue import Dialogue, Prompt, Turn
-from arl.workflow.messages import Message
+from arl.workflow.dialogue import Dialogue, Prompt, Shown, Turn
+from arl.workflow.messages import Message, history_key
+
+
+class TextDialogue(Dialogue):
+    """A tree of turns that were given as text or tokens. Texts that show the whole of a turn keep its tokens."""
+
+    def text_prompt(self, given: GivenText) -> Prompt:
+        """The model's next input."""
+        found = [(turn, rest) for turn in self.turns if (rest := self._rest(turn, given.prompt)) is not None]
+        parent, rest = max(found, key=lambda pair: len(pair[0].token_ids), default=(None, given.prompt))
+        tokenizer = self.template.tokenizer
+        if isinstance(rest, str):
+            is_first = given.adds_special_tokens and parent is None
+            ids = tuple(tokenizer.encode(rest, add_special_tokens=is_first)) if rest else ()
+        else:
+            ids = rest
+        text = given.prompt if isinstance(given.prompt, str) else str(tokenizer.decode(list(given.prompt)))
+        message = {"role": "user", "content": text}
+        return Prompt(
+            parent=parent,
+            after=parent,
+            given_ids=ids,
+            new_messages=(message,),
+            num_messages=parent.prompt.num_messages + 2 if parent else 1,
+            tools=(),
+            shown=Shown(text),
+            key=history_key(b"text", [message]),
+        )
+
+    def _rest(self, turn: Turn, given: str | tuple[int, ...]) -> str | tuple[int, ...] | None:
+        """What follows a turn, its end included, in a text or tokens; None if they do not begin with it."""
+        if isinstance(given, str):
+            whole = turn.prompt.new_messages[0]["content"] + self.template.text_until(turn.output_ids, has_ended=False)
+            return given[len(whole) :] if given.startswith(whole) else None
+        ids = turn.token_ids
+        return given[len(ids) :] if given[: len(ids)] == ids else None
 
 
 class Speaker:
@@ -75,61 +109,43 @@ class Speaker:
         policy = self._policy
         dialogue, prompt = await self.aprompt(call)
         thinking = policy.thinking_of(prompt, call)
-        sampling = replace(call.sampling, grammar=grammar_of(call.form, thinking))
-        try:
-            responses = await self._asample(dialogue, prompt, sampling, call.n)
-        except (ConfigError, RefusedRequestError) as error:
-            if sampling.grammar is None:
-                raise
-            raise call.without_grammar(str(error)) from error
-        num_prompt_tokens = len(dialogue.input_array(prompt))
-        texts = [policy.template.text_of(response.output_ids, response.stop_reason) for response in responses]
-        read = [
-            policy.spoken(text, response, call, is_thinking=thinking.is_open)
-            for text, response in zip(texts, responses, strict=True)
-        ]
-        return [  # keep nothing before all answers could be read
-            CallAnswer(
-                turn=dialogue.record(prompt, response, _begun_with(call.prefill, spoken.message)),
-                spoken=spoken,
-                num_prompt_tokens=num_prompt_tokens,
-            )
-            for response, spoken in zip(responses, read, strict=True)
-        ]
-
-    async def _asample(
-        self, dialogue: Dialogue, prompt: Prompt, sampling: SamplingParams, n: int
-    ) -> list[ModelResponse]:
+        grammar = grammar_of(call.form, thinking)
         input_ids: Any = dialogue.input_array(prompt)
         try:
-            sampling = self._policy.within_context(sampling, len(input_ids))
+            sampling = policy.within_context(replace(call.sampling, grammar=grammar), len(input_ids))
+            seeds = [None if sampling.seed is None else (sampling.seed + i) % (MAX_SEED + 1) for i in range(call.n)]
             requests = [
                 ModelRequest(
                     input_ids=input_ids,
-                    sampling=one,
+                    sampling=replace(sampling, seed=seed),
                     session_id=self._session_id,
                     routes_from=prompt.num_routed,
                     role=self._role,
                     images=prompt.all_images,
                 )
-                for one in _apart(sampling, n)
+                for seed in seeds
             ]
             responses = await together(self._engine.agenerate(request) for request in requests)
         except PromptTooLongError:
             self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.turns), None)
             raise
+        except (ConfigError, RefusedRequestError) as error:
+            if grammar is None:
+                raise
+            raise call.without_grammar(str(error)) from error
         self.is_cut, self.cut_after = False, None
-        return responses
-
-
-def _begun_with(prefill: str, message: Message) -> Message:
-    return {**message, "content": prefill + (message["content"] or "")} if prefill else message
-
-
-def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
-    if sampling.seed is None:
-        return [sampling] * n
-    return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
+        read: list[tuple[ModelResponse, Spoken, Message]] = []
+        for response in responses:
+            text = policy.template.text_of(response.output_ids, response.stop_reason)
+            spoken = policy.spoken(text, response, call, is_thinking=thinking.is_open)
+            message = spoken.message
+            if call.prefill:
+                message["content"] = call.prefill + (message["content"] or "")
+            read.append((response, spoken, message))
+        return [  # keep nothing before all answers could be read
+            CallAnswer(turn=dialogue.record(prompt, response, message), spoken=spoken, num_prompt_tokens=len(input_ids))
+            for response, spoken, message in read
+        ]
 
 
 class Repeats:

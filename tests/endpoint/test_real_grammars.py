@@ -31,11 +31,14 @@ async def test_an_untrained_model_calls_a_tool_and_a_grammar_that_cannot_be_comp
             ]
             with pytest.raises(openai.BadRequestError, match="regex cannot be honoured here") as refused:
                 await episode.ask(extra_body={"regex": "(a"})
+            schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objekt"}}}
+            with pytest.raises(openai.BadRequestError, match="response_format cannot be honoured here"):
+                await episode.ask(response_format=schema)
             (made,) = episode.session.trajectories(1.0)
     (call,) = said.message.tool_calls
     assert (call.function.name, said.finish_reason) == ("add", "tool_calls")
     assert set(json.loads(call.function.arguments)) <= {"a", "b"}
-    assert (refused.value.param, episode.session.counts.refused) == ("regex", 1)
+    assert (refused.value.param, episode.session.counts.refused) == ("regex", 2)
     assert made.kept_ids is not None
     assert (made.kept_ids.index[made.loss_mask] >= 0).all(), "each sampled token has what it was sampled among"
     assert made.kept_ids.allows(made.token_ids)[made.loss_mask].all()

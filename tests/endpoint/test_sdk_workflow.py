@@ -214,15 +214,14 @@ async def test_samples_of_one_prompt_are_branches_and_each_is_trained() -> None:
     assert [request.sampling.seed for request in engine.requests[:3]] == [7, 8, 9]
 
 
-async def test_a_stream_gives_in_pieces_what_a_whole_answer_has() -> None:
+async def test_a_stream_gives_what_a_whole_answer_has() -> None:
     text = "Let me add oné and two, which is a task for a tool."
     async with opened(saying(f"{text}\n{CALL_ADD}")) as episode:
         whole = (await episode.ask(tools=[ADD], logprobs=True)).choices[0]
         chunks = [chunk async for chunk in await episode.ask(tools=[ADD], logprobs=True, stream=True)]
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    contents = [delta.content for delta in deltas if delta.content]
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert (deltas[0].role, len(contents) > 2, "".join(contents)) == ("assistant", True, text)
+    assert (deltas[0].role, "".join(delta.content or "" for delta in deltas)) == ("assistant", text)
     assert (calls[0].id[:5], calls[0].function.name) == ("call_", "add")
     assert "".join(call.function.arguments for call in calls) == whole.message.tool_calls[0].function.arguments
     assert chunks[0].choices[0].logprobs.model_dump() == whole.logprobs.model_dump()
