@@ -21,7 +21,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 import types
 
@@ -42,24 +41,24 @@ class AnswerEndedError(Exception):
     """The examinee ended during a call."""
 
 
-def send(connection, message):
-    data = json.dumps(message).encode()
-    connection.sendall(struct.pack("!I", len(data)) + data)
+class Line:
+    """One end of a connection, which carries a JSON message a line."""
 
+    def __init__(self, connection):
+        self._connection, self._file = connection, connection.makefile("rb")
 
-def receive(connection):
-    (length,) = struct.unpack("!I", read(connection, 4))
-    return json.loads(read(connection, length))
+    def send(self, message):
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-
-def read(connection, length):
-    data = bytearray()
-    while len(data) < length:
-        chunk = connection.recv(min(length - len(data), 1 << 16))
-        if not chunk:
+    def receive(self):
+        line = self._file.readline()
+        if not line.endswith(b"\n"):
             raise AnswerEndedError("the answer ended its process")
-        data += chunk
-    return bytes(data)
+        return json.loads(line)
+
+    def close(self):
+        self._file.close()
+        self._connection.close()
 
 
 SCALARS = {int: int.__int__, float: float.__float__, str: str.__str__}
@@ -116,13 +115,15 @@ def decode(data, opaque):
 
 
 def make_examinees(control):
-    """Fork an examinee for each byte that arrives on `control`, and report its process id.
+    """Fork an examinee for each message that arrives on `control`, and report its process id.
 
     The examinee connects by itself: the kernel counts descriptors in flight for each user, so a program in another
     sandbox could use up the limit."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for examinees
     while True:
-        if not control.recv(1):
+        try:
+            control.receive()
+        except AnswerEndedError:  # the examiner has ended
             os._exit(0)
         pid = os.fork()
         if pid == 0:
@@ -132,9 +133,9 @@ def make_examinees(control):
             with contextlib.suppress(OSError):
                 connection = socket.socket(socket.AF_UNIX)
                 connection.connect(ADDRESS)
-                examinee(connection)
+                examinee(Line(connection))
             os._exit(0)
-        control.sendall(struct.pack("!I", pid))
+        control.send(pid)
 
 
 def examinee(connection):
@@ -147,12 +148,12 @@ def examinee(connection):
         return len(objects) - 1
 
     while True:
-        what, *message = receive(connection)
+        what, *message = connection.receive()
         try:
             reply = do(what, message, module, objects, keep)
         except BaseException as error:  # noqa: BLE001 - the answer's code raised it, SystemExit too
             reply = {"error": type(error).__name__, "text": f"{error}"[:MOST_CHARACTERS]}
-        send(connection, reply)
+        connection.send(reply)
 
 
 def do(what, message, module, objects, keep):
@@ -179,15 +180,15 @@ class Examinee:
     """The examiner's side of an examinee."""
 
     def __init__(self, control, listener):
-        control.sendall(b"x")
-        (self.pid,) = struct.unpack("!I", read(control, 4))
-        self.connection, _ = listener.accept()
+        control.send("another")
+        self.pid = control.receive()
+        self.connection = Line(listener.accept()[0])
         self.last = ""
 
     def ask(self, *message):
         try:
-            send(self.connection, message)
-            reply = receive(self.connection)
+            self.connection.send(message)
+            reply = self.connection.receive()
         except OSError:
             raise AnswerEndedError("the answer ended its process") from None
         if "error" not in reply:
@@ -326,13 +327,14 @@ def main():
         listener.close()
         for file in (0, 1, 2):
             os.dup2(nothing, file)
-        make_examinees(control)
+        make_examinees(Line(control))
     control.close()
     task = json.load(sys.stdin)
     for file in (0, 1):
         os.dup2(nothing, file)
     signal.signal(signal.SIGALRM, expire)
-    messages = [examine(test, task, ours, listener) for test in task["tests"]]
+    control = Line(ours)
+    messages = [examine(test, task, control, listener) for test in task["tests"]]
     with os.fdopen(verdict, "w") as file:
         file.write(f"\n{task['token']}{json.dumps(messages)}\n")
 
