@@ -30,12 +30,16 @@ class Namespace:
         self._pid = pid
         self._limits = limits
         self._began = time.monotonic()
-        self._root: int | None = None
+        self._opened: int | None = None
         self._own_ticks: dict[tuple[str, bytes], int] = {}
 
     def close(self) -> None:
-        if self._root is not None:
-            os.close(self._root)
+        if self._opened is not None:
+            os.close(self._opened)
+
+    @property
+    def _root(self) -> str:
+        return f"/proc/self/fd/{self._opened}"
 
     def exceeded(self) -> str | None:
         """The limit exceeded now, if any. Raises OSError if it cannot tell: no program goes on unwatched."""
@@ -47,7 +51,7 @@ class Namespace:
     def _exceeded(self) -> str | None:
         ticks, tasks, pages = 0, 0, 0
         for pid in self._pids():
-            stat = self._read(f"{self._place(pid)}/stat").rpartition(b")")[2].split()
+            stat = _read(f"{self._place(pid)}/stat").rpartition(b")")[2].split()
             if not stat:
                 continue
             ticks += sum(map(int, stat[_CPU]))
@@ -66,12 +70,12 @@ class Namespace:
 
     def _is_set_up(self) -> bool:
         """Whether pid 1 has moved from the host's root to the program's root."""
-        if self._root is None:
+        if self._opened is None:
             with contextlib.suppress(PermissionError):  # while pid 1 is changing
-                self._root = self._opened_root()
-            if self._root is None and time.monotonic() - self._began > SET_UP_S:
+                self._opened = self._opened_root()
+            if self._opened is None and time.monotonic() - self._began > SET_UP_S:
                 raise PermissionError(f"/proc/{self._pid}/root, a program's root, could not be opened for {SET_UP_S} s")
-        return self._root is not None
+        return self._opened is not None
 
     def _opened_root(self) -> int | None:
         root, is_programs = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY), False
@@ -92,7 +96,7 @@ class Namespace:
 
         The kernel lets TCP's buffers grow, and counts socket memory for no process.
         """
-        counts = dict(line.split(b":", 1) for line in self._read(f"/proc/{self._pid}/net/sockstat").splitlines())
+        counts = dict(line.split(b":", 1) for line in _read(f"/proc/{self._pid}/net/sockstat").splitlines())
         used = int(counts.get(b"sockets", b"used 0").split()[1])
         if used and int(counts.get(b"TCP", b"inuse 0").split()[1]):
             return used * _SOCKET_BYTES + 2 * sum(map(self._queued, ("tcp", "tcp6")))
@@ -105,38 +109,26 @@ class Namespace:
         return 0
 
     def _share(self, place: str) -> int:
-        for line in self._read(f"{place}/smaps_rollup").splitlines():
+        for line in _read(f"{place}/smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) << 10
-        resident = self._read(f"{place}/statm").split()
+        resident = _read(f"{place}/statm").split()
         return int(resident[1]) * _PAGE if resident else 0
 
     def _place(self, pid: str) -> str:
         """The directory of a process; pid 1's in the host's own /proc, because the program's hides it."""
-        return f"/proc/{self._pid}" if pid == "1" else f"proc/{pid}"
+        return f"/proc/{self._pid}" if pid == "1" else f"{self._root}/proc/{pid}"
 
     def _pids(self) -> list[str]:
-        proc = os.open("proc", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
-        try:
-            return [name for name in os.listdir(proc) if name.isdigit()]
-        finally:
-            os.close(proc)
-
-    def _read(self, path: str) -> bytes:
-        """The file's text; b"" if its process has ended, or has closed its memory to others."""
-        try:
-            file = os.open(path, os.O_RDONLY, dir_fd=self._root)
-            try:
-                return os.read(file, 1 << 14)
-            finally:
-                os.close(file)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return b""
+        return [name for name in os.listdir(f"{self._root}/proc") if name.isdigit()]
 
     def _files(self) -> int:
-        work = os.open("sandbox", os.O_PATH, dir_fd=self._root)  # works whatever rights the program left on it
-        try:
-            usage = os.fstatvfs(work)
-        finally:
-            os.close(work)
+        usage = os.statvfs(f"{self._root}/sandbox")  # works whatever rights the program left on it
         return usage.f_files - usage.f_ffree
+
+
+def _read(path: str) -> bytes:
+    """The file's text; b"" if its process has ended, or has closed its memory to others."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError), open(path, "rb", 0) as file:
+        return file.read(1 << 14)
+    return b""
