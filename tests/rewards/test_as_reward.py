@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import os
 import sys
 import threading
 import types
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scoring import length, two_parts, until_file_exists
+from scoring import length, reads_to_the_end, two_parts
 
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
@@ -93,13 +94,14 @@ async def test_every_kind_of_reward_gives_a_score() -> None:
 
 
 async def test_the_event_loop_goes_on_while_a_synchronous_reward_blocks(tmp_path: Path) -> None:
-    """Each blocks until this loop has written a file."""
-    for k, kind in enumerate((as_reward(until_file_exists, workers=1), as_reward(ThreadReward(until_file_exists)))):
+    """Each blocks until this loop has closed a pipe."""
+    for k, kind in enumerate((as_reward(reads_to_the_end, workers=1), as_reward(ThreadReward(reads_to_the_end)))):
         async with kind as reward, asyncio.TaskGroup() as group:
-            call = group.create_task(reward(str(tmp_path / f"go{k}"), {}))
-            await asyncio.sleep(0.05)
-            assert not call.done()
-            (tmp_path / f"go{k}").touch()
+            pipe = tmp_path / f"pipe{k}"
+            os.mkfifo(pipe)
+            call = group.create_task(reward(str(pipe), {}))
+            with await asyncio.to_thread(pipe.open, "wb"):
+                assert not call.done()
         assert call.result() == Score(1.0)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from pebble import ProcessPool
-from scoring import behaves, dies_once, worker_id
+from scoring import behaves, dies_once, holds, worker_id
 
 from arl.api.errors import RewardError, RewardTimeoutError
 from arl.rewards import RewardPool
@@ -212,11 +212,13 @@ async def test_a_cancelled_start_leaves_no_worker_and_a_cancelled_restart_leaves
     assert [pool.active for pool in started] == [False] * 3
 
 
-async def test_leaving_the_pool_ends_running_calls() -> None:
-    async with RewardPool(behaves, workers=1) as reward:
-        call = asyncio.create_task(reward("hangs"))
-        await asyncio.sleep(0.1)
+async def test_leaving_the_pool_ends_running_calls(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "held")
+    async with RewardPool(holds, workers=1) as reward:
+        call = asyncio.create_task(reward(str(tmp_path / "held"), None))
+        with await asyncio.to_thread((tmp_path / "held").open, "rb", 0) as held:
+            assert await asyncio.to_thread(held.read, 1) == b"x"
     with pytest.raises(RewardError, match="closed during a call"):
         await call
     with pytest.raises(RewardError, match="not open"):
-        await reward("works")
+        await reward("", None)
