@@ -65,16 +65,22 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     each wrong field and the allowed values. `--help` prints the class's own settings and those of COMMON, `--help-all`
     every setting, and exits.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    own, flags = parser.parse_known_args(_flags(argv))
-    from_file = _read_yaml(own.config) if own.config else {}
+    path, flags = _one_of("--config", _flags(argv))
+    file = Path(path) if path else None
+    from_file = _read_yaml(file) if file else {}
     if shown := [flag for flag in flags if flag.partition("=")[0].endswith((".api_key", ".metrics_key"))]:
         raise ConfigError(
             f"{shown[0].partition('=')[0]} on the command line shows the key to every user of this machine; put it "
             "into an environment variable (--help-all names it), or into the file of --config"
         )
-    _check_presets(flags, from_file, own.config)
+    given = from_file.get("algorithm")
+    section: dict[str, Any] = given if isinstance(given, dict) else {}
+    preset, others = _one_of("--algorithm.preset", flags)[0], sorted(section.keys() - {"preset"})
+    if others and preset not in (None, of_file := section.get("preset", "the default")):
+        raise ConfigError(
+            f"--algorithm.preset is {preset}, but {file} sets algorithm.{', algorithm.'.join(others)} for {of_file}; "
+            "change the preset there, or leave these out"
+        )
     try:
         settings = _settings_class(config_class, flags, from_file)()
         return config_class.model_validate(settings.model_dump(exclude_unset=True))
@@ -93,19 +99,12 @@ def _flags(argv: Sequence[str] | None) -> list[str]:
     return [] if is_kernels else flags
 
 
-def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path | None) -> None:
-    """Raise ConfigError if a flag names a preset and the file has settings for another one."""
+def _one_of(name: str, flags: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of one flag, if it is given, and the other flags. Raises ConfigError for a flag without its value."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--algorithm.preset", dest="preset")
-    flag, section = parser.parse_known_args(flags)[0].preset, from_file.get("algorithm")
-    if flag is None or not isinstance(section, dict):
-        return
-    others, preset = sorted(section.keys() - {"preset"}), section.get("preset", "the default")
-    if others and preset != flag:
-        raise ConfigError(
-            f"--algorithm.preset is {flag}, but {path} sets algorithm.{', algorithm.'.join(others)} for {preset}; "
-            "change the preset there, or leave these out"
-        )
+    parser.add_argument(name, dest="value")
+    found, others = parser.parse_known_args(flags)
+    return found.value, others
 
 
 def run(
@@ -128,11 +127,13 @@ def run(
     flags = _flags(argv)
     if is_in_cell():
         return _run_in_cell(main, config_class, flags)
-    is_dry = DRY_RUN in flags and issubclass(config_class, Config)
+    is_dry, is_asked_for_json = DRY_RUN in flags and issubclass(config_class, Config), False
     try:
         config = load_config(config_class, [flag for flag in flags if not (is_dry and flag == DRY_RUN)])
     except ConfigError as error:
-        with json_console(_names_json(flags)):
+        with suppress(ConfigError):  # which is the error, perhaps
+            is_asked_for_json = _one_of("--log.format", flags)[0] == "json"
+        with json_console(is_asked_for_json):
             exit_with(2, f"error: {error}")
     begin: Callable[[ConfigT], Awaitable[object]] = main
     if is_dry:
@@ -314,15 +315,6 @@ def _say(message: str, users_error: BaseException | None = None) -> None:
         traceback.print_exception(users_error)
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
-
-
-def _names_json(argv: Sequence[str]) -> bool:
-    """Whether the flags, some of which are wrong, ask for errors in JSON."""
-    with suppress(ConfigError):
-        parser = _Parser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--log.format", dest="format")
-        return parser.parse_known_args(argv)[0].format == "json"
-    return False
 
 
 def _settings_class(

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -62,39 +63,32 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="arl servers", description=ABOUT, allow_abbrev=False)
     actions = parser.add_subparsers(title="actions", required=True)
-    for name, act, about in (
-        ("list", _list, "show each server: its state, version, requests, and why it does not serve"),
-        ("add", _add, "let servers join as soon as they hold the current weights"),
-        ("remove", _remove, "let servers end what they run, and leave; they are left running"),
-    ):
-        action = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        action.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
-        action.set_defaults(act=act)
-        if name == "list":
-            continue
-        action.add_argument("addresses", nargs="+", metavar="ADDRESS", help="a base URL, as http://10.0.0.5:30000")
-        action.add_argument("--no-wait", action="store_true", help="do not wait until the servers have joined or left")
-        if name == "add":
-            action.add_argument("--mirror", metavar="URL", help="their mirror, with weights.transport=delta")
-        else:
-            action.add_argument(
-                "--drain-timeout",
-                type=_seconds,
-                default=DRAIN_S,
-                metavar="S",
-                help=f"requests that run longer than this are continued on other servers (default: {DRAIN_S:g} s)",
+
+    def action(name: str, act: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+        made.set_defaults(act=act)
+        if act is not _list:
+            made.add_argument("addresses", nargs="+", metavar="ADDRESS", help="a base URL, as http://10.0.0.5:30000")
+            made.add_argument(
+                "--no-wait", action="store_true", help="do not wait until the servers have joined or left"
             )
+        return made
+
+    action("list", _list, "show each server: its state, version, requests, and why it does not serve")
+    add = action("add", _add, "let servers join as soon as they hold the current weights")
+    add.add_argument("--mirror", metavar="URL", help="their mirror, with weights.transport=delta")
+    remove = action("remove", _remove, "let servers end what they run, and leave; they are left running")
+    about = f"requests that run longer than this are continued on other servers (default: {DRAIN_S:g} s)"
+    remove.add_argument("--drain-timeout", type=_seconds, default=DRAIN_S, metavar="S", help=about)
     return parser
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
-    return seconds
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -210,13 +204,9 @@ def _edit(options: argparse.Namespace, change: Callable[[EditedServers], None]) 
             raise ServerError(f"engine.min_servers is {state.min_servers}, and {counted(left, 'server')} would be left")
     if trains and not options.no_wait:
         return edit.written_ns
-    names = f"{run_dir / SERVERS} names {counted(left, 'server')}"
-    how = (
-        f"the run follows it; see `arl servers list {run_dir}`"
-        if trains
-        else "no run trains now: the next start has these"
-    )
-    sys.stdout.write(f"{names}; {how}\n")
+    follows = f"the run follows it; see `arl servers list {run_dir}`"
+    how = follows if trains else "no run trains now: the next start has these"
+    sys.stdout.write(f"{run_dir / SERVERS} names {counted(left, 'server')}; {how}\n")
     return None
 
 
@@ -226,12 +216,11 @@ def _note() -> str:
     return f"at {now} by process {os.getpid()} on {socket.gethostname()}"
 
 
-_Outcome = tuple[bool, str]
-"""Whether it is what was asked for, and a sentence about it."""
+_Outcome = tuple[bool, str] | None
+"""Whether it is what was asked for, and a sentence about it; None as long as it is under way."""
 
 
-def _has_joined(row: ServerRow | None) -> _Outcome | None:
-    """None as long as it is under way; so below."""
+def _has_joined(row: ServerRow | None) -> _Outcome:
     if row is None or row.state in ("joining", "draining"):
         return None
     if row.state in ("absent", "fenced"):
@@ -239,14 +228,14 @@ def _has_joined(row: ServerRow | None) -> _Outcome | None:
     return True, f"serves, with weights of version {row.version}"
 
 
-def _has_left(row: ServerRow | None) -> _Outcome | None:
+def _has_left(row: ServerRow | None) -> _Outcome:
     if row is None:
         return True, "has left"
     return (False, f"stays: {row.stays}") if row.stays else None
 
 
 def _failed(
-    run_dir: Path, addresses: Sequence[str], since_ns: int, outcome_of: Callable[[ServerRow | None], _Outcome | None]
+    run_dir: Path, addresses: Sequence[str], since_ns: int, outcome_of: Callable[[ServerRow | None], _Outcome]
 ) -> list[str]:
     """Wait until the run has done for each server what the file says since then, print the outcomes; which have failed.
 
@@ -263,12 +252,11 @@ def _failed(
                 problem = f": {state.problem}" if state and state.problem else ""
                 raise ServerError(f"the run has not followed {run_dir / SERVERS} for {_DEAF_S:g} s{problem}")
             continue
-        outcomes = {address: outcome_of(state.row(address)) for address in waiting}
-        for address, outcome in outcomes.items():
-            if outcome is not None:
+        for address in [*waiting]:
+            if (outcome := outcome_of(state.row(address))) is not None:
+                waiting.remove(address)
+                failed += [address] * (not outcome[0])
                 (sys.stdout if outcome[0] else sys.stderr).write(f"{address} {plain(outcome[1])}\n")
-        failed += [address for address, outcome in outcomes.items() if outcome is not None and not outcome[0]]
-        waiting = [address for address in waiting if outcomes[address] is None]
     return failed
 
 
