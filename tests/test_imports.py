@@ -164,10 +164,8 @@ ALLOWED = {
     "arl.plan": ("arl.api", "arl.rollout", "arl.eventlog", "arl.training.delivery"),
     "arl.replaying": (
         "arl.api",
-        "arl.rollout.report",
         "arl.training",
         "arl.trainer_process",
-        "arl.rewards",
         "arl.object_process",
         "arl.engine.model_files",
         "arl.engine.fsdp.watched_engine",

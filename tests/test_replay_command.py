@@ -12,9 +12,8 @@ import pytest
 import arl.commands.replay_command
 from arl.commands.replay_command import _change
 from arl.engine.tiny import write_tiny_model
-from arl.replaying.again import ReplayedStep
 from arl.replaying.recorded_run import ReplayRange
-from arl.replaying.replay import Replayed
+from arl.replaying.replay import Replayed, ReplayedStep
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
 SMALL = ("--rollout.batch_size", "4", "--rollout.group_size", "4", "--rollout.max_staleness", "4", "--record")
@@ -56,7 +55,6 @@ def test_a_setting_is_a_name_and_a_value_as_in_yaml() -> None:
     ("flags", "code", "message"),
     [
         (["--set", "lr"], 2, "write NAME=VALUE"),
-        (["--reward", "file.py"], 2, "write FILE.py:NAME"),
         (["--steps", "1:1"], 1, "has no recorded steps"),
     ],
 )

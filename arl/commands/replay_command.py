@@ -18,26 +18,18 @@ from rich.text import Text
 
 from arl.api.errors import ArlError, ConfigError
 from arl.cli import exit_with
-from arl.commands.command import import_script
 from arl.commands.viewing import the_run
-from arl.replaying.again import TOLERANCE, ReplayedStep
-from arl.replaying.compared_process import Comparison, TokenChange
-from arl.replaying.otherwise import ComparedStep
-from arl.replaying.replay import Replayed, replay
+from arl.replaying.replay import TOLERANCE, ComparedStep, Replayed, ReplayedStep, replay
 from arl.training.display import hide_progress_bars
 
 ABOUT = (
     "Train steps of a run with record=True again, from the checkpoint before them, without sampling or servers. "
-    "Without --set and --reward it compares the weights after each step with the run's. With them it compares, for the "
-    "same batch and the same weights, gradients by layer and the say of each token. Exit code: 0; 1 if weights differ, "
-    "or if something is missing; 2 for a wrong setting."
+    "Without --set it compares the weights after each step with the run's. With it, it compares metrics, and gradients "
+    "and updates by layer, for the same batch and the same weights. Exit code: 0; 1 if weights differ, or if something "
+    "is missing; 2 for a wrong setting."
 )
-_TOKENS = 12
-_TEXT = 24
-"""Characters of a token's text, and of the text before it."""
 _WIDE = 140
 """The width of tables if there is no terminal."""
-_ROUNDING = 1e-4
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,8 +44,6 @@ def main(argv: Sequence[str]) -> None:
             run_dir,
             options.steps,
             changes=dict(map(_change, options.set)),
-            reward=_reward(options.reward) if options.reward else None,
-            follow=options.follow,
             model=options.model,
             tolerance=options.tolerance,
             on_step=shown,
@@ -87,12 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="another setting of algorithm, train or seed, such as algorithm.preset=gspo; repeat it for more",
     )
-    parser.add_argument(
-        "--reward", metavar="FILE.py:NAME", help="a reward (answer, example) that scores each trajectory again"
-    )
-    parser.add_argument(
-        "--follow", action="store_true", help="the other settings continue from their own weights, step after step"
-    )
     parser.add_argument("--model", metavar="DIR", help="where the model is that the run began from, if it was moved")
     parser.add_argument(
         "--tolerance",
@@ -101,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="the largest difference of a tensor, as a share of its norm, where builds differ (default: %(default)g)",
     )
-    parser.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="how many changed tokens to show")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     return parser
 
@@ -117,21 +100,11 @@ def _change(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: the value is not YAML: {error}") from None
 
 
-def _reward(text: str) -> Any:
-    file, colon, name = text.rpartition(":")
-    if not colon:
-        raise ConfigError(f"--reward {text}: write FILE.py:NAME")
-    module = import_script(Path(file))
-    if not hasattr(module, name):
-        raise ConfigError(f"--reward {text}: {file} has no {name}")
-    return getattr(module, name)
-
-
 def _show(console: Console, step: ReplayedStep | ComparedStep, options: argparse.Namespace) -> None:
     if isinstance(step, ReplayedStep):
         console.print(Text(_line(step, options.tolerance)))
     else:
-        console.print(*_compared(step, options.tokens), sep="\n")
+        console.print(*_compared(step), sep="\n")
 
 
 def _line(step: ReplayedStep, tolerance: float) -> str:
@@ -166,36 +139,13 @@ def _verdict(found: Replayed) -> str:
     return "\n".join(lines)
 
 
-def _compared(step: ComparedStep, num_tokens: int) -> list[Any]:
-    found = step.comparison
+def _compared(step: ComparedStep) -> list[Table]:
     layers = Table("layer", "gradient", "other", "cosine", "update", "other", "cosine", title=f"step {step.version}")
-    for one in found.layers:
+    for one in step.layers:
         numbers = (one.gradient, one.other_gradient, one.gradient_cosine)
         numbers += (one.update, one.other_update, one.update_cosine)
         layers.add_row(one.layer, *map(_number, numbers))
-    tokens = Table("episode", "token", "version", "say", "advantage", "weight", "text")
-    shown = zip(found.tokens, step.names, step.texts, strict=True)
-    for token, name, (before, own) in [row for row in shown if _has_changed(row[0])][:num_tokens]:
-        pairs = (
-            (token.say, token.other_say),
-            (token.advantage, token.other_advantage),
-            (token.weight, token.other_weight),
-        )
-        text = Text(_on_one_line(before)[-_TEXT:]) + Text(_on_one_line(own)[:_TEXT], style="bold")
-        tokens.add_row(name, str(token.place), str(token.version), *(_pair(*pair) for pair in pairs), text)
-    return [
-        layers,
-        _sentence(found),
-        *([tokens] if tokens.row_count else []),
-        _metrics(found.metrics, found.other_metrics),
-    ]
-
-
-def _sentence(found: Comparison) -> str:
-    return (
-        f"{found.moved:.1%} of the say goes to other tokens. Of {found.num_tokens} tokens, {found.silenced} lose all "
-        f"they had, {found.heard} had none, and {found.turned} are pushed in the opposite direction"
-    )
+    return [layers, _metrics(step.metrics, step.other_metrics)]
 
 
 def _metrics(own: Mapping[str, float], other: Mapping[str, float]) -> Table:
@@ -204,21 +154,6 @@ def _metrics(own: Mapping[str, float], other: Mapping[str, float]) -> Table:
         if name in own or name in other:
             table.add_row(name, *(_number(metrics.get(name, math.nan)) for metrics in (own, other)))
     return table
-
-
-def _has_changed(token: TokenChange) -> bool:
-    """Whether its say changed by more than rounding."""
-    return abs(token.other_say - token.say) > _ROUNDING * max(abs(token.other_say), abs(token.say))
-
-
-def _pair(own: float, other: float) -> str:
-    """A number, or two where they differ."""
-    texts = _number(own), _number(other)
-    return texts[0] if texts[0] == texts[1] else " -> ".join(texts)
-
-
-def _on_one_line(text: str) -> str:
-    return repr(text)[1:-1]
 
 
 def _number(value: float) -> str:

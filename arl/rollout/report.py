@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +42,7 @@ _LONGEST = 2000
 """Characters of an example's column, or of an error's message, that the event log holds."""
 _LONGEST_EXAMPLE = 20_000
 """Characters of all its columns."""
-_MARK = re.compile(r"<image [\dx, ]+(bytes)?>")
-"""What stands for an image."""
-MORE_COLUMNS = "..."
+_MORE_COLUMNS = "..."
 """Beside the columns of an example that `shown` gives: it has more."""
 
 
@@ -56,16 +53,11 @@ def shown(example: Any) -> dict[str, Any]:
     columns, found, room = cast("Example", example), dict[str, Any](), _LONGEST_EXAMPLE
     for name, value in columns.items():
         if room <= 0:
-            found[MORE_COLUMNS] = f"{len(columns) - len(found)} more columns"
+            found[_MORE_COLUMNS] = f"{len(columns) - len(found)} more columns"
             break
         found[short(str(name))] = told = _shown(value)
         room -= len(str(told)) + min(len(str(name)), LONGEST_NAME)
     return found
-
-
-def is_cut(column: object) -> bool:
-    """Whether `shown` gave only the beginning of this column, or a mark in the place of an image."""
-    return isinstance(column, str) and (len(column) > _LONGEST or _MARK.fullmatch(column) is not None)
 
 
 def told(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A train engine that shows what a step does: its gradients, its updates, and how much each token has to say.
+"""A train engine that shows what a step does: its gradients and its updates.
 
 It runs in one process, and needs the memory of two more copies of the weights.
 """
@@ -6,11 +6,10 @@ It runs in one process, and needs the memory of two more copies of the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
-from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
+from arl.api.engine import TokenLoss
 from arl.api.train_sequence import TrainSequence
 from arl.engine.fsdp.minibatch import MinibatchTally
 from arl.engine.fsdp.policy import local_shard
@@ -18,7 +17,7 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 
 class WatchedEngine(FSDPTrainEngine):
-    """An FSDPTrainEngine of one rank. Its `kept` has `say` beside what the loss keeps."""
+    """An FSDPTrainEngine of one rank."""
 
     gradients: Mapping[str, torch.Tensor]
     """Parameter name -> the sum of the gradients of the last train_batch's minibatches, before clipping."""
@@ -28,7 +27,7 @@ class WatchedEngine(FSDPTrainEngine):
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         before = {name: shard.clone() for name, shard in self._shards().items()}
         self.gradients = {name: torch.zeros_like(shard) for name, shard in before.items()}
-        metrics = super().train_batch(minibatches, _WithSay(loss))
+        metrics = super().train_batch(minibatches, loss)
         self.updates = {name: shard - before[name] for name, shard in self._shards().items()}
         return metrics
 
@@ -53,19 +52,3 @@ class WatchedEngine(FSDPTrainEngine):
 
     def _shards(self) -> dict[str, torch.Tensor]:
         return {name: local_shard(p.detach()) for name, p in self._trained.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _WithSay:
-    """The same loss, which also keeps how much each token has to say: the derivative of minus the loss, weighted as it
-    is summed, by the token's logprob. Above 0 the step makes the token likelier.
-    """
-
-    loss: TokenLoss
-
-    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
-        losses = self.loss(outputs, tokens)
-        total = (losses.loss * tokens.loss_weights).sum()
-        (slope,) = torch.autograd.grad(total, outputs.logprobs, retain_graph=True, allow_unused=True)
-        say = torch.zeros_like(losses.loss) if slope is None else -slope
-        return replace(losses, kept={**losses.kept, "say": say.detach()})

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,14 @@ import pytest
 import torch
 from random_groups import random_groups
 
-import arl.replaying.again
-import arl.replaying.otherwise
+import arl.replaying.replay
 from arl.api.config import Config
-from arl.api.errors import ConfigError, RecordingError, RewardError
+from arl.api.errors import ConfigError, RecordingError
 from arl.api.installing import __version__
 from arl.api.settings import laid_over
 from arl.api.types import Group
-from arl.replaying.compared_process import ComparedLearners, Comparison, _watched_learner
-from arl.replaying.otherwise import rescored
 from arl.replaying.recorded_run import RecordedRun, other_settings
-from arl.replaying.replay import nested, replay
-from arl.rollout.report import shown
+from arl.replaying.replay import ComparedLearners, ComparedStep, nested, replay
 from arl.trainer_process import host_learner
 from arl.training.flat_groups import FlatBatch
 from arl.training.recording import RecordedStep, Recorder, forget_steps, recorded_versions, step_file
@@ -61,23 +57,17 @@ class LearnerHere:
         self._host.close()
 
 
-class ProcessHere:
-    """An ObjectProcess without the process."""
-
-    def __init__(self, what: str, build: Callable[[], Any], log: Path, environment: Any) -> None:
-        self._object = build()
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._object, method)(*args)
-
-    def close(self) -> None:
-        self._object.close()
-
-
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arl.replaying.again, "RemoteLearner", LearnerHere)
-    monkeypatch.setattr(arl.replaying.otherwise, "ObjectProcess", ProcessHere)
+    monkeypatch.setattr(arl.replaying.replay, "RemoteLearner", LearnerHere)
+
+    def build_here(process: Any, what: str, build: Callable[[], Any], log: Path, environment: Any) -> None:
+        process.object = build()
+
+    learners = arl.replaying.replay._LearnersProcess
+    monkeypatch.setattr(learners.__base__, "__init__", build_here)
+    monkeypatch.setattr(learners, "call", lambda self, method, *args: getattr(self.object, method)(*args))
+    monkeypatch.setattr(learners, "close", lambda self: self.object.close())
 
 
 def config(model_dir: Path, run_dir: Path, **changes: Any) -> Config:
@@ -106,9 +96,9 @@ def test_a_reward_model_is_trained_again_too_from_the_model_and_from_a_checkpoin
     assert all(step.is_identical for step in (*whole.steps, *later.steps))
     assert [step.version for step in later.steps] == [2, 3]
     (compared,) = replay(tmp_path / "run", "3:4", changes={"algorithm.advantage.token_discount": 0.5}).compared
-    assert compared.comparison.moved > 0
+    assert all(layer.gradient_cosine < 1 for layer in compared.layers)
     (same,) = replay(tmp_path / "run", "3:4", changes={"algorithm.loss.clip_low": 0.3}).compared
-    assert same.comparison.metrics["reward_model/loss"] == same.comparison.other_metrics["reward_model/loss"]
+    assert same.metrics["reward_model/loss"] == same.other_metrics["reward_model/loss"]
 
 
 def groups_of(step: int) -> list[Group]:
@@ -200,48 +190,29 @@ def test_a_run_that_continued_with_another_learning_rate_is_replayed_with_both(m
     shutil.rmtree(own_copy / "checkpoints")
     found = replay(own_copy)
     assert [step.is_identical for step in found.steps] == [True] * 4
-    kept, followed = (
-        [
-            step.comparison
-            for step in replay(own_copy, changes={"algorithm.kl.coefficient": 0.2}, follow=follow).compared
-        ]
-        for follow in (False, True)
-    )
-    for steps in (kept, followed):
-        assert [one.metrics["loss"] for one in steps] == [step.recorded_loss for step in found.steps]
-        assert [one.other_metrics["lr"] for one in steps] == [1e-3, 1e-3, 5e-3, 5e-3]
-    assert kept[2].other_metrics["loss"] != followed[2].other_metrics["loss"]
+    compared = replay(own_copy, changes={"algorithm.kl.coefficient": 0.2}).compared
+    assert [one.metrics["loss"] for one in compared] == [step.recorded_loss for step in found.steps]
+    assert [one.other_metrics["lr"] for one in compared] == [1e-3, 1e-3, 5e-3, 5e-3]
 
 
 # Under other settings --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def compared(recorded: Path, model_dir: Path) -> Iterator[Callable[..., Comparison]]:
+def compared(recorded: Path) -> Callable[[dict[str, Any]], ComparedStep]:
     """compared(changes) -> the first step under the run's settings and under others."""
-    made: list[ComparedLearners] = []
-
-    def compare(changes: dict[str, Any]) -> Comparison:
-        own = config(model_dir, recorded)
-        made.append(ComparedLearners(own, other_settings(own, nested(changes))))
-        batch = RecordedRun(recorded).step(0).batch
-        return made[-1].compare(batch, batch, False)
-
-    yield compare
-    for learners in made:
-        learners.close()
+    return lambda changes: replay(recorded, "0:1", changes=changes).compared[0]
 
 
-def test_with_the_same_settings_nothing_changes(compared: Callable[..., Comparison]) -> None:
-    found = compared({})
-    assert (found.moved, found.silenced, found.heard, found.turned) == (0, 0, 0, 0)
+def test_with_the_same_settings_nothing_changes(compared: Callable[..., ComparedStep]) -> None:
+    found = compared({"algorithm.minibatches": 2})
     assert found.metrics == found.other_metrics
     for layer in found.layers:
         assert layer.gradient_cosine == pytest.approx(1)
         assert layer.update == layer.other_update
 
 
-def test_another_learning_rate_changes_updates_and_no_gradient(compared: Callable[..., Comparison]) -> None:
+def test_another_learning_rate_changes_updates_and_no_gradient(compared: Callable[..., ComparedStep]) -> None:
     found = compared({"train.optimizer.lr": 2e-3, "algorithm.minibatches": 1, "algorithm.loss.clip_high": 0.2})
     same = compared({"algorithm.minibatches": 1})
     for layer, plain in zip(found.layers, same.layers, strict=True):
@@ -249,104 +220,33 @@ def test_another_learning_rate_changes_updates_and_no_gradient(compared: Callabl
         assert layer.other_update == pytest.approx(2 * plain.other_update, rel=1e-2)
 
 
-def test_another_packing_changes_gradients_by_rounding_alone(compared: Callable[..., Comparison]) -> None:
+def test_another_packing_changes_gradients_by_rounding_alone(compared: Callable[..., ComparedStep]) -> None:
     found = compared({"train.max_tokens_per_microbatch": 60, "train.share_prefixes": False})
-    assert found.moved < 1e-5
     for layer in found.layers:
         assert layer.gradient_cosine == pytest.approx(1, abs=1e-6)
         assert layer.other_gradient == pytest.approx(layer.gradient, rel=1e-4)
 
 
-def test_the_say_of_tokens_is_the_derivative_of_the_loss_by_their_logprobs(recorded: Path, model_dir: Path) -> None:
-    settings = config(model_dir, recorded, algorithm={"minibatches": 1, "kl": {"coefficient": 0.0}})
-    learner = _watched_learner(settings)
-    try:
-        groups, _ = RecordedRun(recorded).step(0).batch.groups()
-        prepared = learner.prepare(groups)
-        trained = learner.train(prepared)
-        assert trained.kept is not None
-        say, advantages = trained.kept.columns["say"], trained.kept.columns["advantages"]
-        weights = torch.cat([s.loss_weights[s.loss_mask.bool()] for s in prepared.minibatches[0]]).numpy()
-        wanted = advantages * trained.kept.columns["weights"] * weights
-        np.testing.assert_allclose(say, wanted, rtol=1e-5, atol=1e-9)
-    finally:
-        learner.close()
-
-
-def test_gradients_are_those_of_the_loss_before_clipping(compared: Callable[..., Comparison]) -> None:
+def test_gradients_are_those_of_the_loss_before_clipping(compared: Callable[..., ComparedStep]) -> None:
     found = compared({"algorithm.minibatches": 1})
     norm = sum(layer.other_gradient**2 for layer in found.layers) ** 0.5
     assert norm == pytest.approx(found.other_metrics["grad_norm"], rel=1e-5)
 
 
-def test_a_step_begins_with_the_runs_weights_unless_the_other_settings_follow_their_own(recorded: Path) -> None:
-    lr = {"train.optimizer.lr": 0.01}
-    apart, follow = replay(recorded, "0:2", changes=lr), replay(recorded, "0:2", changes=lr, follow=True)
-    (first, second), (also_first, followed) = ([s.comparison for s in found.compared] for found in (apart, follow))
-    assert first == also_first
-    assert second.metrics == followed.metrics
-    assert second.layers[0].gradient_cosine > 0.9 > 0.8 > followed.layers[0].gradient_cosine
-
-
-def test_the_runs_own_side_of_a_comparison_keeps_the_runs_weights(recorded: Path, model_dir: Path) -> None:
+def test_each_step_begins_with_the_runs_weights_and_the_runs_own_side_keeps_them(
+    recorded: Path, model_dir: Path
+) -> None:
     own = config(model_dir, recorded)
-    learners = ComparedLearners(
-        own, other_settings(own, nested({"algorithm.preset": "gspo", "algorithm.minibatches": 2}))
-    )
+    learners = ComparedLearners(own, other_settings(own, nested({"train.optimizer.lr": 0.01})))
     try:
         run = RecordedRun(recorded)
         for version in range(2):
             batch = run.step(version).batch
-            learners.compare(batch, batch, False)
+            _, _, layers = learners.compare(batch)
             assert learners._own.fingerprint() == run.step(version).after
+            assert layers[0].gradient_cosine > 0.9
     finally:
         learners.close()
-
-
-def test_another_reward_scores_the_last_turn_with_the_recorded_example() -> None:
-    groups = random_groups(0)
-    bare = [
-        Group(
-            group_id=g.group_id,
-            example_id=g.example_id,
-            stamp=g.stamp,
-            trajectories=g.trajectories,
-            episode_indices=g.episode_indices,
-            example={"bonus": number},
-        )
-        for number, g in enumerate(groups)
-    ]
-    seen: list[str] = []
-
-    def reward(answer: str, data: Any) -> float:
-        seen.append(answer)
-        return len(answer.split()) + data["bonus"]
-
-    new, _ = rescored(FlatBatch.of(bare), reward, lambda ids: " ".join(map(str, ids))).groups()
-    for number, group in enumerate(new):
-        for trajectory, old in zip(group.trajectories, groups[number].trajectories, strict=True):
-            last = old.turns[-1]
-            assert trajectory.reward == last.stop - last.start + number
-            assert " ".join(map(str, old.token_ids[last.start : last.stop].tolist())) in seen
-    with pytest.raises(ConfigError, match="greedy baseline"):
-        rescored(FlatBatch.of(groups), reward, str)
-
-
-@pytest.mark.parametrize("name", ["long", "c11"])
-def test_another_reward_that_reads_a_column_which_the_recording_cut_is_told_so(name: str) -> None:
-    columns = {"answer": 4, "long": "x" * 2001, **{f"c{n}": "x" * 2000 for n in range(12)}}
-    groups = FlatBatch.of([replace(random_groups(0)[0], greedy_rewards={}, example=shown(columns))])
-
-    def right(answer: str, data: Any) -> float:
-        return data["answer"]
-
-    def careless(answer: str, data: Any) -> float:
-        return len(data.get(name, ""))
-
-    new, _ = rescored(groups, right, str).groups()
-    assert {trajectory.reward for trajectory in new[0].trajectories} == {4.0}
-    with pytest.raises((RewardError, RecordingError), match=f"does not hold the example's column '{name}' whole"):
-        rescored(groups, careless, str)
 
 
 # What is missing, or does not belong together ---------------------------------------------------------------------
