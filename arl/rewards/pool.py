@@ -39,10 +39,6 @@ _Outcome = tuple[object, str | None]
 """The result of a call, or the message of its failure."""
 
 
-class _WorkerDiedError(RewardError):
-    """A worker ended in the middle of a call."""
-
-
 class RewardPool(Shared, Generic[P, ResultT]):
     """Calls a synchronous function in worker processes, and kills a worker when its call hangs or is cancelled.
 
@@ -107,42 +103,33 @@ class RewardPool(Shared, Generic[P, ResultT]):
 
     @reported
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        if self._pool is not None and not self._pool.active:  # a worker died between calls
-            await self._replace(self._pool)
+        try:
+            arguments = pickle.dumps((args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
+            raise RewardError(f"an argument of reward function {self._name} cannot be pickled") from unpicklable
         async with self._replacing:
+            if self._pool is not None and not self._pool.active:  # its workers died
+                await self._stop(self._pool)
+                await self._begin()
             pool = self._pool
         if pool is None:
             raise RewardError(
                 f"the pool of reward function {self._name} is not open; enter it, or its workflow, with `async with`"
             )
-        try:
-            result, error = await self._run(pool, args, kwargs)
-        except (RewardTimeoutError, _WorkerDiedError) as killed:
-            if self._if_killed is None:
-                raise
-            log.info("%s; it scores %s", killed, self._if_killed)
-            return self._if_killed
-        if error is not None:
-            raise RewardError(error)
-        return cast("ResultT", result)
-
-    async def _run(self, pool: ProcessPool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
-        try:
-            arguments = pickle.dumps((args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
-            raise RewardError(f"an argument of reward function {self._name} cannot be pickled") from unpicklable
         call = pool.schedule(_call, args=(self._function, arguments), timeout=self._timeout_s)
         self._calls.add(call)
         try:
-            return await _result(call, pool)
-        except TimeoutError as timeout:
-            raise ran_too_long(self._name, self._timeout_s) from timeout
-        except ProcessExpired as death:
-            said = f"the worker that ran reward function {self._name} died with exit code {death.exitcode}"
-            raise _WorkerDiedError(said) from death
+            result, error = await _result(call, pool)
+        except (TimeoutError, ProcessExpired) as killed:
+            failure = self._failure(killed)
+            if self._if_killed is None:
+                raise failure from killed
+            log.info("%s; it scores %s", failure, self._if_killed)
+            return self._if_killed
         except BrokenProcessPool as broken:
-            await self._replace(pool)
-            raise RewardError(f"the workers of reward function {self._name} died; others were started") from broken
+            raise RewardError(
+                f"the workers of reward function {self._name} died; the next call starts others"
+            ) from broken
         except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -150,6 +137,14 @@ class RewardPool(Shared, Generic[P, ResultT]):
             raise RewardError(f"the pool of reward function {self._name} was closed during a call") from cancelled
         finally:
             self._calls.discard(call)
+        if error is not None:
+            raise RewardError(error)
+        return cast("ResultT", result)
+
+    def _failure(self, killed: TimeoutError | ProcessExpired) -> RewardError | RewardTimeoutError:
+        if isinstance(killed, TimeoutError):
+            return ran_too_long(self._name, self._timeout_s)
+        return RewardError(f"the worker that ran reward function {self._name} died with exit code {killed.exitcode}")
 
     def _start(self) -> ProcessPool:
         """Start the workers and wait until one answers. Blocks."""
@@ -172,13 +167,6 @@ class RewardPool(Shared, Generic[P, ResultT]):
                 ) from error
             return pool
         raise AssertionError("the last attempt returns or raises")
-
-    async def _replace(self, broken: ProcessPool) -> None:
-        """Start a new pool, unless another call already replaced the broken one. Calls wait meanwhile."""
-        async with self._replacing:
-            if self._pool is broken:
-                await self._stop(broken)
-                await self._begin()
 
     async def _stop(self, pool: ProcessPool) -> None:
         """Kill the workers. Also end all calls, since a pool forgets the calls that it had not begun."""

@@ -56,12 +56,10 @@ class BwrapRun:
         self._limits: dict[str, float] = request["limits"]
         self._stdin, self._filter, *self._files = blobs
         self._wake = asyncio.Event()
-        self._is_stopped = False
         self._ended_by = "exit"
         self._first: int | None = None
 
     def stop(self) -> None:
-        self._is_stopped = True
         self._wake.set()
 
     async def run(self) -> tuple[Header, list[bytes]]:

@@ -172,7 +172,7 @@ async def test_a_call_that_was_in_the_queue_when_all_workers_died_ends(monkeypat
             calling = asyncio.create_task(reward(None))
             await asyncio.sleep(0)
         async with asyncio.timeout(60):
-            with pytest.raises(RewardError, match="died; others were started"):
+            with pytest.raises(RewardError, match="died; the next call starts others"):
                 await calling
         assert call.cancelled()
         assert await reward(None) > 0
