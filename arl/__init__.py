@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from arl.workflow.harbor.harbor_task import harbor_tasks
     from arl.workflow.harbor.harbor_workflow import HarborWorkflow
     from arl.workflow.mcp_tools import MCPTools
-    from arl.workflow.openenv.openenv_workflow import OpenEnvWorkflow
+    from arl.workflow.openenv_workflow import OpenEnvWorkflow
     from arl.workflow.sub_agents import SubAgent, SubAgents
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import Member, Team, TeamSettings
@@ -98,7 +98,7 @@ _HOMES = {
     "arl.workflow.harbor.harbor_task": "harbor_tasks",
     "arl.workflow.harbor.harbor_workflow": "HarborWorkflow",
     "arl.workflow.mcp_tools": "MCPTools",
-    "arl.workflow.openenv.openenv_workflow": "OpenEnvWorkflow",
+    "arl.workflow.openenv_workflow": "OpenEnvWorkflow",
     "arl.endpoint.proxy": "OpenAIProxy",
     "arl.endpoint.sdk_workflow": "Command SDKWorkflow",
     "arl.endpoint.served_workflow": "ServedWorkflow",

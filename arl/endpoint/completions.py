@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from arl.api.types import new_id
@@ -45,46 +46,38 @@ class CompletionWire:
     """Its tokenizer gives the text of each token in logprobs."""
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
-        choices = [self._choice(i, answer, self._text(answer)) for i, answer in enumerate(answers)]
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         return {**self._envelope(), "choices": choices, "usage": usage(answers)}
 
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         envelope = self._envelope()
         for i, answer in enumerate(answers):
-            yield event({**envelope, "choices": [self._choice(i, answer, self._text(answer))]})
+            yield event({**envelope, "choices": [self._choice(i, answer)]})
         if self.asked.stream_options.include_usage:
             yield event({**envelope, "choices": [], "usage": usage(answers)})
         yield DONE
 
-    def _text(self, answer: CallAnswer) -> str:
+    def _choice(self, index: int, answer: CallAnswer) -> dict[str, Any]:
         before = answer.turn.prompt.new_messages[0]["content"] if self.asked.echo else ""
-        return before + answer.spoken.content
-
-    def _choice(self, index: int, answer: CallAnswer, text: str) -> dict[str, Any]:
-        told = {"logprobs": self._logprobs(answer), "finish_reason": answer.spoken.finish_reason}
-        return {"index": index, "text": text, **told}
+        logprobs = None
+        if self.asked.logprobs is not None:
+            texts = self.policy.token_texts(answer.response)
+            logprobs = {
+                "tokens": texts,
+                "token_logprobs": list(answer.response.output_logprobs),
+                "top_logprobs": None,
+                "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
+            }
+        return {
+            "index": index,
+            "text": before + answer.spoken.content,
+            "logprobs": logprobs,
+            "finish_reason": answer.spoken.finish_reason,
+        }
 
     def _envelope(self) -> dict[str, Any]:
         identity = {"id": f"cmpl-{new_id()}", "object": "text_completion"}
         return {**identity, "created": int(time.time()), "model": self.asked.model}
-
-    def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
-        if self.asked.logprobs is None:
-            return None
-        texts = self.policy.token_texts(answer.response)
-        return {
-            "tokens": texts,
-            "token_logprobs": list(answer.response.output_logprobs),
-            "top_logprobs": None,
-            "text_offset": list(_starts(texts)),
-        }
-
-
-def _starts(texts: Sequence[str]) -> Iterator[int]:
-    at = 0
-    for text in texts:
-        yield at
-        at += len(text)
 
 
 def _prompt(given: Any, tokenizer: Any) -> str | tuple[int, ...]:

@@ -194,17 +194,26 @@ class ResponsesWire:
     """The episode's responses that a later call may continue."""
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
-        response = response_of(answers[0], self._echoed())
-        if self.asked.store:
-            self.stored[response["id"]] = (*self.said, answers[0].spoken.message)
-        return response
-
-    def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
-        return events_of(self.whole(answers))
-
-    def _echoed(self) -> Mapping[str, Any]:
-        asked, sampling = self.asked, self.call.sampling
-        return {
+        asked, answer = self.asked, answers[0]
+        is_whole = answer.spoken.finish_reason != "length"
+        n, m = answer.num_prompt_tokens, len(answer.response.output_ids)
+        status = "completed" if is_whole else "incomplete"
+        response = {
+            "id": f"resp_{new_id()}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": status,
+            "error": None,
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "output": list(_items(answer.spoken, status)),
+            "truncation": "disabled",
+            "usage": {
+                "input_tokens": n,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": m,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": n + m,
+            },
             "model": asked.model,
             "instructions": asked.instructions or None,
             "previous_response_id": asked.previous_response_id,
@@ -212,35 +221,24 @@ class ResponsesWire:
             "tool_choice": asked.tool_choice,
             "parallel_tool_calls": asked.parallel_tool_calls,
             "max_output_tokens": asked.max_output_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "temperature": self.call.sampling.temperature,
+            "top_p": self.call.sampling.top_p,
             "metadata": asked.metadata,
             "text": {"format": asked.text.format.model_dump(by_alias=True, exclude_none=True)},
         }
+        if asked.store:
+            self.stored[response["id"]] = (*self.said, answer.spoken.message)
+        return response
 
-
-def response_of(answer: CallAnswer, echoed: Mapping[str, Any]) -> dict[str, Any]:
-    """The response as an object. echoed: the request's fields that it repeats."""
-    is_whole = answer.spoken.finish_reason != "length"
-    n, m = answer.num_prompt_tokens, len(answer.response.output_ids)
-    return {
-        "id": f"resp_{new_id()}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "completed" if is_whole else "incomplete",
-        "error": None,
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
-        "output": list(_items(answer.spoken, "completed" if is_whole else "incomplete")),
-        "truncation": "disabled",
-        "usage": {
-            "input_tokens": n,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": m,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": n + m,
-        },
-        **echoed,
-    }
+    def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
+        response, numbers = self.whole(answers), count()
+        begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield _event(numbers, "response.created", response=begun)
+        yield _event(numbers, "response.in_progress", response=begun)
+        for index, item in enumerate(response["output"]):
+            for kind, fields in _item_events(item):
+                yield _event(numbers, kind, output_index=index, **fields)
+        yield _event(numbers, f"response.{response['status']}", response=response)
 
 
 def _items(spoken: Spoken, status: str) -> Iterator[dict[str, Any]]:
@@ -262,38 +260,23 @@ def _items(spoken: Spoken, status: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def events_of(response: Mapping[str, Any]) -> Iterable[str]:
-    """The response as a stream, after the model has answered."""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    numbers = count()
-    yield _event(numbers, "response.created", response=begun)
-    yield _event(numbers, "response.in_progress", response=begun)
-    for index, item in enumerate(response["output"]):
-        for kind, fields in _item_events(item):
-            yield _event(numbers, kind, output_index=index, **fields)
-    yield _event(numbers, f"response.{response['status']}", response=response)
-
-
 def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    where = {"item_id": item["id"]}
+    where: dict[str, Any] = {"item_id": item["id"]}
     if item["type"] == "function_call":
         yield "response.output_item.added", {"item": {**item, "arguments": "", "status": "in_progress"}}
         yield "response.function_call_arguments.delta", {**where, "delta": item["arguments"]}
         called = {"name": item["name"], "arguments": item["arguments"]}
         yield "response.function_call_arguments.done", {**where, **called}
     else:
+        (part,) = item["content"]
+        where |= {"content_index": 0}
+        more = {"logprobs": []} if "logprobs" in part else {}
         yield "response.output_item.added", {"item": {**item, "content": [], "status": "in_progress"}}
-        yield from _part_events({**where, "content_index": 0}, item["content"][0])
+        yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
+        yield f"response.{part['type']}.delta", {**where, **more, "delta": part["text"]}
+        yield f"response.{part['type']}.done", {**where, **more, "text": part["text"]}
+        yield "response.content_part.done", {**where, "part": part}
     yield "response.output_item.done", {"item": item}
-
-
-def _part_events(where: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    text = f"response.{part['type']}"
-    more = {"logprobs": []} if "logprobs" in part else {}
-    yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
-    yield f"{text}.delta", {**where, **more, "delta": part["text"]}
-    yield f"{text}.done", {**where, **more, "text": part["text"]}
-    yield "response.content_part.done", {**where, "part": part}
 
 
 def error_event(error: RequestError) -> str:
@@ -307,7 +290,14 @@ def _event(numbers: Iterator[int], kind: str, **fields: Any) -> str:
 
 def read(exchange: Exchange) -> ResponsesWire:
     asked, stored = exchange.parsed(ResponsesRequest), exchange.session.stored_responses
-    said = (*_said_before(asked, stored), *_messages(asked.input))
+    previous = asked.previous_response_id
+    if previous and previous not in stored:
+        raise RefusedCallError(
+            f"Previous response with id {shown(previous)} not found: this episode has none that was stored under it",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    said = (*(stored[previous] if previous else ()), *_messages(asked.input))
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     call = exchange.session.policy.call(
         [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
@@ -324,17 +314,6 @@ def read(exchange: Exchange) -> ResponsesWire:
         top_p=asked.top_p,
     )
     return ResponsesWire(asked=asked, call=call, said=said, stored=stored)
-
-
-def _said_before(asked: ResponsesRequest, stored: Stored) -> Sequence[Message]:
-    previous = asked.previous_response_id
-    if previous and previous not in stored:
-        raise RefusedCallError(
-            f"Previous response with id {shown(previous)} not found: this episode has none that was stored under it",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return stored[previous] if previous else ()
 
 
 def _messages(given: Any) -> Sequence[Message]:

@@ -6,7 +6,7 @@
 | tool_agent, tools, tool_schema, call_formats, mcp_tools | agents that call tools, and the tools |
 | team | several agents in one episode |
 | conversation, dialogue, chat_template | transcripts, exact to the token, and the trajectories made of them |
-| openenv, harbor | environments of OpenEnv; tasks in Harbor's format |
+| openenv_workflow, harbor | environments of OpenEnv; tasks in Harbor's format |
 | teachers | distillation, and clients of teachers and reward models |
 
 Users import these names from `arl`. This package may import arl.api, arl.web, arl.sandbox and arl.rewards, but never

@@ -6,11 +6,10 @@ import json
 import marshal
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
@@ -24,9 +23,6 @@ from arl.workflow.placing import PLACEHOLDER, blind
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
-
-KeyT = TypeVar("KeyT")
-ValueT = TypeVar("ValueT")
 
 _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 """The exceptions that a template raises for messages that it does not accept."""
@@ -47,16 +43,6 @@ def _is_exact(value: Any) -> bool:
     return type(value) in (str, int, float, bool, type(None))
 
 
-class _Newest(OrderedDict[KeyT, ValueT]):
-    """Keeps as many entries as _REMEMBERED; threads may share it."""
-
-    def added(self, key: KeyT, value: ValueT) -> ValueT:
-        self[key] = value
-        if len(self) > _REMEMBERED:
-            self.popitem(last=False)
-        return value
-
-
 class ChatTemplate:
     """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one.
 
@@ -75,8 +61,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._options = dict(options or {})
         self._special = _special_tokens(tokenizer)
-        self._texts = _Newest[tuple[str, bytes, bool], str]()
-        self._ids = _Newest[str, tuple[int, ...]]()
+        self._rendered = lru_cache(_REMEMBERED)(self._render_packed)
+        self._encoded = lru_cache(_REMEMBERED)(self._encode)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process remembers texts of its own."""
@@ -121,20 +107,16 @@ class ChatTemplate:
     ) -> str:
         """As `render`, of messages and tools with cuts. Short texts are remembered: episodes of a group begin alike."""
         source = self._source(specs)
-        if self._is_own or _changes(source) or not _is_exact(self._options):
-            return self._text(shown, specs, add_generation_prompt)
-        try:
+        is_own = getattr(self.tokenizer.apply_chat_template, "__func__", None) is not _stock().apply_chat_template
+        if not is_own and not _changes(source) and _is_exact((shown, specs, self._options)):
             packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
-        except ValueError:
-            packed = b""
-        if not 0 < len(packed) <= _LONGEST:
-            return self._text(shown, specs, add_generation_prompt)
-        key = source, packed, add_generation_prompt
-        if (text := self._texts.get(key)) is None:
-            text = self._text(shown, specs, add_generation_prompt)
-            if _is_exact((shown, specs)):  # numpy's numbers are packed as bytes, without their types
-                self._texts.added(key, text)
-        return text
+            if len(packed) <= _LONGEST:
+                return self._rendered(source, packed, add_generation_prompt)
+        return self._text(shown, specs, add_generation_prompt)
+
+    def _render_packed(self, source: str, packed: bytes, add_generation_prompt: bool) -> str:
+        shown, specs = marshal.loads(packed)
+        return self._text(shown, specs, add_generation_prompt)
 
     def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:
         try:
@@ -145,14 +127,6 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template does not take these messages: {error}") from error
         return str(text).encode(errors="replace").decode()  # a call's JSON may hold half a surrogate pair
 
-    @property
-    def _is_own(self) -> bool:
-        """Whether the tokenizer renders by code of its own."""
-        from transformers import PreTrainedTokenizerBase
-
-        render = getattr(self.tokenizer.apply_chat_template, "__func__", None)
-        return render is not PreTrainedTokenizerBase.apply_chat_template
-
     def _source(self, tools: Sequence[Any]) -> str:
         return str(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
 
@@ -161,12 +135,12 @@ class ChatTemplate:
         backend = self._backend
         if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
             return tuple(i for part in text.split(_CUT) for i in self.tokenizer.encode(part, add_special_tokens=False))
-        if (ids := self._ids.get(text)) is None:
-            encoded = backend.encode_batch(text.split(_CUT), add_special_tokens=False)
-            ids = tuple(i for part in encoded for i in part.ids)
-            if len(text) <= _LONGEST:
-                self._ids.added(text, ids)
-        return ids
+        return self._encoded(text) if len(text) <= _LONGEST else self._encode(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        assert self._backend is not None
+        encoded = self._backend.encode_batch(text.split(_CUT), add_special_tokens=False)
+        return tuple(i for part in encoded for i in part.ids)
 
     @cached_property
     def _backend(self) -> Tokenizer | None:
@@ -362,6 +336,12 @@ class ChatTemplate:
             raise ModelError(
                 "the model's chat template shows no tool_calls; use one that does, or put calls into content"
             )
+
+
+def _stock() -> type[PreTrainedTokenizerBase]:
+    from transformers import PreTrainedTokenizerBase
+
+    return PreTrainedTokenizerBase
 
 
 @lru_cache(maxsize=64)

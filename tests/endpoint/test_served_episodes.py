@@ -258,14 +258,12 @@ async def test_an_end_that_is_wrong_is_refused_by_name_and_the_episode_goes_on()
         assert (await running).is_finished
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [({"wait_s": 61}, "wait_s is 61"), ({"wait_s": "soon"}, "wait_s is"), ({"timeout": 5}, "timeout (here 5)")],
-)
-async def test_a_request_for_an_episode_that_is_wrong_is_refused_by_name(body: Any, said: str) -> None:
+async def test_a_request_for_an_episode_that_is_wrong_is_refused_by_name() -> None:
+    wrong = [({"wait_s": 61}, "wait_s is 61"), ({"wait_s": "soon"}, "wait_s is"), ({"timeout": 5}, "timeout (here 5)")]
     async with served() as arl:
-        answer = await arl.ask("POST", "/episodes", body)
-    assert (answer.status, said in answer.body["error"]) == (400, True), answer
+        for body, said in wrong:
+            answer = await arl.ask("POST", "/episodes", body)
+            assert (answer.status, said in answer.body["error"]) == (400, True), answer
 
 
 async def test_without_a_free_episode_a_program_is_asked_to_come_again() -> None:
@@ -398,19 +396,12 @@ async def test_wrong_keys_are_answered_late_few_at_a_time_and_right_ones_at_once
         await asyncio.wait(waiting)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/episodes/", "/episodes/none", "/episodes/../e/x", "/episodes/%2e%2e/%2e%2e/etc/passwd", "/episodes/a%00b/end/x"],
-)
-async def test_a_path_that_leads_nowhere_is_404(path: str) -> None:
+async def test_a_path_or_an_episode_that_is_not_there_is_404() -> None:
     async with served() as arl:
-        answer = await arl.ask("GET", path)
-    assert answer.status in (401, 404), "401: the client took the dots out of the path"
-    assert answer.body["error"]
-
-
-async def test_an_unknown_episode_cannot_be_ended() -> None:
-    async with served() as arl:
+        for path in ("", "none", "../e/x", "%2e%2e/%2e%2e/etc/passwd", "a%00b/end/x"):
+            answer = await arl.ask("GET", f"/episodes/{path}")
+            assert answer.status in (401, 404), "401: the client took the dots out of the path"
+            assert answer.body["error"]
         answer = await arl.end({"id": "0123456789abcdef"}, reward=1)
     assert (answer.status, "there is no episode '0123456789abcdef'" in answer.body["error"]) == (404, True)
 
@@ -436,14 +427,11 @@ async def test_episodes_are_not_served_without_a_key_that_is_hard_to_guess(
             pass
 
 
-def test_it_does_not_travel_to_worker_processes_and_has_one_way_to_reach_the_model(tmp_path: Any) -> None:
+async def test_it_does_not_travel_to_worker_processes_and_says_what_it_needs(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"its programs need one endpoint.*rollout.num_workers=0"):
         EpisodeWorkers(ServedWorkflow(TOKENIZER), 1, tmp_path)
     with pytest.raises(ConfigError, match="either a tokenizer"):
         ServedWorkflow()
-
-
-async def test_an_episode_outside_of_the_block_says_what_to_do() -> None:
     with pytest.raises(ArlError, match="use it within `async with`"):
         await ServedWorkflow(TOKENIZER).arun_episode(saying("a"), QUESTION)
 

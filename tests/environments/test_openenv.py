@@ -18,7 +18,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams, Trajectory
 from arl.engine.tiny import tiny_tokenizer
 from arl.finetuning.warm_starts import tool_call
-from arl.workflow.openenv.openenv_workflow import OpenEnvWorkflow
+from arl.workflow.openenv_workflow import OpenEnvWorkflow
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(240)]
 TOKENIZER = tiny_tokenizer()

@@ -7,8 +7,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from talk import (
     ALPACA,
     CALL,
@@ -279,16 +277,3 @@ def test_a_long_dialogue_keeps_one_text_and_finds_where_a_rewritten_history_leav
     texts = {id(text): len(text) for turn in last.path if isinstance(text := turn.prompt.shown.__dict__["_text"], str)}
     assert sum(texts.values()) == last.prompt.shown.length, "not a text for each turn"
     assert len(repr(last)) < 10 * len(talk.text(last)), "not a tree of all turns before it"
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=2, max_size=12))
-def test_lines_that_take_turns_have_the_prompts_that_they_would_have_alone(steps: list[tuple[int, bool]]) -> None:
-    talk = Talk(QWEN3)
-    turns = [talk.say([user("?")], CALL, calling())]
-    for number, is_tools in steps:
-        after = turns[number % len(turns)]
-        prompt = talk.prompt([*after.messages, RESULT if is_tools else SURE], after=after)
-        alone = Talk(QWEN3).prompt(prompt.messages)
-        assert talk.text(prompt) == talk.text(alone)
-        turns.append(talk.answer(prompt, THOUGHT + CALL, calling(thought="hm")))

@@ -4,18 +4,24 @@
     dataset = [{"seed": seed} for seed in range(1000)]
 
 reset -> observation -> turn -> action -> step -> observation, reward -> turn -> ... -> done
+
+OpenEnvSession is a session over the server's WebSocket, for which no package of OpenEnv's is needed. The messages are
+those of OpenEnv's servers from 0.2 to 0.10 (openenv.core.env_server): {"type": "step", "data": action} is answered by
+{"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error", "data": ...}.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import aiohttp
 
@@ -27,10 +33,8 @@ from arl.workflow.call_formats import CallFormat, MalformedCall, ToolCall, call_
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
-from arl.workflow.openenv.openenv_client import EnvSession, action_field, opened_session
-from arl.workflow.openenv.openenv_play import EnvPlay, plain, tool_text
 from arl.workflow.tool_results import cut, text_of
-from arl.workflow.tools import DEFAULT_LIMITS, ToolLimits
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,10 +42,217 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
 
 log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
+_MOST_BYTES = 100 << 20
+"""The longest message, as in OpenEnv's own client."""
+_HEARTBEAT_S = 20.0
+_CLOSE_S = 5.0
+_CLIENTS_CLOSE_S = 10.0
+_REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
+"""The codes of errors that are the action's fault."""
 _COLUMNS = ("messages", "prompt", "question")
 """Columns that tell the model something; all others are arguments of reset."""
-_CLOSE_S = 10.0
+
+
+class StepResult(Protocol):
+    """What reset and step return: OpenEnv's own class of that name, or SessionResult."""
+
+    observation: Any
+    reward: float | None
+    done: bool
+
+
+class EnvSession(Protocol):
+    """What an episode needs of a client: OpenEnv's EnvClient, or OpenEnvSession."""
+
+    async def reset(self, **arguments: Any) -> StepResult: ...
+
+    async def step(self, action: Any) -> StepResult: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionResult:
+    observation: Any
+    reward: float | None
+    done: bool
+
+
+class OpenEnvSession:
+    """One environment on a server, for one episode."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+        self._socket = socket
+        self._url = url
+
+    async def reset(self, **arguments: Any) -> SessionResult:
+        """Begin an episode. Raises EnvironmentFailedError."""
+        return await self._ask("reset", arguments)
+
+    async def step(self, action: Mapping[str, Any]) -> SessionResult:
+        """Take an action. Raises ToolError if it is no action of this environment, else EnvironmentFailedError."""
+        return await self._ask("step", action)
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> SessionResult:
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # it says why it refuses a session
+            await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise EnvironmentFailedError(f"the OpenEnv server at {self._url} ended the session during {kind}")
+        answer = json.loads(message.data)
+        if answer.get("type") == "error":
+            raise _failure(answer.get("data") or {}, self._url, kind)
+        said = answer["data"]
+        return SessionResult(
+            observation=said.get("observation", {}), reward=said.get("reward"), done=bool(said.get("done"))
+        )
+
+
+@asynccontextmanager
+async def opened_session(client: aiohttp.ClientSession, url: str, timeout_s: float) -> AsyncIterator[OpenEnvSession]:
+    """A session with the server at `url`, closed at the end. Raises EnvironmentFailedError if none can be opened."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            socket = await client.ws_connect(
+                f"{url.rstrip('/')}/ws",
+                heartbeat=_HEARTBEAT_S,
+                max_msg_size=_MOST_BYTES,
+                timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),  # pyright: ignore[reportCallIssue]
+            )
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        why = str(error) or f"no answer within {timeout_s:g} s"
+        raise EnvironmentFailedError(f"there is no OpenEnv server at {url}: {why}") from error
+    try:
+        yield OpenEnvSession(socket, url)
+    finally:
+        await socket.close()
+
+
+async def action_field(client: aiohttp.ClientSession, url: str, timeout_s: float) -> str:
+    """The only field that an action of the server's environment must have. Raises EnvironmentFailedError if there is
+    no only one."""
+    try:
+        async with asyncio.timeout(timeout_s), client.get(f"{url.rstrip('/')}/schema") as reply:
+            schema = (await reply.json())["action"]
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
+        raise EnvironmentFailedError(
+            f"the OpenEnv server at {url} does not say what its actions are: {error!r}"
+        ) from error
+    required = schema.get("required", [])
+    if len(required) != 1:
+        fields = ", ".join(schema.get("properties", {})) or "none"
+        raise EnvironmentFailedError(
+            f"an action of the environment at {url} has the fields {fields}, and must have "
+            f"{', '.join(required) or 'none'} of them; pass action=, the name of the field that takes the turn's text, "
+            "or a function from the text to an action; or tools=True for an environment of MCP tools"
+        )
+    return required[0]
+
+
+def _failure(data: Mapping[str, Any], url: str, kind: str) -> Exception:
+    code, text = str(data.get("code")), str(data.get("message"))
+    if kind == "step" and code in _REFUSED:
+        return ToolError("; ".join(map(_complaint, data.get("errors") or [])) or text)
+    hint = "; pass max_sessions=, or let the server have more" if code == "CAPACITY_REACHED" else ""
+    return EnvironmentFailedError(f"the OpenEnv server at {url} failed in {kind} ({code}): {text}{hint}")
+
+
+def _complaint(error: Mapping[str, Any]) -> str:
+    return f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
+
+
+@dataclass(kw_only=True, eq=False)
+class EnvPlay:
+    """An episode as the environment sees it: its steps and their rewards."""
+
+    session: EnvSession
+    timeout_s: float
+    rewards: list[float] = field(default_factory=list[float])
+    num_steps: int = 0
+    num_refused: int = 0
+    done: bool = False
+
+    async def step(self, action: Any) -> StepResult:
+        """Raises ToolError if the environment refuses the action."""
+        result = await self.answered("step", self.session.step(action))
+        self.num_steps += 1
+        self.done = bool(result.done)
+        if result.reward is not None:
+            self.rewards.append(float(result.reward))
+        return result
+
+    async def tools(self) -> list[Tool]:
+        """The environment's MCP tools. Raises EnvironmentFailedError if it has none."""
+        try:
+            result = await self.answered("list_tools", self.session.step({"type": "list_tools"}))
+        except ToolError as error:
+            raise EnvironmentFailedError(f"the environment has no MCP tools ({error}); leave out tools=True") from error
+        listed = plain(result.observation).get("tools") or []
+        if not listed:
+            raise EnvironmentFailedError("the environment lists no MCP tools; leave out tools=True")
+        return [
+            Tool.from_schema(
+                _called_by_step, name=tool["name"], description=tool["description"], parameters=tool["input_schema"]
+            )
+            for tool in map(plain, listed)
+        ]
+
+    def refused(self, error: ToolError) -> str:
+        self.num_refused += 1
+        return f"error: {error}"
+
+    def reward(self, kind: Literal["sum", "last"]) -> float:
+        if kind == "last":
+            return self.rewards[-1] if self.rewards else 0.0
+        return sum(self.rewards)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"steps": self.num_steps, "invalid_actions": self.num_refused, "done": float(self.done)}
+
+    async def answered(self, what: str, answer: Awaitable[ResultT]) -> ResultT:
+        """The environment's answer in time. Raises ToolError for a refused action, else EnvironmentFailedError."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await answer
+        except ArlError:
+            raise
+        except TimeoutError as error:
+            raise EnvironmentFailedError(
+                f"the environment did not answer {what} within {self.timeout_s:g} s"
+            ) from error
+        except Exception as error:
+            if "VALIDATION_ERROR" in str(error):  # OpenEnv's own client says so only in words
+                raise ToolError("this is no action of the environment") from error
+            raise EnvironmentFailedError(f"the environment failed in {what}: {error!r}") from error
+
+
+def _called_by_step(**arguments: Any) -> str:
+    raise AssertionError("a call of this tool is a step of the environment")
+
+
+def plain(record: Any) -> Any:
+    """A record of OpenEnv's as a dict."""
+    if hasattr(record, "model_dump"):
+        return record.model_dump()
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return dataclasses.asdict(record)
+    return record
+
+
+def tool_text(observation: Mapping[str, Any]) -> str:
+    """What a tool returned. Raises ToolError if it failed."""
+    if error := observation.get("error"):
+        raise ToolError(str(plain(error).get("message", error)))
+    result = plain(observation.get("result"))
+    if not isinstance(result, Mapping):
+        return text_of(result)
+    parts = cast("Mapping[str, Any]", result)
+    texts = [part["text"] for part in parts.get("content") or () if isinstance(part, Mapping) and "text" in part]
+    text = "\n".join(texts) or text_of(parts.get("structured_content") or dict(parts))
+    if parts.get("is_error"):
+        raise ToolError(text)
+    return text
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -226,7 +437,7 @@ def _observed(observation: Any) -> str:
 async def _closed(client: Any) -> None:
     """Close a client of the user's, whatever it raises: the episode is over."""
     try:
-        async with asyncio.timeout(_CLOSE_S):
+        async with asyncio.timeout(_CLIENTS_CLOSE_S):
             await client.close()
     except Exception as error:  # noqa: BLE001 - logged
         log.warning("closing an environment's client failed: %r", error)
