@@ -21,15 +21,16 @@ from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, 
 from arl.api.errors import ArlError
 from arl.api.placed import Finding, Placed, PlacedPart, SharedPath
 from arl.api.policy_parts import of_policy, shares_servers
-from arl.cluster.hosts import hostname_of, visible_gpus
 from arl.cluster.node_checks import NodeReport, check_nodes
 from arl.cluster.placement import PlacementTable, check
 from arl.cluster.planned import (
     beside_parts,
     controller_part,
     gpu_mistakes,
+    hostname_of,
     planned_servers,
     planned_trainer,
+    visible_gpus,
 )
 from arl.cluster.ray_nodes import probes, ray_nodes
 from arl.cluster.sight import local_finding, written
@@ -90,9 +91,14 @@ async def rehearse(config: Config) -> PlacementTable:
     (greetings, of_servers), of_mirrors = await asking
     devices = {greeting.address: greeting.device for greeting in greetings}
     findings += [*of_servers, *of_mirrors, *report.findings, *await offload(_of_run_dir, config)]
-    trainer = report.ranks if config.train.ray_address else planned_trainer(config)
+    trainer = report.ranks if config.train.is_over_ray and config.train.ray_address else planned_trainer(config)
     parts = [controller_part(), *cluster_parts(config, report.num_nodes), *trainer]
-    parts += [*planned_servers(config), *await offload(server_parts, devices, report, config), *beside_parts(config)]
+    parts += [
+        *planned_servers(config),
+        *report.servers,
+        *await offload(server_parts, devices, report, config),
+        *beside_parts(config),
+    ]
     shared = report.shared
     if config.train.ray_address is None:
         shared, own = await offload(_own_directories, config)
@@ -127,8 +133,9 @@ def placed(
     devices = engine.devices if isinstance(engine, RemoteInferenceEngine) else {}
     servers = server_parts(devices, NodeReport(), config)
     if processes is not None:
-        started, ids = zip(planned_servers(config), processes.addresses, strict=True), processes.process_ids
-        servers = [replace(part, address=address, pid=ids.get(address)) for part, address in started]
+        here = planned_servers(config) or [PlacedPart(part="server")] * len(processes.addresses)
+        parts, ids = {**dict(zip(processes.addresses, here, strict=True)), **processes.parts}, processes.process_ids
+        servers = [replace(part, address=address, pid=ids.get(address)) for address, part in parts.items()]
     parts = [controller_part(), *cluster_parts(config, 0), *trainer.parts, *servers, *beside_parts(config)]
     return PlacementTable(parts=parts, shared=trainer.shared, findings=[*findings, *trainer.findings])
 

@@ -11,8 +11,8 @@ from arl.api.config import Config
 from arl.api.engine_config import DeltaWeightsConfig, RunningServersConfig
 from arl.api.errors import ArlError, ConfigError, ServerError
 from arl.api.placed import Finding, PlacedPart
-from arl.cluster.hosts import hostname_of
 from arl.cluster.node_checks import NodeReport
+from arl.cluster.planned import hostname_of
 from arl.cluster.servers_file import SERVERS, base_url, read_servers
 from arl.engine.client.greeting import difference, expected_of, greet
 from arl.engine.client.remote_engine import client_class

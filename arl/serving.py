@@ -21,6 +21,7 @@ from arl.api.engine_config import (
     DistributedWeightsConfig,
     LocalEngineConfig,
     RunningServersConfig,
+    ServerProcessesConfig,
 )
 from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
@@ -31,7 +32,8 @@ from arl.cluster.servers_file import SERVERS, NamedServer, read_servers
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.endpoint.served_workflow import ServedWorkflow
-from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, stock_servers
+from arl.engine.client.processes import ServerProcesses, adapter_options, started_here
+from arl.engine.client.ray_servers import started_on_ray
 from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.roster import RosterFiles
 from arl.engine.model_files import load_tokenizer, local_directory, served_model
@@ -142,25 +144,26 @@ async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> Ope
         return await _running_servers(config, config.engine)
     directory, api_key = await offload(local_directory, config.model), None
     routing = (await offload(wanted_model, config)).routing  # an unknown mixture is refused before servers start
-    if isinstance(config.engine, LocalEngineConfig):
-        api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback interface
-        servers = local_servers(directory, config.engine, logs, api_key)
-    else:
+    started: LocalEngineConfig | ServerProcessesConfig = config.engine
+    if isinstance(started, LocalEngineConfig) or started.on_ray:
+        api_key = secrets.token_hex(32)  # others can reach the network, and the loopback interface of this machine
+    if isinstance(started, ServerProcessesConfig):
         of_routes = ["--enable-return-routed-experts"] if routing is not None else []
-        of_memory = [client_class(config.engine).memory_flag] if config.engine.colocated else []
+        of_memory = [client_class(started).memory_flag] if started.colocated else []
         of_tensors = []
-        if config.engine.protocol == "vllm" and isinstance(config.weights, DistributedWeightsConfig):
+        if started.protocol == "vllm" and isinstance(config.weights, DistributedWeightsConfig):
             of_tensors = ["--weight-transfer-config", '{"backend": "nccl"}']
-        arguments = (
-            *adapter_options(config),
-            *of_routes,
-            *of_memory,
-            *of_tensors,
-            *config.engine.arguments,
-        )  # the user's own prevail
-        servers = stock_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
-    processes = await stack.enter_async_context(servers)
-    files = RosterFiles(run_dir=config.run_dir)
+        own = (*adapter_options(config), *of_routes, *of_memory, *of_tensors)
+        started = started.model_copy(update={"arguments": (*own, *started.arguments)})  # the user's own prevail
+    source = None
+    if started.on_ray:
+        assert api_key is not None
+        assert config.train.ray_address is not None
+        servers = started_on_ray(directory, started, config.train.ray_address, logs, api_key)
+        source = processes = await stack.enter_async_context(servers)
+    else:
+        processes = await stack.enter_async_context(started_here(directory, started, logs, api_key or ""))
+    files = RosterFiles(run_dir=config.run_dir, source=source)
     return OpenedServers(addresses=processes.addresses, api_key=api_key, processes=processes, files=files)
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from arl.api.config import Config
 from arl.api.engine import Head, TrainEngine
-from arl.api.engine_config import TrainConfig
+from arl.api.engine_config import LocalEngineConfig, TrainConfig
 from arl.api.errors import ConfigError
 from arl.api.objective import CriticConfig, RewardModelConfig
 from arl.api.placed import Placed, PlacedPart
@@ -96,10 +96,12 @@ def _with_room(stack: ExitStack, config: Config) -> tuple[Config, Callable[[], b
 
 
 def _checked_nodes(config: Config) -> NodeReport:
-    if config.train.ray_address is None:
+    if config.train.ray_address is None or not config.train.is_over_ray:
         return NodeReport()
     from arl.rehearsal import asked_cluster
 
+    if config.engine_on_ray:  # its servers find their places meanwhile; a dry run looks at these
+        config = config.model_copy(update={"engine": LocalEngineConfig()})
     report = asked_cluster(config)
     check(report.findings)
     return report

@@ -35,7 +35,7 @@ from arl.api.engine_config import (
 )
 from arl.api.train_sequence import TrainSequence
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.processes import local_servers, stock_servers
+from arl.engine.client.processes import started_here
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -87,10 +87,10 @@ async def servers(args: argparse.Namespace, model: Path) -> AsyncIterator[Sequen
     elif args.sglang_python:
         flags = (ROOT / "scripts" / "sglang_cpu" / "arguments").read_text().split()
         config = SGLangProcessesConfig(python=args.sglang_python, gpus_per_server=0, arguments=tuple(flags))
-        async with stock_servers(str(model), config, args.run_dir / "logs") as started:
+        async with started_here(str(model), config, args.run_dir / "logs") as started:
             yield started.addresses
     else:
-        async with local_servers(str(model), LocalEngineConfig(), args.run_dir / "logs") as started:
+        async with started_here(str(model), LocalEngineConfig(), args.run_dir / "logs") as started:
             yield started.addresses
 
 

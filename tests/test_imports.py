@@ -128,9 +128,11 @@ ALLOWED = {
         "arl.vision",
         "arl.web",
         "arl.engine.frames",
+        "arl.engine.fsdp.ray_cluster",
         "arl.cluster.servers_file",
         "arl.offload",
         "arl.child_process",
+        "arl.object_process",
     ),
     "arl.engine.weights": ("arl.api", "arl.web", "arl.engine.local.received_weights", "arl.offload"),
     "arl.engine.fsdp": (

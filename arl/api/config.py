@@ -34,6 +34,7 @@ from arl.api.engine_config import (
     LocalEngineConfig,
     RunningServersConfig,
     SGLangProcessesConfig,
+    StartedServersConfig,
     TrainConfig,
     WeightsConfig,
     check_fused,
@@ -315,12 +316,29 @@ class Config(Section):
         refused = {
             "record": self.record,
             "engine.colocated": self.engine.colocated,
+            "engine.on_ray": self.engine_on_ray,
             "algorithm.reward_model": self.algorithm.reward_model is not None,
             "train.num_ranks above 1": self.train.is_over_ray,
         }
         if flaw := policies_flaw(self.policies, self.engine, self.weights, refused):
             raise ValueError(flaw)
         return self
+
+    @model_validator(mode="after")
+    def _ray_is_used(self) -> Self:
+        if self.engine_on_ray and self.train.ray_address is None:
+            raise ValueError("engine.on_ray is set, but train.ray_address is not: name the Ray cluster, such as auto")
+        if self.train.ray_address is not None and not self.train.is_over_ray and not self.engine_on_ray:
+            raise ValueError(
+                "train.ray_address is set, but train.num_ranks is 1, which trains without Ray, and engine.on_ray is "
+                "not set"
+            )
+        return self
+
+    @property
+    def engine_on_ray(self) -> bool:
+        """Whether arl starts the servers on the nodes of the Ray cluster."""
+        return isinstance(self.engine, StartedServersConfig) and self.engine.on_ray
 
     @model_validator(mode="after")
     def _each_worker_has_an_endpoint(self) -> Self:

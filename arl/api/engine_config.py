@@ -97,10 +97,18 @@ class StartedServersConfig(ClientConfig):
     """How often in a row a server that died or hangs is started again. Ten minutes of service reset the count."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest time a server may take until it answers /health."""
+    on_ray: bool = False
+    """Start the servers on the nodes of the Ray cluster at train.ray_address, where Ray reserves GPUs and CPUs for each
+    as it does for ranks. False: on this machine."""
 
     @property
     def absence_timeout_s(self) -> float:
         return self.startup_timeout_s + self.update_timeout_s
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for each server (on_ray): resource -> amount."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _an_order_needs_several(self) -> Self:
@@ -109,6 +117,21 @@ class StartedServersConfig(ClientConfig):
                 "update_order is rolling, but num_servers is 1, so no server generates during an update; start more"
             )
         return _reachable(self, self.num_servers, "num_servers")
+
+    @model_validator(mode="after")
+    def _can_be_on_ray(self) -> Self:
+        if not self.on_ray:
+            return self
+        if self.protocol == "vllm":
+            raise ValueError(
+                "on_ray is set, but vLLM asks for no key when its weights are changed, so its servers listen on this "
+                "machine alone; use SGLang"
+            )
+        if self.colocated:
+            raise ValueError("on_ray is set, but with colocated servers share this machine's GPUs; choose one of them")
+        if getattr(self, "first_gpu", 0) or ":" in getattr(self, "device", ""):
+            raise ValueError("on_ray is set, so Ray chooses GPUs: leave first_gpu out, and set device to cuda or cpu")
+        return self
 
 
 class LocalEngineConfig(StartedServersConfig):
@@ -125,6 +148,10 @@ class LocalEngineConfig(StartedServersConfig):
     """How many requests one server decodes at once; more wait in its queue."""
     context_length: PositiveInt | None = None
     """Longest prompt plus response, in tokens. Unset: the model's own limit, at most 4096."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": float(self.num_threads)} | ({"GPU": 1.0} if self.device.startswith("cuda") else {})
 
 
 def _key(given: SecretStr | None, variable: str) -> str | None:
@@ -189,6 +216,10 @@ class ServerProcessesConfig(StockServersConfig, StartedServersConfig):
     arguments: tuple[str, ...] = ()
     """More arguments for each server's command, such as --mem-fraction-static 0.8 (SGLang) or
     --gpu-memory-utilization 0.8 (vLLM)."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": 1.0} | ({"GPU": float(self.gpus_per_server)} if self.gpus_per_server else {})
 
     @model_validator(mode="after")
     def _shows_no_key(self) -> Self:
@@ -366,7 +397,8 @@ class TrainConfig(Section):
     num_ranks: PositiveInt = 1
     """Processes to train with. More than 1: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
     ray_address: str | None = None
-    """With several ranks: the Ray cluster to use, such as auto. Unset: one on this machine, for this run only."""
+    """With several ranks, or engine.on_ray: the Ray cluster to use, such as auto. Unset: one on this machine, for this
+    run only."""
     startup_timeout_s: PositiveFloat = 300.0
     """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
     the model (the ranks of a machine load one after another)."""
@@ -417,7 +449,7 @@ class TrainConfig(Section):
     def _ranks_fit(self) -> Self:
         if self.num_ranks % self.tensor_parallel:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks={self.num_ranks}")
-        of_ray = self._changed("ray_address", "startup_timeout_s", "rank_timeout_s", "min_ranks", "replace_timeout_s")
+        of_ray = self._changed("startup_timeout_s", "rank_timeout_s", "min_ranks", "replace_timeout_s")
         if self.num_ranks == 1 and of_ray:
             raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains without Ray")
         if self.min_ranks is None and self._changed("replace_timeout_s"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import msgspec
 
 
@@ -47,3 +50,18 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """Its ranks, in order."""
     shared: list[SharedPath] = []
     findings: list[Finding] = []
+
+
+def gpus_text(numbers: Sequence[int]) -> str:
+    """GPU 0, or GPUs 0-3; empty for none."""
+    if not numbers:
+        return ""
+    return f"GPU{'s' * (len(numbers) > 1)} {ranges_text(numbers)}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """0-3, 6."""
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda one: one[1] - one[0])
+    ]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,12 +21,12 @@ from arl.api.engine_config import (
     DistributedWeightsConfig,
     RunningServersConfig,
     ServerProcessesConfig,
+    StartedServersConfig,
 )
 from arl.api.placed import Finding, PlacedPart, SharedPath
-from arl.cluster.cluster_node import Ask, ClusterNode
-from arl.cluster.network import network_findings, pairs, star, unreached
 from arl.cluster.node_probe import NodeProbe
 from arl.cluster.planned import beside_policy, is_cuda, num_engines, rank_names
+from arl.cluster.ray_nodes import Ask, ClusterNode
 from arl.cluster.sight import local_finding, seen_from
 from arl.web.addresses import addresses_of, is_here
 
@@ -33,7 +34,9 @@ CLOCK_WARNING_S, CLOCK_MISTAKE_S = 5.0, 3600.0
 _MESH = 64
 """If more nodes have ranks, each is tried only with rank 0's node."""
 _TOLD = 16
-"""How many nodes one finding names."""
+"""How many nodes one finding names, and how many pairs of nodes are named."""
+Link = tuple[str, str]
+"""The ids of two nodes: from, to."""
 _NEEDED = ("torch", "transformers", "ray", "arl")
 
 
@@ -44,6 +47,8 @@ class NodeReport:
     num_nodes: int = 0
     ranks: list[PlacedPart] = field(default_factory=list[PlacedPart])
     """Where Ray would place the ranks now."""
+    servers: list[PlacedPart] = field(default_factory=list[PlacedPart])
+    """Where it would place the servers that arl starts there."""
     shared: list[SharedPath] = field(default_factory=list[SharedPath])
     findings: list[Finding] = field(default_factory=list[Finding])
     hosts: dict[str, str] = field(default_factory=dict[str, str])
@@ -64,17 +69,49 @@ def predicted(
 
     is_free: counts what nobody else uses now, else everything. num_ranks: of each engine, if not train.num_ranks.
     """
-    room = {node.node_id: _places(config, node, is_free=is_free) for node in nodes}
+    servers = Counter(node.node_id for node in predicted_servers(config, nodes, is_free=is_free) or ())
+    room = {node.node_id: _places(config, node, is_free=is_free, beside=servers[node.node_id]) for node in nodes}
     order = sorted(nodes, key=lambda node: (not node.is_here, -room[node.node_id]))
+    if not config.train.is_over_ray:
+        return [node for node in nodes if node.is_here][:1]
     places = [node for node in order for _ in range(room[node.node_id])]
     needed = (num_ranks or config.train.num_ranks) * num_engines(config)
     return places[:needed] if len(places) >= needed else None
 
 
-def _places(config: Config, node: ClusterNode, *, is_free: bool = False) -> int:
-    """How many ranks a node can hold."""
+def predicted_servers(
+    config: Config, nodes: Sequence[ClusterNode], *, is_free: bool = True
+) -> list[ClusterNode] | None:
+    """A node for each server that arl starts on the cluster: those with the most room, and not this one if others have
+    enough; None if there is no room.
+    """
+    engine = config.engine
+    if not isinstance(engine, StartedServersConfig) or not engine.on_ray:
+        return []
+    room = {node.node_id: _fits(engine.bundle, node.free if is_free else node.total) for node in nodes}
+    order = sorted(nodes, key=lambda node: -room[node.node_id])
+    everywhere = [node for node in order for _ in range(room[node.node_id])]
+    elsewhere = [node for node in everywhere if not node.is_here]
+    places = elsewhere if len(elsewhere) >= engine.num_servers else everywhere
+    return places[: engine.num_servers] if len(places) >= engine.num_servers else None
+
+
+def _places(config: Config, node: ClusterNode, *, is_free: bool = False, beside: int = 0) -> int:
+    """How many ranks a node can hold. beside: servers there."""
     there = node.free if is_free else node.total
-    return int(min(there.get(name, 0.0) // amount for name, amount in _bundle(config).items()))
+    if beside and isinstance(config.engine, StartedServersConfig):
+        of_servers = config.engine.bundle
+        there = {name: amount - beside * of_servers.get(name, 0.0) for name, amount in there.items()}
+    return _fits(_bundle(config), there)
+
+
+def _fits(bundle: Mapping[str, float], there: Mapping[str, float]) -> int:
+    """How many bundles there is room for."""
+    return int(min(there.get(name, 0.0) // amount for name, amount in bundle.items()))
+
+
+def _amounts(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}(s)" for name, amount in bundle.items())
 
 
 def _bundle(config: Config) -> dict[str, float]:
@@ -88,6 +125,9 @@ class _Check:
         self._places = predicted(config, nodes)
         self._engine = config.engine if isinstance(config.engine, RunningServersConfig) else None
         self._servers = {url: self._node_of(url) for url in (self._engine.addresses if self._engine else ())}
+        """Each by its address, or by a name if arl starts it on the cluster."""
+        on_ray = predicted_servers(config, nodes) or predicted_servers(config, nodes, is_free=False) or []
+        self._servers |= {f"server {number}": node for number, node in enumerate(on_ray)}
         by_rank = {node.node_id for node in self._places or nodes if _places(config, node)}
         self._needed = by_rank | {node.node_id for node in self._servers.values() if node}
         self._facts: dict[str, dict[str, Any]] = {}
@@ -97,8 +137,8 @@ class _Check:
         found = self._found
         found.num_nodes = len(self._nodes)
         found.hosts = {url: node.name for url, node in self._servers.items() if node}
-        found.ranks = self._ranks()
-        found.findings += self._room()
+        found.ranks, found.servers = self._ranks(), self._started_servers()
+        found.findings += [*self._room(), *self._room_of_servers()]
         self._learn_facts()
         found.findings += [*self._versions(), *self._clocks(), *self._gpus()]
         self._look()
@@ -129,18 +169,45 @@ class _Check:
             for name, node in zip(rank_names(self._config), places, strict=False)
         ]
 
-    def _room(self) -> Iterator[Finding]:
-        if self._places is not None:
+    def _started_servers(self) -> list[PlacedPart]:
+        engine = self._config.engine
+        if not isinstance(engine, StartedServersConfig) or not engine.on_ray:
+            return []
+        gpus = int(engine.bundle.get("GPU", 0))
+        device = "a GPU" if gpus == 1 else f"{gpus} GPUs" if gpus else "cpu"
+        return [
+            PlacedPart(part="server", host=node.name, address="a free port", device=device)
+            for node in self._servers.values()
+            if node
+        ]
+
+    def _room_of_servers(self) -> Iterator[Finding]:
+        config, engine = self._config, self._config.engine
+        if predicted_servers(config, self._nodes) is not None or not isinstance(engine, StartedServersConfig):
             return
-        config, bundle = self._config, _bundle(self._config)
-        count = config.train.num_ranks * num_engines(config)
-        needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in bundle.items())
+        yield Finding(
+            text=f"{engine.num_servers} servers need {_amounts(engine.bundle)} each, and the Ray cluster has no room "
+            f"for them: {self._there(engine.bundle)} free; a run waits engine.startup_timeout_s="
+            f"{engine.startup_timeout_s:g} s for it; set engine.num_servers lower, or add nodes",
+            is_mistake=predicted_servers(config, self._nodes, is_free=False) is None,
+            ends_start=False,
+        )
+
+    def _there(self, bundle: Mapping[str, float]) -> str:
+        """What the nodes have of a bundle's resources."""
         there = "; ".join(
             f"{node.name} has "
             + " and ".join(f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in bundle)
             for node in self._nodes[:_TOLD]
         )
-        there += f"; and {len(self._nodes) - _TOLD} more nodes" if len(self._nodes) > _TOLD else ""
+        return there + (f"; and {len(self._nodes) - _TOLD} more nodes" if len(self._nodes) > _TOLD else "")
+
+    def _room(self) -> Iterator[Finding]:
+        if self._places is not None:
+            return
+        config, bundle = self._config, _bundle(self._config)
+        count = config.train.num_ranks * num_engines(config)
+        needed, there = _amounts(bundle), self._there(bundle)
         beside = "".join(f" with {of}'s" for of in beside_policy(config))
         what = f"{count} ranks{beside} need {needed} each, and the Ray cluster has no room for them: {there} free"
         fewer = config.train.rank_counts(config.rollout.batch_size)[1:]
@@ -204,7 +271,7 @@ class _Check:
 
     def _servers_beside_ranks(self) -> Iterator[Finding]:
         engine, here = self._config.engine, next((node for node in self._nodes if node.is_here), None)
-        if not isinstance(engine, ServerProcessesConfig) or not engine.gpus_per_server or here is None:
+        if not isinstance(engine, ServerProcessesConfig) or engine.on_ray or not engine.gpus_per_server or here is None:
             return
         declared = self._declared(here.node_id)
         if here.node_id in self._needed and engine.first_gpu < declared:
@@ -218,7 +285,8 @@ class _Check:
         config, weights, found = self._config, self._config.weights, self._found
         rank_ids = {node.node_id for node in self._nodes if _places(config, node)}
         asked = [node for node in self._nodes if node.node_id in self._facts]
-        runs = {node.node_id: "write" for node in asked if node.node_id in rank_ids}
+        logging = {node.node_id for node in self._servers.values() if node and config.engine_on_ray}
+        runs = {node.node_id: "write" for node in asked if node.node_id in rank_ids | logging}
         loads = self._loading_servers()
         unseen_by = list[str]()
         if not isinstance(weights, DistributedWeightsConfig):
@@ -351,3 +419,54 @@ def _unseen(node: str, name: str, path: Path, answer: str) -> str:
 def _unlike(node: str, model: Path, answer: str) -> str:
     what = "does not see" if answer == "no" else "has other files in"
     return f"{node} {what} the model's directory {model}: copy the model there, or put it on storage that nodes share"
+
+
+# Whether nodes reach each other: each tries listeners on the others, all at once
+
+
+def pairs(nodes: Sequence[str]) -> list[Link]:
+    return list(permutations(nodes, 2))
+
+
+def star(middle: str, others: Sequence[str]) -> list[Link]:
+    return [link for node in others if node != middle for link in ((node, middle), (middle, node))]
+
+
+def unreached(ask: Ask, links: Sequence[Link], addresses: Mapping[str, str]) -> dict[Link, str]:
+    """The links that do not work, and why. addresses: at which each node is tried."""
+    goals = {to for _, to in links}
+    listening = {i: at for i, at in ask("listens", {to: (addresses[to],) for to in goals}).items() if _is_fine(at)}
+    tries: dict[str, list[str]] = {}
+    for one, other in dict.fromkeys(links):
+        if other in listening:
+            tries.setdefault(one, []).append(other)
+    places = {one: ([(addresses[to], *listening[to]) for to in others],) for one, others in tries.items()}
+    answers = {one: said for one, said in ask("reaches_all", places).items() if _is_fine(said)}
+    return {
+        (one, to): f"at {addresses[to]}: {reason}"
+        for one, said in answers.items()
+        for to, reason in zip(tries[one], said, strict=True)
+        if reason
+    }
+
+
+def _is_fine(answer: object) -> bool:
+    return not isinstance(answer, Exception)
+
+
+def network_findings(faults: Mapping[Link, str], names: Mapping[str, str]) -> Iterator[Finding]:
+    """A mistake for each pair of nodes. names: what a node is called, and what is on it."""
+    texts, told = list[str](), set[Link]()
+    for (one, other), reason in faults.items():
+        back = faults.get((other, one))
+        if back is None:
+            texts.append(f"{names[one]} does not reach {names[other]} ({reason})")
+        elif (other, one) not in told:
+            texts.append(f"{names[one]} and {names[other]} do not reach each other ({reason}; {back})")
+        told.add((one, other))
+    way = "let connections through between these machines, in both directions and at all ports"
+    own = ", or set weights.address to an address of rank 0's node that servers reach"
+    for text in texts[:_TOLD]:
+        yield Finding(text=f"{text}: {way}{own if '://' in text and 'rank 0' in text else ''}")
+    if len(texts) > _TOLD:
+        yield Finding(text=f"{len(texts) - _TOLD} more pairs of nodes do not reach each other")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from urllib.parse import urlsplit
 
 from arl.api.config import Config
@@ -15,8 +15,8 @@ from arl.api.engine_config import (
     RunningServersConfig,
     ServerProcessesConfig,
 )
-from arl.api.placed import Finding, PlacedPart
-from arl.cluster.hosts import own_address
+from arl.api.placed import Finding, PlacedPart, gpus_text
+from arl.web.addresses import is_here
 
 _MEMORY_FLAGS = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
 """What limits the memory of servers that arl starts."""
@@ -49,9 +49,9 @@ def planned_trainer(config: Config) -> list[PlacedPart]:
 
 
 def planned_servers(config: Config) -> list[PlacedPart]:
-    """The servers that arl starts on this machine; none if they run already."""
+    """The servers that arl starts on this machine; none if they run already, or on the nodes of a cluster."""
     engine, host = config.engine, socket.gethostname()
-    if isinstance(engine, RunningServersConfig):
+    if isinstance(engine, RunningServersConfig) or engine.on_ray:
         return []
     if isinstance(engine, LocalEngineConfig):
         device = gpus_text([_own_gpu(engine.device)]) if engine.device.startswith("cuda") else engine.device
@@ -82,7 +82,7 @@ def gpu_mistakes(config: Config, num_gpus: int | None = None) -> list[Finding]:
     train, engine, found = config.train, config.engine, list[str]()
     on_cluster = train.ray_address is not None
     ranks = [] if on_cluster or not is_cuda(config) else _gpus_of_ranks(config) or [_own_gpu(train.device)]
-    servers = _gpus_of_servers(engine) if isinstance(engine, ServerProcessesConfig) else []
+    servers = _gpus_of_servers(engine) if isinstance(engine, ServerProcessesConfig) and not engine.on_ray else []
     if train.num_ranks > 1 and is_cuda(config) and ":" in train.device:
         found.append(
             f"train.device is {train.device}, one GPU, and train.num_ranks is {train.num_ranks}: each rank needs a GPU "
@@ -171,16 +171,30 @@ def _gpus_of_servers(engine: ServerProcessesConfig) -> list[range]:
     return [range(start, start + size) for start in starts]
 
 
-def gpus_text(numbers: Sequence[int]) -> str:
-    """GPU 0, or GPUs 0-3; empty for none."""
-    if not numbers:
-        return ""
-    return f"GPU{'s' * (len(numbers) > 1)} {ranges_text(numbers)}"
+# This machine
 
 
-def ranges_text(numbers: Sequence[int]) -> str:
-    """0-3, 6."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda one: one[1] - one[0])
-    ]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def visible_gpus() -> int | None:
+    """How many NVIDIA GPUs this process may use; None where that cannot be told without torch."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len([one for one in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if one.strip() not in ("", "-1")])
+    if found := len(glob.glob("/dev/nvidia[0-9]*")):
+        return found
+    return None if any(map(os.path.exists, ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu"))) else 0
+
+
+def own_address() -> str:
+    """This machine's address towards others, found without sending anything; loopback without a network."""
+    for family, other in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((other, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def hostname_of(url: str) -> str:
+    """The name of a server's host: this machine's own, if the server is here."""
+    return socket.gethostname() if is_here(url) else urlsplit(url).hostname or ""

@@ -5,14 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from arl.cluster import node_probe
-from arl.cluster.cluster_node import Ask, ClusterNode
 
 _START_TIMEOUT_S = 60.0
 """How long a node may take to start the probe's process."""
 _ANSWER_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A node, as Ray knows it."""
+
+    node_id: str
+    name: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    is_here: bool = False
+    """This process is on it."""
+
+
+class Ask(Protocol):
+    """Calls a method of NodeProbe on nodes, on all at once. Returns the values, or the exceptions, by node id."""
+
+    def __call__(self, method: str, arguments: Mapping[str, tuple[Any, ...]], /) -> Mapping[str, Any]: ...
 
 
 def ray_nodes() -> list[ClusterNode]:
@@ -34,20 +53,9 @@ def ray_nodes() -> list[ClusterNode]:
     ]
     names = [node.name for node in found]
     doubled = {name for name in names if names.count(name) > 1}
-    apart = [_apart(node) if node.name in doubled else node for node in found]
+    # Several nodes of one machine, or machines of one name.
+    apart = [replace(one, name=f"{one.name} ({one.address})") if one.name in doubled else one for one in found]
     return sorted(apart, key=lambda node: (not node.is_here, node.name))
-
-
-def _apart(node: ClusterNode) -> ClusterNode:
-    """Several nodes of one machine, or machines of one name."""
-    return ClusterNode(
-        node_id=node.node_id,
-        name=f"{node.name} ({node.address})",
-        address=node.address,
-        total=node.total,
-        free=node.free,
-        is_here=node.is_here,
-    )
 
 
 def _free() -> dict[str, Any]:

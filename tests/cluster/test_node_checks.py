@@ -9,9 +9,9 @@ import pytest
 from free_port import free_port
 
 from arl.api.config import Config
-from arl.cluster.cluster_node import ClusterNode
 from arl.cluster.node_checks import NodeReport, check_nodes, clock_text, differences
 from arl.cluster.node_probe import NodeProbe
+from arl.cluster.ray_nodes import ClusterNode
 from arl.cluster.sight import written
 
 
@@ -292,6 +292,27 @@ def test_servers_that_arl_starts_keep_off_the_gpus_that_ray_gives_to_ranks(tmp_p
     (text,) = mistakes(checked(tmp_path, node, train=cuda, engine={"kind": "sglang_processes"}))
     assert text.startswith("Ray may give a rank each of the first 2 GPUs of this node, n1, and arl starts servers from")
     assert checked(tmp_path, node, train=cuda, engine={"kind": "sglang_processes", "first_gpu": 2}).findings == []
+
+
+def test_servers_on_the_cluster_leave_this_node_to_ranks_and_the_other_nodes_must_see_what_they_need(
+    tmp_path: Path,
+) -> None:
+    on_ray = {"kind": "sglang_processes", "on_ray": True, "num_servers": 3, "gpus_per_server": 2}
+    cuda = {"num_ranks": 4, "device": "cuda"}
+    nodes = [FakeNode(number, cpus=8, gpus=4) for number in (1, 2)]
+    last = FakeNode(3, cpus=8, gpus=4, looks_for=gone)
+    report = checked(tmp_path, *nodes, last, train=cuda, engine=on_ray)
+    assert {part.host for part in report.ranks} == {"n1"}
+    assert [(part.host, part.device) for part in report.servers] == [("n2", "2 GPUs")] * 2 + [("n3", "2 GPUs")]
+    assert [text.partition(": ")[0] for text in mistakes(report)] == [f"{tmp_path}/a/run (run_dir) is not seen on n3"]
+    full = checked(tmp_path, nodes[0], train=cuda, engine=on_ray)
+    assert "3 servers need 1 CPU(s) and 2 GPU(s) each, and the Ray cluster has no room" in "\n".join(mistakes(full))
+
+
+def test_a_trainer_without_ray_stays_here_beside_servers_on_the_cluster(tmp_path: Path) -> None:
+    on_ray = {"kind": "local", "on_ray": True, "num_servers": 2}
+    report = checked(tmp_path, FakeNode(1, cpus=1), FakeNode(2, cpus=2), train={"num_ranks": 1}, engine=on_ray)
+    assert (report.findings, {part.host for part in report.servers}) == ([], {"n2"})
 
 
 def test_a_file_that_was_written_to_be_looked_for_goes_with_the_directories_made_for_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@
     greeting        what a server says of itself, compared with the others
     frame_client    calls of /generate over one WebSocket, to an embedded server
     processes       servers that arl starts and restarts
+    ray_servers     and where it starts them on a Ray cluster
 
 Everything here belongs to one event loop. It imports arl.api and arl.web, and no other part of the engine: new weights
 come as a `WeightUpdate`.

@@ -1,6 +1,8 @@
 """Servers that arl starts itself: started together, watched, started again, gone at the end.
 
-`local_servers` (embedded ones) and `stock_servers` (SGLang, vLLM) say what to run on this machine; `running` runs it.
+local_program, stock_program    what to run: an embedded server, SGLang's or vLLM's
+started_here                    runs them on this machine (ray_servers.py: on the nodes of a Ray cluster)
+running                         watches them, wherever they are
 """
 
 from __future__ import annotations
@@ -13,18 +15,28 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
 from arl.api.config import Config
-from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineConfig, ServerProcessesConfig
-from arl.api.errors import ConfigError, ServerError, first_error
+from arl.api.engine_config import (
+    SERVER_KEY,
+    AdapterWeightsConfig,
+    LocalEngineConfig,
+    ServerProcessesConfig,
+    StartedServersConfig,
+)
+from arl.api.errors import ArlError, ConfigError, ServerError, first_error
 from arl.api.events import NOWHERE, Events, ProcessRestarted
+from arl.api.placed import PlacedPart
 from arl.child_process import ChildLog, how_it_ended
+from arl.cluster.servers_file import NamedServer
 from arl.engine.client.image_prompts import KEEPS_IMAGES
 from arl.offload import offload
 from arl.web.process import allow_many_connections
@@ -44,16 +56,55 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One server to run. It answers GET /health with 200 on 127.0.0.1:`port` once it is ready."""
+    """One server to run, made on the machine that runs it, by the process with which it ends.
+
+    It answers GET /health with 200 at its host and port once it is ready.
+    """
 
     argv: Sequence[str]
-    port: int
-    log: Path
     environment: Mapping[str, str]
+
+
+class ServerProcess(Protocol):
+    """A server's process, here or on another machine."""
 
     @property
     def address(self) -> str:
-        return f"http://{_HOST}:{self.port}"
+        """Its base URL."""
+        ...
+
+    @property
+    def part(self) -> PlacedPart | None:
+        """Where it runs, if that is not this machine."""
+        ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    async def wait(self) -> None:
+        """Wait for its end."""
+        ...
+
+    def how_it_ended(self) -> str: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None:
+        """End it with all that it started, which may outlive it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A server that can be started, and started again."""
+
+    log: Path
+    """Gets its output."""
+    start: Callable[[ChildLog], Awaitable[ServerProcess]]
+    """Raises ArlError, or OSError if the machine has no memory, or no process, left."""
 
 
 @contextmanager
@@ -72,12 +123,10 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 @asynccontextmanager
-async def running(
-    program: Callable[[int, int], Program], config: LocalEngineConfig | ServerProcessesConfig
-) -> AsyncIterator[ServerProcesses]:
-    """Run the programs of config.num_servers indices and ports; yields them once all are ready.
+async def running(seats: Sequence[Seat], config: StartedServersConfig) -> AsyncIterator[ServerProcesses]:
+    """Run a server on each seat; yields them once all are ready.
 
-    A server that dies is started again on its port, at most config.max_restarts times in a row, with a warning that
+    A server that dies is started again, at most config.max_restarts times in a row, with a warning that
     shows the end of its log; meanwhile the engine fences it. When the last server has died for good, the block is
     cancelled and ServerError raised in its place. Leaving the block, in whatever way, ends the servers with all their
     children: SIGTERM, and SIGKILL a few seconds later.
@@ -86,26 +135,91 @@ async def running(
     """
     allow_many_connections()
     body_error: Exception | None = None
-    with reserved_ports(config.num_servers) as ports:
-        async with aiohttp.ClientSession() as session:
-            servers = [_Server(program(*spot), session, config.startup_timeout_s) for spot in enumerate(ports)]
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for server in servers:
-                        group.create_task(server.start())
-                async with asyncio.TaskGroup() as group:
-                    watcher = group.create_task(_watch(servers, config.max_restarts))
-                    try:
-                        yield ServerProcesses(servers)
-                    except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
-                        body_error = error
-                    watcher.cancel()
-            except BaseExceptionGroup as errors:
-                raise first_error(errors) from body_error
-            finally:
-                await _stop(servers)
+    async with aiohttp.ClientSession() as session:
+        servers = [_Server(seat, session, config.startup_timeout_s) for seat in seats]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in servers:
+                    group.create_task(server.start())
+            async with asyncio.TaskGroup() as group:
+                watcher = group.create_task(_watch(servers, config.max_restarts))
+                try:
+                    yield ServerProcesses(servers)
+                except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
+                    body_error = error
+                watcher.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from body_error
+        finally:
+            await _stop(servers)
     if body_error is not None:
         raise body_error
+
+
+@asynccontextmanager
+async def started_here(
+    model: str, config: LocalEngineConfig | ServerProcessesConfig, logs: Path, api_key: str = ""
+) -> AsyncIterator[ServerProcesses]:
+    """Run config.num_servers servers of the model directory `model` on this machine, each on a port of 127.0.0.1.
+
+    logs: the directory of their logs. api_key: what embedded servers ask for; empty for none. Servers and the processes
+    that they start die with this process. Raises ConfigError if the Python interpreter or the GPUs are not there. See
+    `running` for a server that dies.
+    """
+    with reserved_ports(config.num_servers) as ports:
+        seats = list[Seat]()
+        for number, (log, port) in enumerate(zip(log_paths(config, logs), ports, strict=True)):
+            program = (
+                partial(local_program, model, config, api_key)
+                if isinstance(config, LocalEngineConfig)
+                else partial(stock_program, model, config, "")
+            )
+            seats.append(Seat(log=log, start=partial(_start_here, partial(program, number, _HOST, port), port)))
+        async with running(seats, config) as servers:
+            yield servers
+
+
+async def _start_here(program: Callable[[], Program], port: int, log: ChildLog) -> _ProcessHere:
+    own = program()
+    with log.opened() as stream:
+        process = await asyncio.create_subprocess_exec(
+            *own.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env=own.environment,
+            start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
+        )
+    return _ProcessHere(process, f"http://{_HOST}:{port}")
+
+
+class _ProcessHere:
+    """A ServerProcess that is a child of this process."""
+
+    part = None
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.address = address
+        self.pid = process.pid
+        self._process = process
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> None:
+        await self._process.wait()
+
+    def how_it_ended(self) -> str:
+        code = self._process.returncode
+        return "still ran" if code is None else how_it_ended(code)
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
@@ -116,27 +230,49 @@ async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
 
 
 class ServerProcesses:
-    """Servers that run as children of this process."""
+    """Servers that this process has started. A roster may look at it: it names them, also one that has moved."""
+
+    problem, settled_ns = "", 0
 
     def __init__(self, servers: Sequence[_Server]) -> None:
-        self._servers = {server.program.address: server for server in servers}
+        self._servers = servers
+        self._seen = self._left = frozenset(self.addresses)
 
     @property
     def addresses(self) -> Sequence[str]:
         """Their base URLs."""
-        return list(self._servers)
+        return [server.address for server in self._servers]
 
     @property
     def process_ids(self) -> Mapping[str, int]:
         """The process ids of running servers, by base URL."""
-        return {url: one.process.pid for url, one in self._servers.items() if one.process is not None}
+        return {one.address: one.process.pid for one in self._servers if one.process is not None}
+
+    @property
+    def parts(self) -> Mapping[str, PlacedPart]:
+        """Where servers on other machines are, by base URL."""
+        placed = {one.address: one.process.part for one in self._servers if one.process is not None}
+        return {address: part for address, part in placed.items() if part is not None}
 
     @property
     def num_restarts(self) -> int:
-        return sum(server.num_restarts for server in self._servers.values())
+        return sum(server.num_restarts for server in self._servers)
+
+    @property
+    def named(self) -> Mapping[str, NamedServer]:
+        """Where they are, and, as servers that are to leave, where they were."""
+        there = self.addresses
+        left = {address: NamedServer(address=address, drain_s=0.0) for address in self._left}
+        return left | {address: NamedServer(address=address) for address in there}
+
+    def look(self) -> bool:
+        """Whether a server has another address than at the last look."""
+        before, self._seen = self._seen, frozenset(self.addresses)
+        self._left |= self._seen
+        return self._seen != before
 
     def report_to(self, events: Events) -> None:
-        for server in self._servers.values():
+        for server in self._servers:
             server.events = events
 
     def restart(self, address: str, reason: str, absent_s: float) -> bool:
@@ -144,38 +280,44 @@ class ServerProcesses:
 
         absent_s: how long it has not served; it may have been started again meanwhile.
         """
-        server = self._servers.get(address)
+        server = next((server for server in self._servers if server.address == address), None)
         return server is not None and server.end_hung(reason, absent_s)
 
 
 class _Server:
-    """One program's process, and the processes that replace it after it died."""
+    """One server's process, and the processes that replace it after it died."""
 
-    def __init__(self, program: Program, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
-        self.program = program
-        self.process: asyncio.subprocess.Process | None = None
+    def __init__(self, seat: Seat, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
+        self.process: ServerProcess | None = None
+        self.address = ""
+        """Its base URL: the newest process's; empty before the first."""
         self.num_restarts = 0
         self.events: Events = NOWHERE
         """Gets its restarts."""
+        self._seat = seat
         self._up_since: float | None = None
         self._session = session
         self._startup_timeout_s = startup_timeout_s
         self._is_killed = False
         self._fault = ""
         """The reason for its end, if it did not end by itself."""
-        self._log = ChildLog(program.log)
+        self._log = ChildLog(seat.log)
 
     async def start(self) -> None:
         """Returns when it is ready. Raises ServerError, with the end of its log, and leaves nothing running."""
         try:
-            process = await self._spawn()
+            process = await self._seat.start(self._log)
         except OSError as error:  # the machine has no memory, or no process, left
             self._fault = f"could not be started ({error})"
             raise ServerError(f"a server did not start: {self.last_words()}") from error
+        except ArlError as error:
+            self._fault = f"could not be started ({error})"
+            raise
+        self.process, self._is_killed, self._fault = process, False, ""
         ending = asyncio.create_task(process.wait())
         try:
             async with asyncio.timeout(self._startup_timeout_s):
-                while not ending.done() and not await self._is_ready():
+                while not ending.done() and not await self._is_ready(process.address):
                     await asyncio.wait([ending], timeout=_POLL_S)
         except TimeoutError:
             self._fault = "was killed for it"
@@ -187,9 +329,9 @@ class _Server:
             ) from None
         finally:
             ending.cancel()
-        if process.returncode is not None:
+        if process.has_ended:
             raise ServerError(f"a server did not start: {self.last_words()}")
-        self._up_since = time.monotonic()
+        self.address, self._up_since = process.address, time.monotonic()
 
     async def keep_alive(self, max_restarts: int) -> str:
         """Start it again whenever it dies; returns its last words when it has died too often in a row."""
@@ -203,28 +345,28 @@ class _Server:
             self.kill()
             words = await offload(self.last_words)
             if restarts >= max_restarts:
-                logger.warning("%s died and is not started again: %s", self.program.address, words)
+                logger.warning("%s died and is not started again: %s", self.address, words)
                 return words
             backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**restarts)
             restarts += 1
             self.num_restarts += 1
-            self.events.emit(ProcessRestarted(name=self.program.address, how=words))
+            self.events.emit(ProcessRestarted(name=self.address, how=words))
             logger.warning(
                 "%s died; restart %d of %d follows in %g s: %s",
-                self.program.address, restarts, max_restarts, backoff_s, words,
+                self.address, restarts, max_restarts, backoff_s, words,
             )  # fmt: skip
             await asyncio.sleep(backoff_s)
-            with suppress(ServerError):  # its last words are told in the next turn
+            with suppress(ArlError):  # its last words are told in the next turn
                 await self.start()
 
     def last_words(self) -> str:
         """How it ended, with the end of its log since it was last started."""
-        code = self.process.returncode if self.process else None
-        return f"it {self._fault or ('still ran' if code is None else how_it_ended(code))}; {self._log.end()}"
+        how = self._fault or ("still ran" if self.process is None else self.process.how_it_ended())
+        return f"it {how}; {self._log.end()}"
 
     def terminate(self) -> None:
-        if self.process is not None and self.process.returncode is None:
-            self.process.send_signal(signal.SIGTERM)
+        if self.process is not None and not self.process.has_ended:
+            self.process.terminate()
 
     def end_hung(self, reason: str, absent_s: float) -> bool:
         if self._up_since is None or self._is_killed:
@@ -235,28 +377,14 @@ class _Server:
         return True
 
     def kill(self) -> None:
-        """End it and its children, which may outlive it. Only once: later its id may belong to another process."""
+        """End it and its children. Only once: later its id may belong to another process."""
         if self.process is not None and not self._is_killed:
             self._is_killed = True
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        with self._log.opened() as stream:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.program.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env=self.program.environment,
-                start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
-            )
-        self._is_killed, self._fault = False, ""
-        return self.process
-
-    async def _is_ready(self) -> bool:
+    async def _is_ready(self, address: str) -> bool:
         try:
-            async with self._session.get(f"{self.program.address}/health") as response:
+            async with self._session.get(f"{address}/health") as response:
                 return response.status == 200
         except aiohttp.ClientError:
             return False
@@ -310,57 +438,46 @@ if os.getppid() == int(parent):
 """Runs a command until it ends, and ends its whole process group when the process that started this one is gone."""
 
 
-def local_servers(
-    model: str, config: LocalEngineConfig, log_dir: Path, api_key: str = ""
-) -> AbstractAsyncContextManager[ServerProcesses]:
-    """Start config.num_servers embedded servers of the model directory `model`.
-
-    api_key: what they ask for; empty for none. The output of server K is appended to log_dir/server-K.log. See
-    `running` for a server that dies.
-    """
-
+def local_program(model: str, config: LocalEngineConfig, api_key: str, number: int, host: str, port: int) -> Program:
+    """An embedded server of the model directory `model`. api_key: what it asks for; empty for none."""
     # Torch reads its thread counts when it is imported, so they have to be set from outside.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.num_threads))
-
-    def program(index: int, port: int) -> Program:
-        return Program(
-            argv=_local_command(model, config, port),
-            port=port,
-            log=log_dir / f"server-{index}.log",
-            environment={**os.environ, **threads, "PYTHONUNBUFFERED": "1", SERVER_KEY: api_key},
-        )
-
-    return running(program, config)
+    return Program(
+        argv=_local_command(model, config, host, port),
+        environment={**os.environ, **threads, "PYTHONUNBUFFERED": "1", SERVER_KEY: api_key},
+    )
 
 
-def stock_servers(
-    model: str, config: ServerProcessesConfig, log_dir: Path
-) -> AbstractAsyncContextManager[ServerProcesses]:
-    """Start config.num_servers SGLang or vLLM servers of the model directory `model`.
+def stock_program(
+    model: str, config: ServerProcessesConfig, api_key_file: str, number: int, host: str, port: int
+) -> Program:
+    """An SGLang or vLLM server of the model directory `model`, which ends with this process.
 
-    The output of server K is appended to log_dir/sglang-K.log or vllm-K.log. Servers and the processes that they start
-    die with this process. Raises ConfigError if the Python interpreter or the GPUs are not there. See `running` for a
-    server that dies.
+    api_key_file: of SGLang's settings, with its key; empty for a server without. Raises ConfigError if the Python
+    interpreter or the GPUs are not there.
     """
     if (python := shutil.which(str(config.python))) is None:
         raise ConfigError(f"engine.python is {str(config.python)!r}, which is not an executable program")
     is_vllm = config.protocol == "vllm"
     command, environment = (_vllm_command, _vllm_environment(config)) if is_vllm else (_sglang_command, _SGLANG)
-
-    def program(index: int, port: int) -> Program:
-        gpus = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)}
-        return Program(
-            argv=[python, "-c", _ENDS_WITH_PARENT, str(os.getpid()), python, *command(model, config, port)],
-            port=port,
-            log=log_dir / f"{config.protocol}-{index}.log",
-            environment={**environment, **os.environ, **gpus},
-        )
-
-    return running(program, config)
+    server = command(model, config, host, port)
+    if api_key_file:
+        server += ["--config", api_key_file]
+    gpus = {} if config.on_ray else {"CUDA_VISIBLE_DEVICES": _gpus(config, number)}  # an actor has its own from Ray
+    return Program(
+        argv=[python, "-c", _ENDS_WITH_PARENT, str(os.getpid()), python, *server],
+        environment={**environment, **os.environ, **gpus, "PYTHONUNBUFFERED": "1"},
+    )
 
 
-def _local_command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
-    command = [sys.executable, "-m", "arl.engine.local", "--model", model, "--port", str(port)]
+def log_paths(config: LocalEngineConfig | ServerProcessesConfig, directory: Path) -> list[Path]:
+    """The log of each server, to which its output is appended: server-0.log, sglang-0.log or vllm-0.log, and so on."""
+    name = "server" if isinstance(config, LocalEngineConfig) else config.protocol
+    return [directory / f"{name}-{number}.log" for number in range(config.num_servers)]
+
+
+def _local_command(model: str, config: LocalEngineConfig, host: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "arl.engine.local", "--model", model, "--host", host, "--port", str(port)]
     command += ["--device", config.device, "--dtype", config.dtype, "--num-threads", str(config.num_threads)]
     command += ["--max-running-requests", str(config.max_running_requests)]
     if config.context_length is not None:
@@ -368,14 +485,14 @@ def _local_command(model: str, config: LocalEngineConfig, port: int) -> list[str
     return [*command, "--parent-pid", str(os.getpid())]
 
 
-def _sglang_command(model: str, config: ServerProcessesConfig, port: int) -> list[str]:
-    command = ["-m", "sglang.launch_server", "--model-path", model, "--host", _HOST, "--port", str(port)]
+def _sglang_command(model: str, config: ServerProcessesConfig, host: str, port: int) -> list[str]:
+    command = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
     command += ["--tp-size", str(config.gpus_per_server)] if config.gpus_per_server else ["--device", "cpu"]
     return [*command, *config.arguments]
 
 
-def _vllm_command(model: str, config: ServerProcessesConfig, port: int) -> list[str]:
-    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", _HOST, "--port", str(port)]
+def _vllm_command(model: str, config: ServerProcessesConfig, host: str, port: int) -> list[str]:
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
     if config.gpus_per_server:
         command += ["--tensor-parallel-size", str(config.gpus_per_server)]

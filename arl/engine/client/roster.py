@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,25 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 1.0, 60.0
 logger = logging.getLogger(__name__)
 
 
+class NamesServers(Protocol):
+    """Says which servers there should be; WatchedServers and ServerProcesses do."""
+
+    @property
+    def named(self) -> Mapping[str, NamedServer] | None:
+        """By address; None as long as it is not known."""
+        ...
+
+    @property
+    def settled_ns(self) -> int: ...
+
+    @property
+    def problem(self) -> str: ...
+
+    def look(self) -> bool:
+        """Whether that has changed since the last look."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterFiles:
     """The files through which servers join and leave a run."""
@@ -41,7 +60,9 @@ class RosterFiles:
     run_dir: Path | None
     """Where servers.json is written; None: nowhere."""
     named: Path | None = None
-    """The servers file. None: the servers stay those of the start."""
+    """The servers file. None: the servers stay those of the start, or are those of `source`."""
+    source: NamesServers | None = None
+    """Names the servers instead of a file: where arl has started them, on a cluster."""
     is_users: bool = False
     """Somebody else writes it: it has to be there."""
     needs_all: bool = True
@@ -87,7 +108,10 @@ class Roster:
         self._add = add
         self._remove = remove
         self._min_servers = config.min_servers
-        self._watched = WatchedServers(files.named, is_needed=files.is_users) if files.named else None
+        self._watched: NamesServers | None = files.source
+        self._names = str(files.named or "arl")
+        if files.named:
+            self._watched = WatchedServers(files.named, is_needed=files.is_users)
         self._changes: dict[str, _Change] = {}
         self._failures: dict[str, _Failure] = {}
         self._num_failures = 0
@@ -107,19 +131,19 @@ class Roster:
                 await self._write_state()
                 await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _begin_anew(self, watched: WatchedServers) -> None:
+    def _begin_anew(self, watched: NamesServers) -> None:
         """The file has changed: what failed before is tried at once."""
         self._failures.clear()
         if self._files.mirrors is not None and watched.named is not None:
             self._files.mirrors.update({one.address: one.mirror for one in watched.named.values() if one.mirror})
 
-    def _tell_of_problem(self, watched: WatchedServers) -> None:
+    def _tell_of_problem(self, watched: NamesServers) -> None:
         if watched.problem and watched.problem != self._problem:
             what = "the servers stay as they are until that is mended"
             logger.warning("%s is not followed: %s; %s", self._files.named, watched.problem, what)
         self._problem = watched.problem
 
-    async def _compare(self, watched: WatchedServers, tasks: asyncio.TaskGroup) -> None:
+    async def _compare(self, watched: NamesServers, tasks: asyncio.TaskGroup) -> None:
         """Begin what the file asks for and has not begun, and give up what it asks for no more."""
         if watched.named is None:
             return
@@ -167,11 +191,11 @@ class Roster:
                 f"{self._files.named} names a mirror of {one.address}; only weights.transport=delta has any"
             )
         await self._add(one.address)
-        logger.info("%s joined: %s names it", one.address, self._files.named)
+        logger.info("%s joined: %s names it", one.address, self._names)
 
     async def _leave(self, address: str, drain_timeout_s: float) -> None:
         await self._remove(address, drain_timeout_s=drain_timeout_s)
-        logger.info("%s left: %s does not name it any more", address, self._files.named)
+        logger.info("%s left: %s does not name it any more", address, self._names)
 
     def _note_failure(self, address: str, why: str) -> None:
         now, failure = _now(), self._failures.get(address)

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,34 +40,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
+from arl.engine.fsdp.lease import Lease
 from arl.engine.fsdp.policy import TokenModel, transformer_layers
 from arl.engine.fsdp.vision import tower_blocks
-
-
-class Lease:
-    """Holds a resource for an engine. One that existed stays as it was; one started here ends with its last holder."""
-
-    _holders: ClassVar[int] = 0
-
-    def __init__(self, is_there: bool, start: Callable[[], None]) -> None:
-        cls = type(self)
-        self._is_held = cls._holders > 0 or not is_there
-        if self._is_held:
-            if cls._holders == 0:
-                start()
-            cls._holders += 1
-
-    def release(self) -> None:
-        """Idempotent."""
-        if self._is_held:
-            self._is_held = False
-            cls = type(self)
-            cls._holders -= 1
-            if cls._holders == 0:
-                self._end()
-
-    def _end(self) -> None:
-        raise NotImplementedError
 
 
 class ProcessGroupLease(Lease):

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
 from arl.api.installing import install_command
-from arl.engine.fsdp.parallel import Lease
+from arl.engine.fsdp.lease import Lease
 from arl.engine.weights.snapshot_places import OwnDirectory
 
 _RAM = "/dev/shm"

@@ -17,7 +17,7 @@ from arl.api.config import Config
 from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError
 from arl.engine.client import processes
-from arl.engine.client.processes import adapter_options, local_servers, stock_servers
+from arl.engine.client.processes import adapter_options, started_here
 
 Play = Callable[[str], None]
 
@@ -44,7 +44,7 @@ def play(monkeypatch: pytest.MonkeyPatch, notes: Path) -> Play:
     monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.01)
 
     def play(script: str) -> None:
-        def command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
+        def command(model: str, config: LocalEngineConfig, host: str, port: int) -> list[str]:
             return [sys.executable, "-c", PRELUDE + script, str(port), str(notes)]
 
         monkeypatch.setattr(processes, "_local_command", command)
@@ -97,7 +97,7 @@ async def test_servers_answer_at_their_addresses_log_what_they_say_and_are_gone_
     play("say(f'life {births} with {os.environ[\"OMP_NUM_THREADS\"]} threads')\n" + SERVE)
     for _ in range(2):
         config = LocalEngineConfig(num_servers=2, num_threads=3)
-        async with local_servers("m", config, tmp_path / "logs") as servers:
+        async with started_here("m", config, tmp_path / "logs") as servers:
             addresses = servers.addresses
             assert len(set(addresses)) == 2
             assert [await answers(address) for address in addresses] == [True, True]
@@ -126,7 +126,7 @@ async def test_a_server_that_does_not_start_is_an_error_and_is_gone(
 ):
     play(script)
     with pytest.raises(ServerError, match=message):
-        async with local_servers("m", LocalEngineConfig(startup_timeout_s=timeout_s), tmp_path):
+        async with started_here("m", LocalEngineConfig(startup_timeout_s=timeout_s), tmp_path):
             pytest.fail("it started")
     assert not any(map(is_running, pids(notes)))
 
@@ -136,7 +136,7 @@ async def test_a_server_that_dies_is_started_again_at_its_address_when_what_it_h
 ):
     child = "print(subprocess.Popen(['sleep', '60']).pid, file=open(f'{notes}/child-{births}', 'w'))\n"
     play("say(f'life {births}')\n" + child + SERVE)
-    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path) as servers:
+    async with started_here("m", LocalEngineConfig(num_servers=1), tmp_path) as servers:
         addresses = servers.addresses
         (first,), first_child = pids(notes), int((notes / "child-1").read_text())
         assert is_running(first_child)
@@ -162,7 +162,7 @@ async def test_a_server_that_cannot_be_started_again_is_tried_again_without_its_
         return await start(*argv, **options)
 
     play(SERVE)
-    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path / "logs"):
+    async with started_here("m", LocalEngineConfig(num_servers=1), tmp_path / "logs"):
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
         shutil.rmtree(tmp_path / "logs")
         os.kill(pids(notes)[0], signal.SIGKILL)
@@ -178,7 +178,7 @@ async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_th
     words = r"every server that arl started died(.|\n)*exit code 9(.|\n)*of memory"
 
     async def run() -> None:
-        async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
+        async with started_here("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
             try:
                 await asyncio.Event().wait()
             finally:
@@ -195,11 +195,11 @@ async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
 ):
     monkeypatch.setattr(processes, "_STEADY_S", 0.0)
     play(SERVE)
-    async with local_servers("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
+    async with started_here("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
         for deaths in (1, 2, 3):
             os.kill(max(pids(notes)), signal.SIGKILL)
             await until(lambda deaths=deaths: len(pids(notes)) == 1 + deaths and servers.num_restarts == deaths)
-            await until(lambda: all(server._up_since is not None for server in servers._servers.values()))
+            await until(lambda: all(server._up_since is not None for server in servers._servers))
 
 
 async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_killed_again(
@@ -209,7 +209,7 @@ async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_kil
     kill_group = os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, number: (killed.append(pid), kill_group(pid, number)))
     play(SERVE)
-    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as servers:
+    async with started_here("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as servers:
         addresses = servers.addresses
         os.kill(pids(notes)[0], signal.SIGKILL)
         assert "is not started again: it was ended by SIGKILL" in await warnings.get()
@@ -225,7 +225,7 @@ async def test_errors_and_cancellation_of_the_block_pass_and_stop_servers_that_i
     play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE)
     for error in (ZeroDivisionError(), ExceptionGroup("two", [ValueError()]), asyncio.CancelledError()):
         with pytest.raises(type(error)):
-            async with local_servers("m", LocalEngineConfig(), tmp_path):
+            async with started_here("m", LocalEngineConfig(), tmp_path):
                 raise error
     assert len(pids(notes)) == 3
     assert not any(map(is_running, pids(notes)))
@@ -238,8 +238,8 @@ from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
 from arl.engine.client import processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 notes, tmp, script = sys.argv[1:]
-processes._local_command = lambda model, config, port: [sys.executable, "-c", script, str(port), notes]
-processes._sglang_command = lambda model, config, port: ["-c", script, str(port), notes]
+processes._local_command = lambda model, config, host, port: [sys.executable, "-c", script, str(port), notes]
+processes._sglang_command = lambda model, config, host, port: ["-c", script, str(port), notes]
 async def main():
     async with {servers}("m", {config}, Path(tmp)):
         print("up", flush=True)
@@ -262,7 +262,7 @@ def _interrupt(
 
 
 def test_an_interrupted_run_leaves_no_server_behind(notes: Path, tmp_path: Path):
-    _interrupt("processes.local_servers", "LocalEngineConfig()", signal.SIGINT, notes, tmp_path)
+    _interrupt("processes.started_here", "LocalEngineConfig()", signal.SIGINT, notes, tmp_path)
     assert not any(map(is_running, pids(notes)))
 
 
@@ -270,7 +270,7 @@ async def test_a_killed_run_leaves_no_stock_server_behind_and_nothing_that_it_st
     """vLLM's engine does not notice that its HTTP server was killed."""
     engine = "if os.fork() == 0:\n    open(os.path.join(notes, f'{os.getpid()}.pid'), 'w').close(); time.sleep(600)\n"
     config = "SGLangProcessesConfig(gpus_per_server=0)"
-    _interrupt("processes.stock_servers", config, signal.SIGKILL, notes, tmp_path, before=engine)
+    _interrupt("processes.started_here", config, signal.SIGKILL, notes, tmp_path, before=engine)
     assert len(pids(notes)) == 2
     await until(lambda: not any(map(is_running, pids(notes))))
 
@@ -279,7 +279,7 @@ def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch:
     config = SGLangProcessesConfig(num_servers=2, gpus_per_server=2, first_gpu=1, arguments=("--mem", "0.8"))
     assert [processes._gpus(config, index) for index in range(2)] == ["1,2", "3,4"]
     command = "-m sglang.launch_server --model-path /m --host 127.0.0.1 --port 7 --tp-size 2 --mem 0.8"
-    assert processes._sglang_command("/m", config, 7) == command.split()
+    assert processes._sglang_command("/m", config, "127.0.0.1", 7) == command.split()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     config = SGLangProcessesConfig(num_servers=2, first_gpu=1)
     assert [processes._gpus(config, index) for index in range(2)] == ["6", "7"]
@@ -313,5 +313,5 @@ async def test_an_interpreter_that_cannot_run_sglang_is_an_error(
     tmp_path: Path, python: str, error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
-        async with stock_servers("m", SGLangProcessesConfig(python=Path(python), gpus_per_server=0), tmp_path):
+        async with started_here("m", SGLangProcessesConfig(python=Path(python), gpus_per_server=0), tmp_path):
             pytest.fail("it started")
