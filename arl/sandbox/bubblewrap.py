@@ -242,6 +242,7 @@ class Keeping:
             try:
                 writer.write(message(request, [stdin, confined, *files.values()]))
                 header, blobs = await received(reader)
+                await reader.read()  # until the keeper has closed its end
             except (asyncio.IncompleteReadError, ConnectionError) as gone:
                 raise SandboxError("the sandbox was closed, or its keeper died, during a call") from gone
             except asyncio.CancelledError:
