@@ -46,15 +46,14 @@ def users_traceback(error: BaseException) -> str:
     if says_all(error):
         return f"{type(error).__name__}: {error}"
     frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+    while frames is not None and (
+        (file := frames.tb_frame.f_code.co_filename).startswith("<frozen importlib")
+        or Path(__file__).parents[1] in Path(file).parents
+    ):
         frames = frames.tb_next
     if frames is None and not isinstance(error, SyntaxError):  # which says itself where it is
         frames = error.__traceback__
     return "".join(traceback.format_exception(type(error), error, frames))
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith("<frozen importlib") or Path(__file__).parents[1] in Path(filename).parents
 
 
 def import_script(file: Path) -> ModuleType:

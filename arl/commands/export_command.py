@@ -47,22 +47,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     parser.add_argument("--version", type=int, metavar="N", help="the checkpoint's version (default: the newest)")
     parser.add_argument("--policy", metavar="NAME", help="of a run of several policies: the one to write")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the directory to make (default: RUN_DIR/exported/version-N, with -NAME for a policy)",
-    )
-    parser.add_argument(
-        "--adapter", action="store_true", help="only the adapters of a run with train.lora; else they are merged"
-    )
+    out = "the directory to make (default: RUN_DIR/exported/version-N, with -NAME for a policy)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    adapter = "only the adapters of a run with train.lora; else they are merged"
+    parser.add_argument("--adapter", action="store_true", help=adapter)
     parser.add_argument("--model", metavar="DIR", help="where the model is that the run began from, if it was moved")
-    parser.add_argument(
-        "--push",
-        metavar="REPO",
-        help="upload it to this repository of the Hugging Face hub, such as me/adder, which is made if it is missing, "
-        "private; kept here only with --out",
+    push = (
+        "upload it to this repository of the Hugging Face hub, such as me/adder, which is made if it is missing, "
+        "private; kept here only with --out"
     )
+    parser.add_argument("--push", metavar="REPO", help=push)
     parser.add_argument("--public", action="store_true", help="with --push: make a missing repository public")
     return parser
 

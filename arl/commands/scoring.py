@@ -97,13 +97,9 @@ class Scores:
 
     def summary(self) -> dict[str, Any]:
         """All of it, as JSON values."""
-        return {
-            "estimates": {name: asdict(estimate) for name, estimate in self.estimates().items()},
-            "means": self.means(),
-            "num_episodes": self.num_episodes,
-            "num_failed": self.num_failed,
-            "num_rejected": self.num_rejected,
-        }
+        estimates = {name: asdict(estimate) for name, estimate in self.estimates().items()}
+        counts = {name: getattr(self, name) for name in ("num_episodes", "num_failed", "num_rejected")}
+        return {"estimates": estimates, "means": self.means(), **counts}
 
 
 def _numbers(episode: Episode) -> dict[str, list[float]]:
@@ -201,15 +197,10 @@ class Scoring:
             "elapsed_s": episode.elapsed_s,
             "metrics": {name: value for t in reversed(episode.trajectories) for name, value in t.metrics.items()},
             "trajectories": [
-                {
-                    "role": trajectory.role,
-                    "reward": trajectory.reward,
-                    "rewards": dict(trajectory.rewards),
-                    "is_truncated": trajectory.is_truncated,
-                    "num_trained_tokens": trajectory.num_trained_tokens,
-                    "text": text_with_marks(trajectory.token_ids.tolist(), trajectory.images, self._stage.decode),
-                }
-                for trajectory in episode.trajectories
+                {name: getattr(one, name) for name in ("role", "reward", "is_truncated", "num_trained_tokens")}
+                | {"rewards": dict(one.rewards)}
+                | {"text": text_with_marks(one.token_ids.tolist(), one.images, self._stage.decode)}
+                for one in episode.trajectories
             ],
         }
 
@@ -228,22 +219,16 @@ class Scoring:
         if is_json():
             tell("result", said, **scores.summary())
             return
-        console.print(score_table(scores), soft_wrap=True)
+        table = Table(box=None, header_style="bold")
+        for column in ("", "mean", "± s.e.", "examples"):
+            table.add_column(column, justify="right" if column else "left")
+        for name, estimate in scores.estimates().items():
+            error = "-" if estimate.standard_error is None else f"{estimate.standard_error:.3f}"
+            table.add_row(Text(name), f"{estimate.mean:.3f}", error, str(estimate.num_examples))
+        for name, mean in scores.means().items():
+            table.add_row(Text(name), f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.0f}", "", "")
+        console.print(table, soft_wrap=True)
         console.print(said, highlight=False, soft_wrap=True)
-
-
-def score_table(scores: Scores) -> Table:
-    """Estimates with their standard errors, then plain means."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("")
-    for column in ("mean", "± s.e.", "examples"):
-        table.add_column(column, justify="right")
-    for name, estimate in scores.estimates().items():
-        error = "-" if estimate.standard_error is None else f"{estimate.standard_error:.3f}"
-        table.add_row(Text(name), f"{estimate.mean:.3f}", error, str(estimate.num_examples))
-    for name, mean in scores.means().items():
-        table.add_row(Text(name), f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.0f}", "", "")
-    return table
 
 
 @contextmanager

@@ -63,31 +63,25 @@ async def _watch(run_dir: Path, console: Console) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     with _keys(loop, stop), Live(console=console, screen=True, auto_refresh=False) as live:
-        while not stop.is_set() and not any(map(is_run, _runs_in(run_dir))):
+        while not any(map(is_run, _runs_in(run_dir))):
             live.update(Text(f"There is no run in {run_dir} yet. q ends this."), refresh=True)
             await _pause(stop)
-        if not stop.is_set():
-            await _follow(the_run(run_dir), live, stop)
+            if stop.is_set():
+                return
+        watched = _WatchedRun(the_run(run_dir))
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(watched.viewed.follow())
+            while not stop.is_set():
+                await watched.viewed.read_on()
+                live.update(await watched.now(is_cut=True), refresh=True)
+                await _pause(stop)
+            following.cancel()
+        watched.viewed.close()
 
 
 def _runs_in(path: Path) -> list[Path]:
     """The directory itself, and those in it."""
-    try:
-        return [path, *path.iterdir()]
-    except OSError:
-        return []
-
-
-async def _follow(run_dir: Path, live: Live, stop: asyncio.Event) -> None:
-    watched = _WatchedRun(run_dir)
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(watched.viewed.follow())
-        while not stop.is_set():
-            await watched.viewed.read_on()
-            live.update(await watched.now(is_cut=True), refresh=True)
-            await _pause(stop)
-        following.cancel()
-    watched.viewed.close()
+    return [path, *(path.iterdir() if path.is_dir() else ())]
 
 
 async def _pause(stop: asyncio.Event) -> None:

@@ -57,7 +57,6 @@ async def _try(stage: Stage, options: argparse.Namespace, runs: list[Run]) -> No
             runs.append(waiting.pop(indices[len(runs)]))
             report.episode(len(runs), runs[-1])
 
-    report.begin()
     await stage.run([Work(index=index, number=0) for index in indices], on_end)
     report.end([run.episode for run in runs], time.monotonic() - began)
 
@@ -70,8 +69,6 @@ class Report:
         self._stage = stage
         self._number = number
         self._brackets = not console.is_terminal or console.no_color
-
-    def begin(self) -> None:
         self._line("tokens: ", legend(brackets=self._brackets))
 
     def episode(self, number: int, run: Run) -> None:
@@ -115,22 +112,21 @@ class Report:
             self._line(Text("rejected: arun_episode returned None", style="yellow"))
 
     def _reward(self, trajectory: Trajectory) -> None:
-        parts = f" ({_numbers(trajectory.rewards)})" if trajectory.rewards else ""
+        def numbers(given: Mapping[str, float]) -> str:
+            return ", ".join(f"{name} {value:g}" for name, value in given.items())
+
+        parts = f" ({numbers(trajectory.rewards)})" if trajectory.rewards else ""
         cut = ", cut by a length limit" if trajectory.is_truncated else ""
         self._line(f"{'reward':<10}", Text(f"{trajectory.reward:g}{parts}{cut}", style="bold"))
         if trajectory.total_reward != trajectory.reward:
             of_turns = ", ".join(f"{turn.reward:g}" for turn in trajectory.turns)
             self._line(f"{'in all':<10}{trajectory.total_reward:g} with process rewards; of turns: {of_turns}")
         if trajectory.metrics:
-            self._line(f"{'metrics':<10}{_numbers(trajectory.metrics)}")
+            self._line(f"{'metrics':<10}{numbers(trajectory.metrics)}")
 
     def _line(self, *parts: str | Text) -> None:
         """Print texts as they are, without markup and line breaks."""
         self._console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
-
-
-def _numbers(numbers: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in numbers.items())
 
 
 # The text of an episode, with the origin of each token.

@@ -31,17 +31,12 @@ ABOUT = (
 def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl view`. Ends the process with code 2 if there is no run, or no such address."""
     parser = argparse.ArgumentParser(prog="arl view", description=ABOUT, allow_abbrev=False)
-    parser.add_argument(
-        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run's directory, or one that holds several"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1); another needs a key"
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        help=f"the port to listen on; 0: any free one (default: {PORT}, or any free one if it is taken)",
-    )
+    run_dir = "a run's directory, or one that holds several"
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=run_dir)
+    host = "the address to listen on (default: 127.0.0.1); another needs a key"
+    parser.add_argument("--host", default="127.0.0.1", help=host)
+    port = f"the port to listen on; 0: any free one (default: {PORT}, or any free one if it is taken)"
+    parser.add_argument("--port", type=int, help=port)
     add_key_option(parser, KEY_VARIABLE)
     options = parser.parse_args(argv)
     try:
