@@ -243,6 +243,8 @@ class Keeping:
                 writer.write(message(request, [stdin, confined, *files.values()]))
                 header, blobs = await received(reader)
                 await reader.read()  # until the keeper has closed its end
+                if cgroup and "code" in header:
+                    self._cgroups.check(cgroup)
             except (asyncio.IncompleteReadError, ConnectionError) as gone:
                 raise SandboxError("the sandbox was closed, or its keeper died, during a call") from gone
             except asyncio.CancelledError:

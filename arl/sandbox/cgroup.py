@@ -24,6 +24,8 @@ _PERIOD_US = 100_000
 _TRIES, _PAUSE_S = 100, 0.01
 """How often, and how far apart, to try to remove a cgroup: it is busy until its last process is gone."""
 _NUMBERS = itertools.count()
+_MADE: set[str] = set()
+"""This process's own. Others with its process id are from an earlier process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +34,6 @@ class Cgroup:
 
     path: str
     entrance: int
-
-    def was_entered(self) -> bool:
-        return _numbers(f"{self.path}/cpu.stat").get("usage_usec", 0) > 0
 
 
 class Cgroups:
@@ -55,26 +54,36 @@ class Cgroups:
             yield cgroup
         finally:
             if cgroup is not None:
-                if self._place and not cgroup.was_entered():
-                    self._place, self.names = None, "none, because the kernel refuses to move processes into them"
                 os.close(cgroup.entrance)
                 for _ in range(_TRIES):
                     if _is_removed(cgroup.path):
+                        _MADE.discard(os.path.basename(cgroup.path))
                         break
                     await asyncio.sleep(_PAUSE_S)
 
     def _made(self, parent: str, controllers: frozenset[str], limits: Mapping[str, float]) -> Cgroup | None:
-        path = f"{parent}/{_prefix()}{os.getpid()}-{next(_NUMBERS)}"
+        name = f"{_prefix()}{os.getpid()}-{next(_NUMBERS)}"
+        path = f"{parent}/{name}"
         try:
             os.mkdir(path)
+            _MADE.add(name)
             for name, value in _values(limits).items():
                 if name.split(".")[0] in controllers and os.path.exists(f"{path}/{name}"):  # swap may be off
                     _write(f"{path}/{name}", value)
             return Cgroup(path=path, entrance=os.open(f"{path}/cgroup.procs", os.O_WRONLY))
         except OSError as error:
             _is_removed(path)
-            self._place, self.names = None, f"none, because {error}"
+            _MADE.discard(name)
+            self._give_up(str(error))
             return None
+
+    def check(self, cgroup: Cgroup) -> None:
+        """Make no more cgroups if a program has run that was to run in this one and did not."""
+        if not _numbers(f"{cgroup.path}/cpu.stat").get("usage_usec", 0):
+            self._give_up("the kernel refuses to move processes into them")
+
+    def _give_up(self, why: str) -> None:
+        self._place, self.names = None, f"none, because {why}"
 
 
 def _values(limits: Mapping[str, float]) -> dict[str, object]:
@@ -125,7 +134,8 @@ def _remove_leftovers(parent: str) -> None:
         left = [entry.name for entry in entries if entry.name.startswith(_prefix())]
     for name in left:
         pid = name.removeprefix(_prefix()).partition("-")[0]
-        is_over = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1] in ("", "Z", "X")  # nobody may reap a zombie
+        state = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1]
+        is_over = name not in _MADE if pid == str(os.getpid()) else state in ("", "Z", "X")  # nobody may reap a zombie
         for _ in range(_TRIES if is_over else 0):
             if _is_removed(f"{parent}/{name}"):
                 break

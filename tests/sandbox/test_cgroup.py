@@ -126,9 +126,10 @@ async def test_a_cgroup_lasts_as_long_as_its_run(place: Path, pipe: Path) -> Non
 async def test_the_next_sandbox_removes_what_processes_left_that_are_gone(place: Path, pipe: Path) -> None:
     async with parent_to_kill(pipe) as pids:
         pass
-    left, living = (place / f"{cgroup._prefix()}{pid}-0" for pid in (max(pids), os.getppid()))
-    left.mkdir()
-    living.mkdir()
+    of_others = (place / f"{cgroup._prefix()}{pid}" for pid in (f"{max(pids)}-0", f"{os.getpid()}-x"))
+    living = place / f"{cgroup._prefix()}{os.getppid()}-0"
+    for left in (*of_others, living):
+        left.mkdir()
     async with BubblewrapSandbox():
         assert made(place) == [living]
     living.rmdir()
