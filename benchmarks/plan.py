@@ -49,8 +49,7 @@ from arl.api.events import CpuUsed, ServerWorked
 from arl.api.types import Example, SamplingParams, StepStats
 from arl.assembly import launch
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.plan.ceilings import trainers_ceiling
-from arl.plan.costs import Costs, read_costs, with_changes, write_costs
+from arl.plan.costs import Costs, read_costs, write_costs
 from arl.plan.fitting import fitted
 from arl.plan.prediction import Prediction, predict
 from arl.rewards import InlineReward
@@ -61,7 +60,7 @@ SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=3, num_head
 ROOT = Path(__file__).parents[1]
 QUESTIONS = [f"Question {i}" for i in range(10)]
 MAX_NEW_TOKENS, TOOL_S, SIGMA = 48, 0.2, 0.8
-FITTED_STEPS, MOST_SHORT, PREDICTED_STEPS = 5, 8, 30
+FITTED_STEPS, MOST_SHORT = 5, 8
 QUANTILES = [NormalDist().inv_cdf((i + 0.5) / 128) for i in range(128)]
 CLOSE, FEW = 0.10, 4
 CPU_COLUMN = "CPU ms a sample: controller,\ntrainer, servers"
@@ -103,7 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "2 workers, synchronous": {"num_workers": 2, "max_staleness": 0},
 }
 _ENGINE = ("num_servers", "update_order", "pause_mode")
-_NOT_SIMULATED = ("num_workers",)
+_NOT_MODELLED = ("num_workers",)
 
 
 @dataclass(kw_only=True)
@@ -263,21 +262,22 @@ def fit(args: argparse.Namespace, results: Results) -> None:
 
 def slowness(costs: Costs, one: Measurement) -> float:
     """How many times as long the same work took in this run as in the fitted one."""
-    deployment = with_changes(costs.deployment, **_simulated(one.changes))
+    said = predict(replace(costs, shared=None), costs.deployment.changed(**_modelled(one.changes)))
     factors = list[float]()
-    if deployment.num_ranks == 1 and one.cpu_ms:
-        factors.append(one.cpu_ms["trainer"] * trainers_ceiling(costs, deployment) / 1e3)
-    numbers, seconds = np.array(costs.decode.points).T
+    if said.deployment.num_ranks == 1 and one.cpu_ms:
+        factors.append(one.cpu_ms["trainer"] * said.episodes_per_s / said.trainer_trains / 1e3)
     ratios = [
-        ms / 1e3 / np.interp(float(n), numbers, seconds) for n, ms in one.iterations_ms.items() if float(n) >= FEW
+        ms / 1e3 / float(costs.decode.iteration_s(np.array(float(n)), 0.0))
+        for n, ms in one.iterations_ms.items()
+        if float(n) >= FEW
     ]
     if ratios:
-        factors.append(fmean(map(float, ratios)))
+        factors.append(fmean(ratios))
     return geometric_mean(factors or [1.0])
 
 
-def _simulated(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if name not in _NOT_SIMULATED}
+def _modelled(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if name not in _NOT_MODELLED}
 
 
 def costs_at(costs: Costs, slowness: float) -> Costs:
@@ -290,7 +290,7 @@ def costs_at(costs: Costs, slowness: float) -> Costs:
     return replace(
         costs,
         decode=slower(decode, "per_context_token_s"),
-        prefill=slower(costs.prefill, "base_s", "per_token_s", "per_request_s"),
+        prefill=slower(costs.prefill, "per_token_s", "per_request_s"),
         trainer=slower(costs.trainer, "base_s", "per_episode_s", "per_token_s", "snapshot_s"),
         publish=slower(costs.publish, "transfer_s", "load_s"),
         controller=slower(costs.controller, "per_request_s", "per_episode_s", "latency_s"),
@@ -346,18 +346,17 @@ def report(args: argparse.Namespace) -> None:
         table.add_column(column, justify="left" if column == "setting" else "right")
     errors: dict[str, tuple[float, float]] = {}
     for one in [*results.of("fitted setting"), *(one for name in SETTINGS for one in results.of(name)[-1:])]:
-        deployment, slower = with_changes(costs.deployment, **_simulated(one.changes)), slowness(costs, one)
-        plain = predict(costs, deployment, num_steps=PREDICTED_STEPS)
-        said = predict(costs_at(costs, slower), deployment, num_steps=PREDICTED_STEPS)
+        deployment, slower = costs.deployment.changed(**_modelled(one.changes)), slowness(costs, one)
+        plain, said = predict(costs, deployment), predict(costs_at(costs, slower), deployment)
         errors[one.name] = said.episodes_per_s / one.samples_per_s - 1, plain.episodes_per_s / one.samples_per_s - 1
         table.add_row(
             one.name,
             f"{slower:.2f}",
             f"{said.episodes_per_s:.1f} / {one.samples_per_s:.1f}",
             *(f"{100 * error:+.1f}" for error in errors[one.name]),
-            f"{said.waits.trainer_waits_for_batch:.0%} / {one.wait_share:.0%}",
+            f"{said.trainer_idle:.0%} / {one.wait_share:.0%}",
             f"{said.mean_staleness:.2f} / {one.staleness:.2f}",
-            f"{_cpu_said(costs, said)} / {', '.join(f'{ms:.1f}' for ms in one.cpu_ms.values())}",
+            f"{_cpu_said(said)} / {', '.join(f'{ms:.1f}' for ms in one.cpu_ms.values())}",
         )
     Console(width=140).print(table)
     others = [error for name, error in errors.items() if name != "fitted setting"]
@@ -372,15 +371,11 @@ def report(args: argparse.Namespace) -> None:
     print(*(f"{name} failed: {error}" for name, error in failed.items()), sep="\n")
 
 
-def _cpu_said(costs: Costs, said: Prediction) -> str:
+def _cpu_said(said: Prediction) -> str:
     """As Measurement.cpu_ms, where one thread of each process computes."""
-    samples_per_s, deployment = said.episodes_per_s, said.deployment
-    seconds = (
-        said.waits.controller / samples_per_s,
-        deployment.num_ranks / trainers_ceiling(costs, deployment),
-        deployment.num_servers * said.waits.servers_compute / samples_per_s,
-    )
-    return ", ".join(f"{1e3 * one:.1f}" for one in seconds)
+    shares = (said.controller, said.trainer_trains * said.deployment.num_ranks)
+    shares += (said.servers_compute * said.deployment.num_servers,)
+    return ", ".join(f"{1e3 * share / said.episodes_per_s:.1f}" for share in shares)
 
 
 def main() -> None:

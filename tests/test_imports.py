@@ -163,7 +163,7 @@ ALLOWED = {
     ),
     "arl.policies": ("arl.api", "arl.training"),
     "arl.tracking": ("arl.api", "arl.remote_calls"),
-    "arl.plan": ("arl.api", "arl.rollout", "arl.eventlog", "arl.training.delivery"),
+    "arl.plan": ("arl.api", "arl.eventlog"),
     "arl.replaying": (
         "arl.api",
         "arl.training",

@@ -15,16 +15,15 @@ from arl.api.errors import ArlError, ConfigError, RunFileError
 from arl.cli import exit_with
 from arl.commands.command import positive
 from arl.commands.viewing import the_run
-from arl.plan.costs import Costs, Deployment, read_costs, with_changes, write_costs
-from arl.plan.gpus import GPUS, Guess, billions, guessed
+from arl.plan.costs import Costs, Deployment, read_costs, write_costs
+from arl.plan.gpus import GPUS, guessed
 from arl.plan.plan_text import draw, told
-from arl.plan.prediction import NUM_STEPS, predict
-from arl.plan.search import SplitChoice, search
+from arl.plan.prediction import Choice, search
 
 ABOUT = """Predict a run with other servers, ranks and settings: throughput, who waits for whom, staleness, memory,
-cost. The real controller and buffer run in virtual time, against simulated servers and a simulated trainer. Their
-costs are fitted from the event log of RUN_DIR, read from a file, or guessed for a GPU and a model's size. Settings
-that are not given are the run's own. What lies beyond what was measured is marked as extrapolated."""
+cost. An analytic model computes them from the costs of a run's parts, which are fitted from the event log of RUN_DIR,
+read from a file, or guessed for a GPU and a model's size. Each number comes with its error. Settings that are not given
+are the run's own. What lies beyond what was measured is marked as extrapolated."""
 EXAMPLES = """examples:
   arl plan runs/quickstart --servers 1:4
   arl plan runs/mine --servers 1:64 --ranks 1:8 --budget 40 --max-staleness 4 --plot plan.png
@@ -79,11 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--update-order", choices=("all", "rolling"))
     what.add_argument("--server-hour", type=_amount, metavar="PRICE", help="of one server")
     what.add_argument("--rank-hour", type=_amount, metavar="PRICE", help="of one rank")
-    how = parser.add_argument_group("how, and what to write")
-    how.add_argument(
-        "--steps", type=positive, default=NUM_STEPS, metavar="N", help=f"to simulate (default: {NUM_STEPS})"
-    )
-    how.add_argument("--seed", type=int, default=0, metavar="N")
+    how = parser.add_argument_group("what to write")
     how.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput, who waits, and staleness")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all predictions")
     how.add_argument("--write-costs", type=Path, metavar="FILE", help="write the costs, to look at or to change")
@@ -105,24 +100,19 @@ SETTINGS = (
 
 def _plan(options: argparse.Namespace) -> None:
     for path in (options.plot, options.json):
-        if path and not path.parent.is_dir():  # said now, as simulating may take minutes
+        if path and not path.parent.is_dir():  # before the work, not after it
             raise RunFileError(f"{path} cannot be written: there is no directory {path.parent}")
     costs = _with_prices(_costs(options), options)
-    base = with_changes(costs.deployment, **_given(options))
+    base = costs.deployment.changed(**_given(options))
     if options.write_costs:
         _write(options.write_costs, lambda path: write_costs(path, costs))
-    choice = SplitChoice(
+    choice = Choice(
         servers=options.servers or (base.num_servers, base.num_servers),
         ranks=options.ranks or (base.num_ranks, base.num_ranks),
         budget=options.budget,
     )
-
-    def predicted(deployment: Deployment) -> Any:
-        _show(f"simulating {deployment.num_servers} servers, {deployment.num_ranks} ranks ...")
-        return predict(costs, deployment, num_steps=options.steps, seed=options.seed)
-
     try:
-        plan = search(costs, base, choice, predicted)
+        plan = search(costs, base, choice, lambda one: _show(f"{one.num_servers} servers, {one.num_ranks} ranks ..."))
     finally:
         _show("")
     console = Console(highlight=False)
@@ -130,9 +120,11 @@ def _plan(options: argparse.Namespace) -> None:
         console.width = _WIDE
     console.print(told(plan, costs))
     if options.plot:
-        _write(options.plot, lambda path: draw(plan, costs, path))
+        _write(options.plot, lambda path: draw(plan, path))
     if options.json:
-        text = msgspec.json.format(msgspec.json.encode({"best": plan.best, "tried": plan.tried}), indent=1)
+        text = msgspec.json.format(
+            msgspec.json.encode({"best": plan.best, "tried": plan.tried, "errors": plan.errors}), indent=1
+        )
         _write(options.json, lambda path: path.write_bytes(text + b"\n"))
 
 
@@ -155,14 +147,9 @@ def _costs(options: argparse.Namespace) -> Costs:
     if options.gpu:
         if options.model_size is None:
             raise ConfigError("--gpu needs --model-size, such as 8B")
-        guess = Guess(
-            prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens,
-            turns=options.turns,
-            tool_s=options.tool_s,
-        )
-        deployment = with_changes(Deployment(max_concurrent_episodes=1_000_000), **_given(options))
-        return guessed(options.gpu, options.model_size, guess, deployment)
+        deployment = Deployment(max_concurrent_episodes=1_000_000).changed(**_given(options))
+        means = {name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "turns", "tool_s")}
+        return guessed(options.gpu, options.model_size, deployment, **means)
     from arl.plan.fitting import fitted  # numpy, which the other ways do not need
 
     run_dir = the_run(options.run_dir)
@@ -195,10 +182,14 @@ def _bounds(text: str) -> Bounds:
 
 
 def _size(text: str) -> float:
+    """Billions of parameters, such as 8B or 0.6b."""
     try:
-        return billions(text)
+        number = float(text.lower().removesuffix("b"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the size of a model; give billions, such as 8B") from None
+        number = 0.0
+    if not 0 < number < 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the size of a model; give billions, such as 8B")
+    return number
 
 
 def _amount(text: str) -> float:

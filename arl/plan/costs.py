@@ -1,250 +1,218 @@
-"""What a run's parts cost: seconds, tokens, bytes and money, as records that JSON files hold.
+"""What the parts of a run cost, and what its episodes ask for: the records that `arl plan` computes with.
 
-`fitted` (fitting.py) makes them from the event log of a run; made by hand, or from a table of GPUs, they are guesses.
-All seconds are those of a process that computes alone: `SharedCores` says which processes compete for cores.
+`fitted` (fitting.py) makes them from a run's event log, `guessed` (gpus.py) from public facts, and `--costs` reads them
+from a JSON file. All seconds are those of a process that computes alone: `SharedCores` says which compete for cores.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ConfigError
-from arl.plan.workload import Record, Workload
+
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+"""Seconds, unless the field says otherwise."""
+Number = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Range = tuple[float, float]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all."""
+
+
+class MeasuredTurn(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One request to the model, and what the episode does after it."""
+
+    prompt_tokens: Count
+    """Cached ones included."""
+    cached_tokens: Number = 0
+    new_tokens: Count
+    tool_s: Amount = 0.0
+    """From the answer to the next request, or to the end of the episode."""
+
+
+class MeasuredEpisode(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One episode. Turns of attempts that failed before it ended are turns of it, too."""
+
+    group: int
+    """Episodes with the same number are of one example."""
+    turns: tuple[MeasuredTurn, ...]
+    before_s: Amount = 0.0
+    """From its beginning to its first request."""
+    tokens: Number
+    """Tokens that the trainer forwards for it."""
+    shared_tokens: Number = 0
+    """Of these, those that the trainer forwards once for the whole group."""
+    reward: float = 0.0
+    how: Literal["finished", "rejected", "failed"] = "finished"
+
+
+class Workload(Record, frozen=True, kw_only=True):
+    """The episodes that a plan takes for all."""
+
+    episodes: tuple[MeasuredEpisode, ...]
+
+    def __post_init__(self) -> None:
+        if not any(episode.turns for episode in self.episodes):
+            raise ValueError("no episode of the workload has a turn")
 
 
 class DecodeCosts(Record, frozen=True, kw_only=True):
-    """One server's decoding: an iteration samples one token for each running request.
+    """One server's decoding: an iteration samples one token for each running request."""
 
-    An iteration with n running requests, whose prompts and answers so far are c tokens together, takes
-    `points` at n + per_context_token_s * c seconds.
-    """
-
-    points: tuple[tuple[int, float], ...]
-    """(n, seconds): requests of an iteration, ascending, and how long it takes without context. Straight lines lead
-    from one point to the next; the first and the last go on."""
-    per_context_token_s: float = 0.0
-    """Seconds for each token of context, such as for reading its keys and values."""
-    max_running_requests: int = 128
-    """Requests that one server decodes at once; more wait in its queue."""
-    kv_tokens: int | None = None
-    """Tokens whose keys and values the memory of one server holds; None: the limit is max_running_requests."""
+    points: tuple[tuple[Count, float], ...]
+    """(requests, seconds of an iteration without context), ascending. Between and beyond them it is linear."""
+    per_context_token_s: Amount = 0.0
+    """For each token that the running requests hold."""
+    max_running_requests: Count = 128
+    kv_tokens: Count | None = None
+    """Tokens whose keys and values one server can hold; None: unlimited."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         numbers = [n for n, _ in self.points]
-        if not numbers or numbers != sorted(set(numbers)) or numbers[0] < 1:
-            raise ValueError(f"decode.points are for {numbers} requests; give at least one, ascending from 1 or more")
-        if self.max_running_requests < 1:
-            raise ValueError("decode.max_running_requests is 0; give at least 1")
-        if any(self.base_s(n) <= 0 for n in (1, *numbers, self.max_running_requests)):
-            raise ValueError(f"decode.points make an iteration take no time: {self.points}")
+        if not numbers or numbers != sorted(set(numbers)) or min(s for _, s in self.points) <= 0:
+            raise ValueError(f"decode.points are {self.points}; give ascending requests, each with seconds above 0")
 
-    def base_s(self, n: int) -> float:
-        """Seconds of an iteration with n requests and no context."""
-        points = self.points
-        if len(points) == 1:
-            return points[0][1]
-        i = next((i for i, (at, _) in enumerate(points[1:-1], start=1) if n <= at), len(points) - 1)
-        (n0, s0), (n1, s1) = points[i - 1], points[i]
-        return s0 + (s1 - s0) * (n - n0) / (n1 - n0)
-
-    def iteration_s(self, n: int, context_tokens: int) -> float:
-        """Seconds of an iteration with n requests that hold `context_tokens` together."""
-        return self.base_s(n) + self.per_context_token_s * context_tokens
+    def iteration_s(self, n: np.ndarray, context: float) -> np.ndarray:
+        """Seconds of iterations with n requests, each of which holds so many tokens."""
+        numbers, seconds = np.array(self.points).T
+        slope = (seconds[-1] - seconds[-2]) / (numbers[-1] - numbers[-2]) if len(numbers) > 1 else 0.0
+        beyond_s = slope * np.maximum(n - numbers[-1], 0.0)
+        return np.interp(n, numbers, seconds) + beyond_s + self.per_context_token_s * context * n
 
 
 class PrefillCosts(Record, frozen=True, kw_only=True):
-    """One server's reading of prompts. An iteration reads uncached prompt tokens of one or several requests.
+    """One server's reading of prompts."""
 
-    A request whose prompt is read to its end samples its first token in the same iteration.
-    """
-
-    base_s: float = 0.0
-    """Seconds that an iteration takes longer because it reads prompts, however few tokens."""
-    per_token_s: float
-    """Seconds for each uncached prompt token."""
-    per_request_s: float = 0.0
-    """Seconds that an iteration takes longer for each request whose prompt it reads to its end: HTTP, a first token."""
-    chunk_tokens: int = 8192
-    """The most prompt tokens that one iteration reads."""
-    stops_decoding: bool = True
-    """Whether running requests wait while prompts are read (stock SGLang). Otherwise the same iteration decodes, too,
-    and takes as long as both (the embedded server, mixed chunks)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk_tokens < 1 or self.base_s + self.per_token_s + self.per_request_s <= 0:
-            raise ValueError("prefill takes no time, or reads no tokens: give chunk_tokens and seconds above 0")
+    per_token_s: Amount
+    """For each prompt token that is not cached."""
+    per_request_s: Amount = 0.0
 
 
 class TrainerCosts(Record, frozen=True, kw_only=True):
-    """A training step, from the batch taken to the weights changed.
+    """The steps of the trainer."""
 
-    seconds = base_s + per_episode_s * episodes + (per_token_s + forward_per_token_s) * tokens / ranks
-              + communication_s * (ranks - 1) / ranks
-    """
+    base_s: Amount = 0.0
+    per_episode_s: Amount = 0.0
+    per_token_s: Amount
+    """Of one rank, for each forwarded token: all passes, with and without gradients."""
+    communication_s: Amount = 0.0
+    """For gradients and weights with very many ranks: a ring sends (ranks - 1) / ranks of it."""
+    snapshot_s: Amount = 0.0
+    """Training waits while new weights are copied for the servers."""
 
-    base_s: float = 0.0
-    """Seconds of a step whatever its batch: the optimizer, calls, metrics."""
-    per_episode_s: float = 0.0
-    """Seconds for each episode of the batch: packing, advantages, its way between processes."""
-    per_token_s: float
-    """Seconds of one rank for each token forwarded and trained (forward, backward)."""
-    forward_per_token_s: float = 0.0
-    """Seconds of one rank for each token of passes without gradients: proximal and reference logprobs, values."""
-    communication_s: float = 0.0
-    """Seconds that exchanging gradients and weights takes in a step with very many data-parallel ranks: a ring sends
-    (ranks - 1) / ranks of it."""
-    snapshot_s: float = 0.0
-    """Seconds that training waits while the new weights are copied for the servers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.base_s + self.per_episode_s + self.per_token_s + self.forward_per_token_s <= 0:
-            raise ValueError("a step of the trainer takes no time: give base_s, per_episode_s or per_token_s above 0")
-
-    def step_s(self, tokens: float, num_episodes: int, num_ranks: int) -> float:
-        """Seconds of a step. tokens: those forwarded. num_ranks: data-parallel ones."""
-        work_s = (self.per_token_s + self.forward_per_token_s) * tokens / num_ranks
+    def step_s(self, tokens: float, num_episodes: float, num_ranks: int) -> float:
+        """Seconds of a step without its snapshot. tokens: those forwarded."""
         fixed_s = self.base_s + self.per_episode_s * num_episodes
-        return fixed_s + work_s + self.communication_s * (num_ranks - 1) / num_ranks
+        return fixed_s + self.per_token_s * tokens / num_ranks + self.communication_s * (num_ranks - 1) / num_ranks
 
 
 class PublishCosts(Record, frozen=True, kw_only=True):
-    """The way of new weights to the servers, beside the next step. How they pause and in which order: Deployment."""
+    """The way of new weights to the servers, while the next step trains."""
 
-    transfer_s: float = 0.0
-    """Seconds from the snapshot until the first server may load: gathering, writing, sending."""
-    per_server_s: float = 0.0
-    """More seconds for each server, before any pauses: 0 where all read one file, or share one send."""
-    load_s: float = 0.0
-    """Seconds for which a server stands still while it takes the weights."""
+    transfer_s: Amount = 0.0
+    """From the snapshot until the first server may load."""
+    per_server_s: Amount = 0.0
+    load_s: Amount = 0.0
+    """A server stands still while it takes the weights."""
 
 
 class ControllerCosts(Record, frozen=True, kw_only=True):
     """The script's process: one event loop, which does one thing at a time."""
 
-    per_request_s: float = 0.0
-    """CPU seconds for each request: choosing the server, HTTP, the workflow's code for one turn."""
-    per_episode_s: float = 0.0
-    """CPU seconds for each episode: beginning and end, checks, the event log, its way to the trainer."""
-    latency_s: float = 0.0
-    """Seconds for each request in which nobody computes: the network, the server's HTTP, its scheduling."""
+    per_request_s: Amount = 0.0
+    per_episode_s: Amount = 0.0
+    latency_s: Amount = 0.0
+    """Of a request, in which nobody computes: the network, scheduling."""
 
 
 class SharedCores(Record, frozen=True, kw_only=True):
     """A machine whose processes compete: if they want more cores than there are, all slow down alike."""
 
-    cores: int
-    controller: int = 1
-    """Cores that the controller keeps busy while it computes; below likewise. 0: it has cores of its own."""
-    rank: int = 1
-    """Each of the trainer's ranks."""
-    server: int = 1
-    """Each server. 0: they compute on GPUs, or on other machines."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cores < 1:
-            raise ValueError("shared.cores is 0; give at least 1, or no shared at all")
+    cores: Count
+    controller: Number = 1
+    """Cores that it keeps busy while it computes; 0: it has its own. Below likewise."""
+    rank: Number = 1
+    server: Number = 1
 
 
 class Prices(Record, frozen=True, kw_only=True):
-    """Money, in one currency."""
+    """Money for an hour of a whole server, and of one rank; 0: unknown."""
 
-    server_hour: float = 0.0
-    """For one server, with all its GPUs."""
-    rank_hour: float = 0.0
-    """For one of the trainer's ranks."""
+    server_hour: Amount = 0.0
+    rank_hour: Amount = 0.0
     currency: str = "$"
 
 
 class MemoryCosts(Record, frozen=True, kw_only=True):
     """Bytes. 0: unknown."""
 
-    server_weights: int = 0
-    """The weights that one server holds."""
-    kv_per_token: int = 0
-    """Keys and values of one token."""
-    server_total: int = 0
-    """The memory of one server for weights, keys and values."""
-    trainer_state: int = 0
+    server_weights: Number = 0
+    kv_per_token: Number = 0
+    server_total: Number = 0
+    """Of one server, for weights, keys and values."""
+    trainer_state: Number = 0
     """Weights, gradients and optimizer state, split over the ranks."""
-    per_rank: int = 0
-    """The memory that each rank needs besides its part of trainer_state: activations, logits."""
-    rank_total: int = 0
-    """The memory of one rank."""
+    per_rank: Number = 0
+    """What each rank needs besides: activations, logits."""
+    rank_total: Number = 0
 
 
 class Deployment(Record, frozen=True, kw_only=True):
     """The settings that `arl plan` varies. Those with a setting's name mean the same."""
 
-    num_servers: int = 1
-    num_ranks: int = 1
-    """Data-parallel ranks of the trainer."""
-    gpus_per_server: int = 1
-    gpus_per_rank: int = 1
-    batch_size: int = 32
-    group_size: int = 8
-    max_staleness: int = 2
-    max_concurrent_episodes: int = 1024
-    extra_episodes: int = 0
-    min_group_size: int = 2
-    episode_retries: int = 1
-    replay_groups: int = 0
+    num_servers: Count = 1
+    num_ranks: Count = 1
+    gpus_per_server: Number = 1
+    gpus_per_rank: Number = 1
+    batch_size: Count = 32
+    group_size: Count = 8
+    max_staleness: Number = 2
+    max_concurrent_episodes: Count = 1024
+    extra_episodes: Number = 0
+    min_group_size: Number = 2
     drop_equal_rewards: bool = False
     """algorithm.dynamic_sampling."""
-    drop_stragglers_after_s: float | None = None
-    update_order: str = "all"
+    update_order: Literal["all", "rolling"] = "all"
     pause_mode: PauseMode = "in_place"
-    tool_factor: float = 1.0
+    tool_factor: Amount = 1.0
     """All tools take this many times as long as measured."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = ("num_servers", "num_ranks", "batch_size", "group_size", "max_concurrent_episodes")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.update_order not in ("all", "rolling"):
-            raise ValueError(f"update_order is {self.update_order!r}; it is all or rolling")
 
     @property
     def num_gpus(self) -> int:
         return self.num_servers * self.gpus_per_server + self.num_ranks * self.gpus_per_rank
 
-    @property
-    def most_in_flight(self) -> int:
-        """Episodes that may run at once, by the buffer's room and max_concurrent_episodes."""
-        room = (self.max_staleness + 1) * self.batch_size * (self.group_size + self.extra_episodes)
-        return min(room, self.max_concurrent_episodes)
-
-
-Range = tuple[float, float]
-"""The lowest and the highest value that was seen."""
+    def changed(self, **changes: Any) -> Deployment:
+        """A copy with other values; raises ConfigError for one that is out of range."""
+        try:
+            return msgspec.convert({**msgspec.structs.asdict(self), **changes}, Deployment)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from error
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """The measured ranges. Predictions outside of a range are extrapolated; None: nothing was measured."""
+    """The lowest and highest values that were seen: others are extrapolated. None: nothing was measured."""
 
     num_servers: Range | None = None
     num_ranks: Range | None = None
     running_requests: Range | None = None
-    """The running requests of one server."""
-    context_tokens: Range | None = None
-    """Tokens of all running requests of one server."""
+    """On one server."""
     step_tokens: Range | None = None
-    """Tokens forwarded in a step."""
+    """Forwarded in a step."""
+    episodes_per_s: Amount = 0.0
+    """Trained by the measured run; 0: unknown. The model is off by so much there."""
     notes: tuple[str, ...] = ()
-    """Notes for the reader: costs that could not be distinguished, and were guessed."""
+    """What could not be fitted, and what was assumed instead."""
 
 
 class Costs(Record, frozen=True, kw_only=True):
-    """Everything that a simulated run costs."""
+    """Everything that a run costs."""
 
     decode: DecodeCosts
     prefill: PrefillCosts
@@ -260,7 +228,6 @@ class Costs(Record, frozen=True, kw_only=True):
     """The run that was measured; where a plan begins."""
     measured: Measured = Measured()
     source: str = ""
-    """Where the costs come from."""
 
 
 def read_costs(path: Path) -> Costs:
@@ -275,11 +242,3 @@ def read_costs(path: Path) -> Costs:
 
 def write_costs(path: Path, costs: Costs) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n")
-
-
-def with_changes(deployment: Deployment, **changes: Any) -> Deployment:
-    """A copy with other values; raises ConfigError for one that is out of range."""
-    try:
-        return msgspec.convert({**msgspec.structs.asdict(deployment), **changes}, Deployment)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error

@@ -1,18 +1,15 @@
-"""A plan as text for the terminal, and as a picture."""
+"""A plan as text for the terminal, and as a picture: every number of the model with its error, where that is known."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from arl.api.installing import install_command
-from arl.plan.ceilings import servers_ceiling, trainers_ceiling
 from arl.plan.costs import Costs
-from arl.plan.prediction import Prediction
-from arl.plan.search import Plan
+from arl.plan.prediction import Errors, Plan, Prediction, limit_of
 
 _BAR = 30
 """Characters of the longest bar."""
@@ -26,154 +23,145 @@ _LIMITS = {
 
 
 def told(plan: Plan, costs: Costs) -> RenderableType:
-    best = plan.best
-    parts: list[RenderableType] = [_headline(best, costs)]
-    if len(plan.tried) > 1:
-        parts += ["", _table(plan, costs.prices.currency)]
-    parts += ["", _who_waits(best, costs), "", "staleness of trained tokens", *_histogram(best.staleness)]
-    parts += ["", *_memory(best, costs), *_warnings(plan, costs)]
-    return Group(*parts)
-
-
-def _headline(best: Prediction, costs: Costs) -> str:
-    deployment, money = best.deployment, costs.prices.currency
-    size = f"{deployment.batch_size} x {deployment.group_size} episodes"
-    price = f", {money}{best.step_cost:.3g} a step, {money}{best.hour_cost:.4g} an hour" if best.hour_cost else ""
-    return (
+    best, deployment, money = plan.best, plan.best.deployment, costs.prices.currency
+    said, (limit, gain) = _Said(best, plan.errors), limit_of(costs, deployment)
+    price = f", {money}{best.hour_cost:.4g} an hour" if best.hour_cost else ""
+    headline = (
         f"{_counted(deployment.num_servers, 'server')} and {_counted(deployment.num_ranks, 'rank')}, max_staleness "
-        f"{deployment.max_staleness}: {best.episodes_per_s:.4g} episodes/s, {best.tokens_per_s:,.0f} sampled tokens/s, "
-        f"a step of {size} every {best.step_s:.3g} s{price}\nThe limit is {_LIMITS[best.limit]}"
+        f"{deployment.max_staleness}: {said.rate('episodes_per_s')} episodes/s, {said.rate('tokens_per_s')} sampled "
+        f"tokens/s,\na step of {deployment.batch_size} x {deployment.group_size} episodes every {said.rate('step_s')} s"
+        f"{price}\nThe limit is {_LIMITS[limit]} (up to {gain:+.0%} episodes/s)"
     )
+    parts: list[RenderableType] = [headline]
+    if len(plan.tried) > 1:
+        parts += ["", _table(plan, costs)]
+    rows = Table(box=None, show_header=False, pad_edge=False)
+    trainer = f"{said.share('trainer_trains', 'trainer_idle')} trains, {said.share('trainer_idle')} idle"
+    rows.add_row("trainer", f"{trainer}, {said.exact('trainer_copies')} copies weights")
+    servers = f"{said.share('servers_compute', 'servers_idle')} compute, {said.share('servers_idle')} idle"
+    rows.add_row("servers", f"{servers}, {said.exact('servers_load')} load weights")
+    rows.add_row("requests", f"{said.rate('requests_per_s')}/s, {said.rate('request_s', 'request_s')} s each")
+    rows.add_row("controller", f"busy {said.share('controller')} of the time")
+    untrained = f"; {said.exact('untrained')} end without being trained" if best.untrained >= 0.005 else ""
+    rows.add_row("episodes", f"{said.rate('running_episodes', 'running_episodes')} run at once{untrained}")
+    parts += ["", rows, "", f"staleness of trained tokens: {said.staleness} versions", *_histogram(best), ""]
+    return Group(*parts, *_memory(best, costs), *_notes(plan, costs))
 
 
-def _table(plan: Plan, currency: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
+class _Said:
+    """The numbers of a prediction as text, with their errors."""
+
+    def __init__(self, one: Prediction, errors: Errors | None) -> None:
+        self._one, self._errors = one, errors
+
+    def rate(self, name: str, error: str = "throughput") -> str:
+        value = getattr(self._one, name)
+        off = f" ± {value * getattr(self._errors, error):,.2g}" if self._errors else ""
+        return f"{value:,.{4 if value >= 1000 else 3}g}{off}"
+
+    def share(self, name: str, error: str = "") -> str:
+        off = f" ± {100 * getattr(self._errors, error or name):.0f}" if self._errors else ""
+        return f"{100 * getattr(self._one, name):.0f}{off} %"
+
+    def exact(self, name: str) -> str:
+        return f"{100 * getattr(self._one, name):.0f} %"
+
+    @property
+    def staleness(self) -> str:
+        off = f" ± {self._errors.staleness:.2f}" if self._errors and self._one.mean_staleness else ""
+        return f"{self._one.mean_staleness:.2f}{off}"
+
+
+def _table(plan: Plan, costs: Costs) -> Table:
+    """The best, and the nearest few with more or fewer servers or ranks."""
+    table, best = Table(box=None, header_style="bold", pad_edge=False), plan.best.deployment
     names = ["", "servers", "ranks", "GPUs", "episodes\na second", "step s", "trainer\nidle", "servers\nidle"]
-    names += ["control-\nler", "stale-\nness", f"{currency} for\n1,000", "extra-\npolated", "limit"]
+    names += ["control-\nler", "stale-\nness", f"{costs.prices.currency} for\n1,000", "extra-\npolated", "limit"]
     for name in names:
         table.add_column(name, justify="left" if name in ("", "limit") else "right", no_wrap=True)
-    for one in plan.neighbours:
-        deployment, waits = one.deployment, one.waits
+
+    def distance(one: Prediction) -> float:
+        other = one.deployment
+        return abs(other.num_servers / best.num_servers - 1) + abs(other.num_ranks / best.num_ranks - 1)
+
+    for one in sorted(sorted(plan.tried, key=distance)[:9], key=plan.tried.index):
+        said, deployment = _Said(one, plan.errors), one.deployment
         table.add_row(
             "best" if one is plan.best else "",
-            str(deployment.num_servers),
-            str(deployment.num_ranks),
-            str(deployment.num_gpus),
-            f"{one.episodes_per_s:.4g}",
-            f"{one.step_s:.3g}",
-            _percent(waits.trainer_idle),
-            _percent(waits.servers_idle),
-            _percent(waits.controller),
-            f"{one.mean_staleness:.2f}",
-            f"{one.episodes_cost:.3g}" if one.hour_cost else "",
+            *map(str, (deployment.num_servers, deployment.num_ranks, deployment.num_gpus)),
+            *(said.rate(name) for name in ("episodes_per_s", "step_s")),
+            *(said.share(name) for name in ("trainer_idle", "servers_idle", "controller")),
+            said.staleness,
+            said.rate("episodes_cost") if one.hour_cost else "",
             "yes" if one.extrapolated else "",
-            one.limit,
+            limit_of(costs, deployment)[0],
         )
     return table
 
 
-def _who_waits(best: Prediction, costs: Costs) -> Table:
-    waits, deployment = best.waits, best.deployment
-    table = Table(box=None, show_header=False, pad_edge=False)
-    trainer = [(waits.trainer_trains, "trains"), (waits.trainer_waits_for_batch, "waits for a batch")]
-    trainer += [(waits.trainer_copies, "copies weights")]
-    trainer += [(waits.trainer_waits_for_delivery, "waits for their delivery")] * (deployment.max_staleness == 0)
-    servers = [(waits.servers_compute, "compute"), (waits.servers_load, "load weights"), (waits.servers_idle, "idle")]
-    table.add_row("trainer", _shares(trainer))
-    running = f"{best.running_requests:.3g} requests run on each, {best.most_running} at most"
-    table.add_row("servers", f"{_shares(servers)}; {running} (of {costs.decode.max_running_requests})")
-    table.add_row("requests", f"{best.requests_per_s:.4g}/s, {best.request_s:.3g} s each, {best.in_flight:.4g} at once")
-    table.add_row("controller", f"busy {_percent(waits.controller)} of the time")
-    table.add_row("buffer", f"full {_percent(waits.rollout_waits_for_room)} of the time")
-    untrained = f"; {_percent(best.rejected)} end without being trained" if best.rejected >= 0.005 else ""
-    table.add_row("episodes", f"{best.running_episodes:,.4g} run at once{untrained}")
-    return table
-
-
-def _shares(shares: Sequence[tuple[float, str]]) -> str:
-    return ", ".join(f"{_percent(share)} {what}" for share, what in shares)
-
-
-def _histogram(staleness: dict[int, float]) -> list[str]:
-    highest = max(staleness.values())
+def _histogram(best: Prediction) -> list[str]:
+    highest = max(best.staleness.values())
     return [
-        f"{versions:>4} {'#' * round(_BAR * share / highest):<{_BAR}} {_percent(share)}"
-        for versions, share in staleness.items()
+        f"{versions:>4} {'#' * round(_BAR * share / highest):<{_BAR}} {100 * share:.0f} %"
+        for versions, share in best.staleness.items()
     ]
 
 
 def _memory(best: Prediction, costs: Costs) -> list[str]:
-    lines: list[str] = []
-    for what, used, total in (
-        ("a server", best.server_bytes, costs.memory.server_total),
-        ("a rank", best.rank_bytes, costs.memory.rank_total),
-    ):
-        if used:
-            beyond = "  MORE THAN IT HAS" if 0 < total < used else ""
-            lines.append(f"memory of {what}: {used / 1e9:.3g} GB{f' of {total / 1e9:.3g}' if total else ''}{beyond}")
-    return lines
+    memory = costs.memory
+    parts = [("server", best.server_bytes, memory.server_total), ("rank", best.rank_bytes, memory.rank_total)]
+    return [
+        f"memory of a {what}: {used / 1e9:.3g} GB"
+        + (f" of {total / 1e9:.3g}" if total else "")
+        + ("  MORE THAN IT HAS" if 0 < total < used else "")
+        for what, used, total in parts
+        if used
+    ]
 
 
-def _warnings(plan: Plan, costs: Costs) -> list[str]:
+def _notes(plan: Plan, costs: Costs) -> list[str]:
     lines = [f"costs: {costs.source}"] if costs.source else []
+    lines.append("errors: nine of ten stored settings are within them" if plan.errors else "errors: unknown")
+    if own := costs.measured.episodes_per_s:
+        lines[-1] += f", and the measured run with its {own:.3g} episodes/s"
     if plan.best.extrapolated:
-        lines.append(f"extrapolated: {'; '.join(plan.best.extrapolated)}")
+        lines.append(f"extrapolated, so errors may be larger: {'; '.join(plan.best.extrapolated)}")
     if not plan.best.hour_cost:
         lines.append("note: no prices are known; with --server-hour and --rank-hour, steps have a cost")
     return [*lines, *(f"note: {note}" for note in costs.measured.notes)]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %" if share >= 5e-4 else "0 %"
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def draw(plan: Plan, costs: Costs, path: Path) -> None:
+def draw(plan: Plan, path: Path) -> None:
     """Throughput over servers, who waits, and staleness. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(f"--plot draws with matplotlib; {install_command('examples')}") from None
-    figure = Figure(figsize=(8, 10), layout="constrained")
+    figure, best = Figure(figsize=(8, 10), layout="constrained"), plan.best
     throughput, waits, staleness = figure.subplots(3, 1)
+    error = plan.errors.throughput if plan.errors else 0.0
     for ranks in sorted({one.deployment.num_ranks for one in plan.tried}):
-        row = [one for one in plan.tried if one.deployment.num_ranks == ranks]
-        servers = [one.deployment.num_servers for one in row]
-        (line,) = throughput.plot(servers, [one.episodes_per_s for one in row], "o-", label=_counted(ranks, "rank"))
-        throughput.axhline(trainers_ceiling(costs, row[0].deployment), color=line.get_color(), lw=0.5, ls=":")
-    deployments = [one.deployment for one in plan.tried]
-    ceiling = sorted({d.num_servers: servers_ceiling(costs, d) for d in deployments}.items())
-    throughput.plot([n for n, _ in ceiling], [c for _, c in ceiling], "k:", lw=0.5, label="ceilings")
-    best = plan.best
-    throughput.plot(best.deployment.num_servers, best.episodes_per_s, "k*", ms=12, label="best")
-    highest = max(one.episodes_per_s for one in plan.tried)
-    throughput.set(xlabel="servers", ylabel="episodes trained per second", ylim=(0, 1.3 * highest))
-    throughput.legend(loc="lower right")
+        row = {p.deployment.num_servers: p.episodes_per_s for p in plan.tried if p.deployment.num_ranks == ranks}
+        off = [error * rate for rate in row.values()]
+        throughput.errorbar(list(row), list(row.values()), off, fmt="o-", capsize=2, label=_counted(ranks, "rank"))
+    throughput.plot(best.deployment.num_servers, best.episodes_per_s, "k*", ms=12, label="best", zorder=3)
+    throughput.set(xlabel="servers", ylabel="episodes trained per second", ylim=(0, None))
     throughput.set_title("arl plan" + (" (extrapolated)" if best.extrapolated else ""))
-    _draw_waits(waits, best)
+    throughput.legend(loc="lower right")
+    rows = {
+        "controller": (best.controller, 0.0, 1 - best.controller),
+        "servers": (best.servers_compute, best.servers_load, best.servers_idle),
+        "trainer": (best.trainer_trains, best.trainer_copies, best.trainer_idle),
+    }
+    for place, (label, color) in enumerate([("busy", "tab:blue"), ("weights", "tab:orange"), ("idle", "lightgray")]):
+        left = [sum(shares[:place]) for shares in rows.values()]
+        waits.barh(list(rows), [shares[place] for shares in rows.values()], left=left, color=color, label=label)
+    waits.set(xlim=(0, 1), xlabel="share of the time")
+    waits.legend(loc="lower right")
     staleness.bar(list(best.staleness), list(best.staleness.values()))
     staleness.set(xlabel="staleness (versions)", ylabel="share of trained tokens")
     figure.savefig(path, dpi=120)
-
-
-def _draw_waits(axes: object, best: Prediction) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    told = best.waits
-    rows = {
-        "controller": [("busy", told.controller), ("idle", 1 - told.controller)],
-        "servers": [("busy", told.servers_compute), ("weights", told.servers_load), ("idle", told.servers_idle)],
-        "trainer": [("busy", told.trainer_trains), ("weights", told.trainer_copies), ("idle", told.trainer_idle)],
-    }
-    colors = {"busy": "tab:blue", "weights": "tab:orange", "idle": "lightgray"}
-    for row, shares in rows.items():
-        left = 0.0
-        for what, share in shares:
-            axes.barh(row, share, left=left, color=colors[what], label=what if row == "servers" else None)
-            left += share
-    axes.set(xlim=(0, 1), xlabel="share of the time")
-    axes.legend(loc="lower right")

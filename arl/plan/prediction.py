@@ -1,203 +1,120 @@
-"""The prediction of a simulated run for a deployment: throughput, who waits for whom, staleness, memory and money."""
+"""What the model says of a deployment, how far off it may be, and the search for the best deployment."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
-from arl.plan.ceilings import buffers_ceiling, servers_ceiling, trainers_ceiling
-from arl.plan.costs import Costs, Deployment, Range
-from arl.plan.simulated_run import SimulatedRun, SimulatedStep, simulate
-from arl.plan.workload import Record
+from arl.api.errors import ConfigError
+from arl.plan.costs import Costs, Deployment, Range, Record
+from arl.plan.model import Steady
 
-NUM_STEPS = 12
-"""Steps that a prediction is taken from, unless it is told otherwise."""
 _ABOUT = 1.1
 """Batches differ: a tenth more than was measured is no extrapolation."""
+_EQUAL = 0.05
+"""Of deployments that are as fast, up to this share, the cheapest is the best."""
+_COARSE = 6
+"""Numbers of servers, and of ranks, that a search begins with."""
+Limit = Literal["controller", "trainer", "servers", "staleness", "episodes"]
 
 
-class Waits(Record, frozen=True, kw_only=True):
-    """Shares of the time, 0 to 1."""
+class Errors(Record, frozen=True, kw_only=True):
+    """How far off nine of ten predictions are at most, on the stored settings of tests/plan/stored_settings.json."""
 
-    trainer_trains: float
-    trainer_waits_for_batch: float
-    """No batch can be taken: too few episodes have finished."""
-    trainer_copies: float
-    """Snapshots of the weights."""
-    trainer_waits_for_delivery: float
-    """With max_staleness 0: until the servers have the new weights. These four add up to 1."""
-    servers_compute: float
-    """The mean over servers."""
-    servers_load: float
-    """They stand still for new weights."""
-    servers_idle: float
-    """They have no requests: the workflow's tools, the buffer's room or the controller hold them up."""
-    controller: float
-    """The controller's one event loop is busy. Near 1 it is the limit."""
-    rollout_waits_for_room: float
-    """The buffer is full: the bound on staleness, not max_concurrent_episodes, decides how many episodes run."""
-
-    @property
-    def trainer_idle(self) -> float:
-        return self.trainer_waits_for_batch + self.trainer_waits_for_delivery
+    throughput: float = 0.10
+    """As a share of the number, below likewise: of episodes, tokens and requests a second, steps, and costs."""
+    running_episodes: float = 0.16
+    request_s: float = 0.25
+    trainer_idle: float = 0.05
+    """As a difference, below likewise."""
+    servers_idle: float = 0.09
+    controller: float = 0.02
+    staleness: float = 0.3
 
 
 class Prediction(Record, frozen=True, kw_only=True):
-    """One deployment, predicted from `num_steps` steps after the first ones, which fill the pipeline."""
+    """One deployment. Shares of the time are 0 to 1."""
 
     deployment: Deployment
-    num_steps: int
     step_s: float
-    """Seconds from one step to the next; below, per second likewise."""
     episodes_per_s: float
-    """Episodes trained."""
+    """Trained ones; below, sampled tokens of these."""
     tokens_per_s: float
-    """Sampled tokens trained."""
     requests_per_s: float
     request_s: float
-    """Mean seconds of a request, waits included."""
-    running_requests: float
-    """The mean over one server's iterations."""
-    most_running: int
-    in_flight: float
-    """Mean number of requests that were asked and not answered."""
     running_episodes: float
-    """Mean number of episodes that run, in their tools included."""
-    waits: Waits
+    """Those in their tools included."""
+    trainer_trains: float
+    trainer_copies: float
+    """Snapshots of the weights."""
+    trainer_idle: float
+    """It waits for a batch; with max_staleness 0, also until the servers have the new weights."""
+    servers_compute: float
+    servers_load: float
+    """They stand still for new weights."""
+    servers_idle: float
+    controller: float
+    """The controller's one event loop is busy."""
     staleness: dict[int, float]
     """Versions behind -> share of the trained tokens."""
-    rejected: float
-    """Share of the episodes that ended and were not trained: rejected, failed, in groups that were refused."""
-    server_bytes: int
-    """Weights, and the most keys and values of one server at once; 0: unknown."""
-    rank_bytes: int
-    step_cost: float
-    """Money; 0: no prices are known."""
-    episodes_cost: float
-    """For 1,000 trained episodes."""
+    mean_staleness: float
+    untrained: float
+    """Share of the episodes."""
+    server_bytes: float
+    """Weights, and the most keys and values at once; below, of one rank. 0: unknown."""
+    rank_bytes: float
     hour_cost: float
-    limit: Literal["controller", "trainer", "servers", "staleness", "episodes"]
-    """What more of would make it faster: see `_limit`."""
+    """Money; below, for 1,000 trained episodes. 0: unknown."""
+    episodes_cost: float
     extrapolated: tuple[str, ...]
-    """The numbers outside the measured ranges; empty if there are none."""
-
-    @property
-    def mean_staleness(self) -> float:
-        return sum(versions * share for versions, share in self.staleness.items())
+    """The numbers outside the measured ranges."""
 
 
-def predict(costs: Costs, deployment: Deployment, *, num_steps: int = NUM_STEPS, seed: int = 0) -> Prediction:
-    """Simulate the deployment. Raises StarvedError where no group can be trained."""
-    filling = deployment.max_staleness + 2
-    return told_by(simulate(costs, deployment, filling + num_steps, seed=seed), costs, filling)
-
-
-def told_by(run: SimulatedRun, costs: Costs, filling: int) -> Prediction:
-    """filling: the first steps, which are left out."""
-    deployment, before, steps = run.deployment, run.steps[filling - 1], run.steps[filling:]
-    last = steps[-1]
-    seconds = last.ended - before.ended
-    episodes, tokens = sum(s.num_episodes for s in steps), sum(s.num_tokens for s in steps)
-    answered, iterations = last.num_answered - before.num_answered, last.servers_iterations - before.servers_iterations
-    step_s, cost_per_s = seconds / len(steps), hour_cost(costs, deployment) / 3600
-    ended = run.counters["episodes_rejected"] + run.counters["episodes_dropped"]
-    waits = _waits(before, steps, deployment.num_servers)
+def predict(costs: Costs, deployment: Deployment) -> Prediction:
+    """Raises ConfigError where no group can be trained."""
+    run = Steady(costs, deployment)
+    episodes, memory, prices, period_s = run.episodes, costs.memory, costs.prices, run.period_s
+    trains, copies, loads = run.trains_s / period_s, costs.trainer.snapshot_s / period_s, float(run.loading.mean())
+    most_running = min(float(run.running.max()), run.most_running)
+    has, staleness, groups_per_s = episodes.has_turn, run.staleness(), deployment.batch_size / period_s
+    episodes_per_s = groups_per_s * episodes.group_episodes
+    hour_cost = deployment.num_servers * prices.server_hour + deployment.num_ranks * prices.rank_hour
     return Prediction(
         deployment=deployment,
-        num_steps=len(steps),
-        step_s=step_s,
-        episodes_per_s=episodes / seconds,
-        tokens_per_s=tokens / seconds,
-        requests_per_s=answered / seconds,
-        request_s=(last.request_s - before.request_s) / max(answered, 1),
-        running_requests=(last.servers_decoded - before.servers_decoded) / max(iterations, 1),
-        most_running=run.most_running,
-        in_flight=(last.in_flight_s - before.in_flight_s) / seconds,
-        running_episodes=(last.episodes_s - before.episodes_s) / seconds,
-        waits=waits,
-        staleness=_staleness(steps),
-        rejected=ended / (ended + run.counters["episodes_trained"]),
-        server_bytes=_server_bytes(costs, run),
-        rank_bytes=rank_bytes(costs, deployment),
-        step_cost=cost_per_s * step_s,
-        episodes_cost=1000 * cost_per_s * seconds / episodes,
-        hour_cost=3600 * cost_per_s,
-        limit=_limit(costs, deployment, waits),
-        extrapolated=_beyond(costs, run, steps),
+        step_s=period_s,
+        episodes_per_s=episodes_per_s,
+        tokens_per_s=groups_per_s * episodes.group_sampled,
+        requests_per_s=run.weight * float(has.sum()) / period_s,
+        request_s=float((run.ended - run.begun)[has].mean()) + costs.controller.latency_s,
+        running_episodes=float(run.playing.mean()),
+        trainer_trains=trains,
+        trainer_copies=copies,
+        trainer_idle=max(1 - trains - copies, 0.0),
+        servers_compute=run.computing,
+        servers_load=loads,
+        servers_idle=max(1 - run.computing - loads, 0.0),
+        controller=run.controlling,
+        staleness=staleness,
+        mean_staleness=sum(versions * share for versions, share in staleness.items()),
+        untrained=max(1 - deployment.batch_size * episodes.group_episodes / (run.num_groups * episodes.size), 0.0),
+        server_bytes=memory.server_weights + memory.kv_per_token * episodes.context * most_running,
+        rank_bytes=memory.trainer_state / deployment.num_ranks + memory.per_rank if memory.trainer_state else 0.0,
+        hour_cost=hour_cost,
+        episodes_cost=hour_cost / 3.6 / episodes_per_s,
+        extrapolated=_beyond(run, most_running),
     )
 
 
-def hour_cost(costs: Costs, deployment: Deployment) -> float:
-    """Money for an hour."""
-    return deployment.num_servers * costs.prices.server_hour + deployment.num_ranks * costs.prices.rank_hour
-
-
-def _waits(before: SimulatedStep, steps: Sequence[SimulatedStep], num_servers: int) -> Waits:
-    last, seconds = steps[-1], steps[-1].ended - before.ended
-    compute = (last.servers_busy_s - before.servers_busy_s) / seconds / num_servers
-    load = (last.servers_stood_still_s - before.servers_stood_still_s) / seconds / num_servers
-    return Waits(
-        trainer_trains=sum(s.trained - s.taken for s in steps) / seconds,
-        trainer_waits_for_batch=sum(s.taken - s.began for s in steps) / seconds,
-        trainer_copies=sum(s.copied - s.trained for s in steps) / seconds,
-        trainer_waits_for_delivery=sum(s.ended - s.copied for s in steps) / seconds,
-        servers_compute=compute,
-        servers_load=load,
-        servers_idle=max(1 - compute - load, 0.0),
-        controller=(last.controller_s - before.controller_s) / seconds,
-        rollout_waits_for_room=(last.full_s - before.full_s) / seconds,
-    )
-
-
-def _limit(
-    costs: Costs, deployment: Deployment, waits: Waits
-) -> Literal["controller", "trainer", "servers", "staleness", "episodes"]:
-    """The part that hardly rests; the bound on staleness, where none does; else the part with the lowest ceiling."""
-    if waits.controller > 0.9:
-        return "controller"
-    if waits.trainer_idle < 0.05:
-        return "trainer"
-    if waits.rollout_waits_for_room > 0.5 and waits.servers_idle > 0.1:
-        return "staleness"  # nothing is used up, and a full buffer waits for its slowest episodes
-    buffers = buffers_ceiling(costs, deployment)
-    if servers_ceiling(costs, deployment) < min(buffers, trainers_ceiling(costs, deployment)):
-        return "servers"
-    if trainers_ceiling(costs, deployment) < buffers:
-        return "trainer"
-    unbounded = msgspec.structs.replace(deployment, max_concurrent_episodes=10**9)
-    return "episodes" if buffers < buffers_ceiling(costs, unbounded) else "staleness"
-
-
-def _staleness(steps: Sequence[SimulatedStep]) -> dict[int, float]:
-    counts: Counter[int] = Counter()
-    for step in steps:
-        counts.update(step.staleness)
-    return {versions: counts[versions] / counts.total() for versions in sorted(counts)}
-
-
-def _server_bytes(costs: Costs, run: SimulatedRun) -> int:
-    memory = costs.memory
-    return memory.server_weights + memory.kv_per_token * run.most_context if memory.kv_per_token else 0
-
-
-def rank_bytes(costs: Costs, deployment: Deployment) -> int:
-    """The bytes of one rank; 0 if unknown."""
-    memory = costs.memory
-    return memory.trainer_state // deployment.num_ranks + memory.per_rank if memory.trainer_state else 0
-
-
-def _beyond(costs: Costs, run: SimulatedRun, steps: Sequence[SimulatedStep]) -> tuple[str, ...]:
-    measured, deployment = costs.measured, run.deployment
-    tokens = max(step.forwarded for step in steps)
+def _beyond(run: Steady, most_running: float) -> tuple[str, ...]:
+    measured, deployment = run.costs.measured, run.deployment
     seen: list[tuple[str, float, Range | None, float]] = [
         ("servers", deployment.num_servers, measured.num_servers, 1.0),
         ("trainer ranks", deployment.num_ranks, measured.num_ranks, 1.0),
-        ("requests on a server", run.most_running, measured.running_requests, _ABOUT),
-        ("tokens on a server", run.most_context, measured.context_tokens, _ABOUT),
-        ("tokens in a step", tokens, measured.step_tokens, _ABOUT),
+        ("requests on a server", most_running, measured.running_requests, _ABOUT),
+        ("tokens in a step", deployment.batch_size * run.episodes.group_forwarded, measured.step_tokens, _ABOUT),
     ]
     if not any(known for _, _, known, _ in seen):
         return ("nothing of this was measured",)
@@ -206,3 +123,102 @@ def _beyond(costs: Costs, run: SimulatedRun, steps: Sequence[SimulatedStep]) -> 
         for what, number, known, about in seen
         if known is None or not known[0] / about <= number <= known[1] * about
     )
+
+
+def errors_of(costs: Costs) -> Errors | None:
+    """How far off predictions with these costs may be: as on the stored settings, or as far as on the measured run
+    itself, whichever is more. None where nothing was measured."""
+    measured, errors = costs.measured, Errors()
+    if not measured.episodes_per_s:
+        return errors if measured.num_servers else None
+    own = abs(predict(costs, costs.deployment).episodes_per_s / measured.episodes_per_s - 1)
+    return replace(errors, throughput=max(errors.throughput, own))
+
+
+def limit_of(costs: Costs, deployment: Deployment) -> tuple[Limit, float]:
+    """What to have more of, and by which share throughput grows at most: with twice the servers, ranks or episodes at
+    once, one more version of staleness, or a controller that is twice as fast."""
+    controller = costs.controller
+    faster = replace(controller, per_request_s=controller.per_request_s / 2, per_episode_s=controller.per_episode_s / 2)
+    before_s = Steady(costs, deployment).period_s
+    after_s: dict[Limit, float] = {"controller": Steady(replace(costs, controller=faster), deployment).period_s}
+    more: dict[Limit, dict[str, int]] = {
+        "trainer": {"num_ranks": 2 * deployment.num_ranks},
+        "servers": {"num_servers": 2 * deployment.num_servers},
+        "staleness": {"max_staleness": deployment.max_staleness + 1},
+        "episodes": {"max_concurrent_episodes": 2 * deployment.max_concurrent_episodes},
+    }
+    after_s |= {limit: Steady(costs, deployment.changed(**change)).period_s for limit, change in more.items()}
+    best = min(after_s, key=lambda limit: after_s[limit])
+    return best, max(before_s / after_s[best] - 1, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The servers and ranks that may be rented: the fewest and the most of each, and GPUs in total."""
+
+    servers: tuple[int, int]
+    ranks: tuple[int, int]
+    budget: int | None = None
+
+    def holds(self, deployment: Deployment) -> bool:
+        numbers = ((deployment.num_servers, self.servers), (deployment.num_ranks, self.ranks))
+        is_within = all(fewest <= number <= most for number, (fewest, most) in numbers)
+        return is_within and (self.budget is None or deployment.num_gpus <= self.budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    best: Prediction
+    tried: tuple[Prediction, ...]
+    """By servers and ranks."""
+    errors: Errors | None
+
+
+def search(costs: Costs, base: Deployment, choice: Choice, note: Callable[[Deployment], object]) -> Plan:
+    """The cheapest split of about the highest throughput. note: is told what is computed next.
+
+    A coarse grid first, then the neighbours of the best, ever nearer. Raises ConfigError if the budget holds none.
+    """
+    tried: dict[tuple[int, int], Prediction] = {}
+
+    def look_at(servers: int, ranks: int) -> None:
+        if (servers, ranks) in tried or min(servers, ranks) < 1:
+            return
+        deployment = base.changed(num_servers=servers, num_ranks=ranks)
+        if choice.holds(deployment):
+            note(deployment)
+            tried[servers, ranks] = predict(costs, deployment)
+
+    def best() -> Prediction:
+        """Of those whose trainer fits into its memory; if none does, of all."""
+        fitting = [one for one in tried.values() if not 0 < costs.memory.rank_total < one.rank_bytes]
+        enough = (1 - _EQUAL) * max(one.episodes_per_s for one in fitting or tried.values())
+        fast = [one for one in fitting or tried.values() if one.episodes_per_s >= enough]
+        return min(fast, key=lambda one: (one.hour_cost, one.deployment.num_gpus, one.deployment.num_servers))
+
+    for ranks in _spread(*choice.ranks):
+        most = choice.servers[1]
+        if choice.budget is not None and base.gpus_per_server:
+            most = min(most, (choice.budget - ranks * base.gpus_per_rank) // base.gpus_per_server)
+        for servers in _spread(choice.servers[0], most):
+            look_at(servers, ranks)
+    if not tried:
+        raise ConfigError(
+            f"{choice.budget} GPUs hold no {choice.servers[0]} servers of {base.gpus_per_server} and "
+            f"{choice.ranks[0]} ranks of {base.gpus_per_rank}; raise --budget"
+        )
+    reach = max(choice.servers[1] - choice.servers[0], choice.ranks[1] - choice.ranks[0]) // _COARSE + 1
+    while reach:
+        chosen = best().deployment
+        far = -(-reach * chosen.num_ranks // chosen.num_servers)
+        for x, y in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, 1), (1, -1)):
+            look_at(chosen.num_servers + x * reach, chosen.num_ranks + y * far)
+        reach = reach if best().deployment != chosen else reach // 2
+    return Plan(best=best(), tried=tuple(tried[split] for split in sorted(tried)), errors=errors_of(costs))
+
+
+def _spread(fewest: int, most: int) -> list[int]:
+    """At most _COARSE numbers, each about as many times as large as the one before."""
+    ratio = most / fewest
+    return sorted({round(fewest * ratio ** (i / (_COARSE - 1))) for i in range(_COARSE)}) if ratio >= 1 else []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from programs import saying
 from records import trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
 from arl.api.errors import ProgramError
@@ -15,7 +16,6 @@ from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
 from arl.endpoint.session import EpisodeSession
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.web.bodies import RequestError
 

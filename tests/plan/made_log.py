@@ -12,14 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 
 from arl.api import events
 from arl.api.config import EventsConfig
 from arl.engine.local.iteration_times import IterationTimes
 from arl.eventlog.writer import EventLog
-from arl.plan.costs import Costs, DecodeCosts, PrefillCosts, PublishCosts, TrainerCosts
-from arl.plan.workload import MeasuredEpisode, MeasuredTurn, Workload
+from arl.plan.costs import (
+    Costs,
+    DecodeCosts,
+    MeasuredEpisode,
+    MeasuredTurn,
+    PrefillCosts,
+    PublishCosts,
+    TrainerCosts,
+    Workload,
+)
 
 T0 = 1_700_000_000.0
 
@@ -28,7 +37,7 @@ def known_costs(**changes: Any) -> Costs:
     turn = MeasuredTurn(prompt_tokens=20, new_tokens=30)
     costs: dict[str, Any] = {
         "decode": DecodeCosts(points=((1, 0.0021), (64, 0.0021 + 63 * 1e-4)), max_running_requests=64),
-        "prefill": PrefillCosts(per_token_s=5e-5, per_request_s=4e-4, chunk_tokens=512, stops_decoding=False),
+        "prefill": PrefillCosts(per_token_s=5e-5, per_request_s=4e-4),
         "trainer": TrainerCosts(base_s=0.05, per_token_s=8e-5, snapshot_s=0.01),
         "publish": PublishCosts(transfer_s=0.08, load_s=0.03),
         "workload": Workload(episodes=(MeasuredEpisode(group=0, turns=(turn,), tokens=50),)),
@@ -65,13 +74,13 @@ class Server:
         """How long it takes, and whose prompts it reads."""
         decode, prefill = self.costs.decode, self.costs.prefill
         room, read, tokens = decode.max_running_requests - len(self.running), list[Request](), 0
-        while self.waiting and len(read) < room and tokens < prefill.chunk_tokens:
+        while self.waiting and len(read) < room and tokens < 512:
             read.append(self.waiting.popleft())
             tokens += max(read[-1].prompt - read[-1].cached, 1)
-        seconds = prefill.base_s * bool(read) + prefill.per_token_s * tokens + prefill.per_request_s * len(read)
-        if self.running:
-            seconds += decode.iteration_s(len(self.running), sum(r.prompt + r.got for r in self.running))
+        seconds = prefill.per_token_s * tokens + prefill.per_request_s * len(read)
         held = sum(r.prompt + r.got for r in self.running)
+        if self.running:
+            seconds += float(decode.iteration_s(np.array(len(self.running)), held / len(self.running)))
         self.times.add(len(self.running), held, tokens, len(read), seconds)
         return seconds, read
 
@@ -273,7 +282,7 @@ class MadeRun:
         with EventLog(run_dir, EventsConfig()).open() as log:
             log.emit(
                 events.RunBegan(
-                    t=T0,
+                    t=T0 + wall(0.0),
                     version=resumed_from,
                     arl="0",
                     host="h",

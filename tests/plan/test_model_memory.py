@@ -24,14 +24,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("served_as", "value_bytes"), [("float32", 4), ("bfloat16", 2)])
 def test_servers_hold_weights_keys_and_values_in_their_dtype(model: Path, served_as: str, value_bytes: int):
     parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
-    memory = model_memory(model, served_as=served_as, trains_adapter=False)
+    memory = model_memory({"model": model, "engine": {"dtype": served_as}})
     assert memory.server_weights == value_bytes * parameters
     assert memory.kv_per_token == value_bytes * 2 * 3 * 2 * 8  # keys and values of 3 layers, 2 heads of 8
     assert memory.trainer_state == 16 * parameters
 
 
 def test_an_adapter_needs_neither_gradients_nor_moments_of_the_model(model: Path):
-    whole, adapter = (model_memory(model, served_as="float32", trains_adapter=lora) for lora in (False, True))
+    whole, adapter = (model_memory({"model": model, "train": {"lora": lora}}) for lora in (None, {"rank": 4}))
     assert adapter.trainer_state == whole.trainer_state / 4
 
 
@@ -39,19 +39,18 @@ def test_a_model_that_sees_is_counted_with_its_tower_which_may_be_frozen(tmp_pat
     model = write_tiny_vision_model(tmp_path / "model", shape=SHAPE)
     loaded = AutoModelForImageTextToText.from_pretrained(model)
     parameters, tower = loaded.num_parameters(), loaded.model.visual.num_parameters()
-    memory = model_memory(model, served_as="bfloat16", trains_adapter=False)
+    settings = {"model": model, "engine": {"dtype": "bfloat16"}}
+    memory = model_memory(settings)
     assert (memory.server_weights, memory.kv_per_token) == (2 * parameters, 2 * 2 * 3 * 2 * 8)
     assert memory.trainer_state == 16 * parameters
-    frozen = model_memory(model, served_as="bfloat16", trains_adapter=False, freezes_tower=True)
+    frozen = model_memory({**settings, "train": {"freeze_vision_tower": True}})
     assert frozen.trainer_state == 16 * (parameters - tower) + 4 * tower
 
 
 def test_a_reward_model_is_a_second_model_with_a_reference_of_its_own_which_adapters_do_not_hold(model: Path):
-    sizes = {"served_as": "float32", "num_models": 2, "num_references": 1}
-    alone, beside, adapters = (
-        model_memory(model, served_as="float32", trains_adapter=False),
-        model_memory(model, trains_adapter=False, **sizes),
-        model_memory(model, trains_adapter=True, **sizes),
+    rewarded = {"model": model, "algorithm": {"reward_model": {}}}
+    alone, beside, adapters = map(
+        model_memory, ({"model": model}, rewarded, {**rewarded, "train": {"lora": {"rank": 4}}})
     )
     assert beside.trainer_state == (2 * 16 + 4) / 16 * alone.trainer_state
     assert adapters.trainer_state == 2 * 4 / 16 * alone.trainer_state
@@ -78,11 +77,11 @@ def test_without_a_dtype_servers_take_that_of_the_models_config(model: Path, tmp
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     (tmp_path / "model.safetensors").symlink_to(next(model.glob("*.safetensors")))
-    assert model_memory(tmp_path, served_as=None, trains_adapter=False).kv_per_token == 2 * 2 * 3 * 2 * 8
+    assert model_memory({"model": tmp_path}).kv_per_token == 2 * 2 * 3 * 2 * 8
 
 
-def test_a_run_whose_model_has_gone_says_that_memory_is_not_told(tmp_path: Path):
+def test_a_run_whose_model_has_gone_says_that_memory_is_unknown(tmp_path: Path):
     MadeRun(known_costs()).write(tmp_path)
     costs = fitted(tmp_path)
     assert costs.memory.server_weights == 0
-    assert any(note.startswith("memory is not told") for note in costs.measured.notes)
+    assert any(note.startswith("memory is unknown") for note in costs.measured.notes)

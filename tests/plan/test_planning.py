@@ -7,8 +7,9 @@ import pytest
 from made_costs import made_costs
 
 from arl.__main__ import main
+from arl.api.errors import ConfigError
 from arl.commands import planning
-from arl.plan.costs import read_costs, write_costs
+from arl.plan.costs import Measured, read_costs, write_costs
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def test_it_prints_the_best_split_and_writes_what_it_is_asked_for(
     costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot, predictions, copy = tmp_path / "plan.png", tmp_path / "plan.json", tmp_path / "copy.json"
-    options = ["--servers", "1:3", "--steps", "3", "--max-staleness", "1", "--tool-latency", "2", "--rank-hour", "7"]
+    options = ["--servers", "1:3", "--max-staleness", "1", "--tool-latency", "2", "--rank-hour", "7"]
     main(["plan", "--costs", str(costs), *options, "--plot", str(plot), "--json", str(predictions)])
     out = capsys.readouterr().out
     for words in ("episodes/s", "The limit is", "trainer", "staleness of trained tokens", "extrapolated", "a test"):
@@ -32,12 +33,12 @@ def test_it_prints_the_best_split_and_writes_what_it_is_asked_for(
     assert told["best"]["deployment"]["max_staleness"] == 1
     assert told["best"]["deployment"]["tool_factor"] == 2
     assert plot.stat().st_size > 10_000
-    main(["plan", "--costs", str(costs), "--steps", "1", "--write-costs", str(copy), "--server-hour", "5"])
+    main(["plan", "--costs", str(costs), "--write-costs", str(copy), "--server-hour", "5"])
     assert read_costs(copy).prices.server_hour == 5
 
 
 def test_it_guesses_for_a_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--steps", "2", "--batch-size", "4", "--group-size", "4", "--servers", "2", "--ranks", "4"]
+    options = ["--batch-size", "4", "--group-size", "4", "--servers", "2", "--ranks", "4"]
     main(["plan", "--gpu", "H100", "--model-size", "8B", *options, "--turns", "2", "--tool-s", "1"])
     out = capsys.readouterr().out
     assert "every number is a guess" in out
@@ -57,7 +58,7 @@ def test_it_guesses_for_a_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) ->
         (["--gpu", "h100", "--model-size", "8B", "--servers", "4:2"], "goes from 4 down to 2"),
         (["--gpu", "h100", "--model-size", "big"], "'big' is not the size of a model"),
         (["--gpu", "h100", "--model-size", "8B", "--budget", "1"], "raise --budget"),
-        (["--gpu", "h100", "--model-size", "8B", "--max-staleness", "-1"], "max_staleness is -1"),
+        (["--gpu", "h100", "--model-size", "8B", "--max-staleness", "-1"], "max_staleness"),
     ],
 )
 def test_a_wrong_option_ends_with_code_2(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,10 +68,42 @@ def test_a_wrong_option_ends_with_code_2(argv: list[str], said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_computed(
     costs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "predict", lambda *_, **__: pytest.fail("it simulates"))
+    monkeypatch.setattr(planning, "search", lambda *_: pytest.fail("it computes"))
     with pytest.raises(SystemExit):
         main(["plan", "--costs", str(costs), "--json", "/nowhere/plan.json"])
     assert "/nowhere/plan.json cannot be written: there is no directory /nowhere" in capsys.readouterr().err
+
+
+def test_each_number_is_followed_by_its_error_where_something_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Measured(num_servers=(1, 1))
+    write_costs(tmp_path / "costs.json", made_costs(measured=measured))
+    main(["plan", "--costs", str(tmp_path / "costs.json"), "--servers", "1:2", "--json", str(tmp_path / "plan.json")])
+    out = capsys.readouterr().out
+    assert out.count("±") > 20
+    assert "errors: nine of ten stored settings are within them" in out
+    told = msgspec.json.decode((tmp_path / "plan.json").read_bytes())
+    assert told["errors"]["throughput"] > 0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ('"per_token_s"', '"per_token"', "per_token"),
+        ('"cores": 2', '"cores": 0', r"int. >= 1 - at `\$\.shared\.cores"),
+        ('"turns": [', '"turns": "three", "were": [', r"Expected `array`, got `str`.*turns"),
+        ("{", "", "not a file of costs"),
+    ],
+)
+def test_a_wrong_file_of_costs_is_refused_by_the_field_that_is_wrong(
+    costs: Path, right: str, wrong: str, said: str
+) -> None:
+    assert read_costs(costs) == made_costs(source="a test")
+    assert right in costs.read_text()
+    costs.write_text(costs.read_text().replace(right, wrong, 1))
+    with pytest.raises(ConfigError, match=said):
+        read_costs(costs)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from virtual_time import run_in_virtual_time
 from workflow.served import BREAK, Served
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rewards import ChatServer, JudgeReward, Score, WeightedReward
 from arl.rewards.judge import AnswerCache
 from arl.web import client as web_client

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from virtual_time import run_in_virtual_time
+
 from arl.api.config import RolloutConfig
 from arl.api.engine import DiskWeights, Sampler
 from arl.api.grammar import Grammar
@@ -14,7 +16,6 @@ from arl.api.images import Image, PlacedImage
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from records import grouped, trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.buffer import ReplayBuffer, Slot
 
 

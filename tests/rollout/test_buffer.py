@@ -10,8 +10,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from simulation import group
+from virtual_time import run_in_virtual_time
 
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.buffer import ReplayBuffer, Slot
 
 OVERDUE_S = 5.0

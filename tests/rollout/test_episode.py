@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from players import Scripted, TwoTurns, engine_with_latency, examples, trained
 from records import trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.engine import ModelLimits, Sampler
 from arl.api.episode_clock import off_the_clock
@@ -23,7 +24,6 @@ from arl.api.routes import Routes
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.failure_log import FailureLog

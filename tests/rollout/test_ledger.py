@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Scripted, as_json, controlled, train, trained
 from records import trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.errors import CheckpointError, CurriculumError
 from arl.api.workflow import Curriculum, ExampleRecord
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout import ledger as ledgers
 from arl.rollout.ledger import ExampleLedger
 from arl.rollout.outcome import GroupOutcome

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Moody, Scripted, controlled, engine_with_latency, train, trained
 from records import trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group
 from arl.api.workflow import ExampleRecord
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.outcome import GroupOutcome
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Scripted, TwoTurns, as_json, controlled, engine_with_latency, examples, runner_of, serve, train
 from records import trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
 from arl.api.token_records import Fate, TokensCounted
 from arl.api.types import Example, Group, Trajectory
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.ledger import ExampleId

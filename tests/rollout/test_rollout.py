@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from players import Scripted, TwoTurns, controlled, engine_with_latency, examples, train, trained
 from records import trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.errors import DatasetError, FailureBudgetError
 from arl.api.types import Example, Group
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.outcome import GroupOutcome

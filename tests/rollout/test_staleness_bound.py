@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from random_life import live
 from simulation import Schedule, schedules, simulate
+from virtual_time import DeadlockError
 
 from arl.api.errors import StalenessError
 from arl.api.types import Group
-from arl.plan.virtual_time import DeadlockError
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 
 

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Moody, controlled, engine_with_latency, examples, serve, train
 from records import grouped
+from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.ledger import ExampleLedger
 
 NUM_EXAMPLES, VERSIONS, BATCH_SIZE, GROUP_SIZE = 23, 12, 3, 2

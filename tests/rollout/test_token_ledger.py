@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 from players import Moody, TwoTurns, as_json, controlled, engine_with_latency, examples, train
 from records import grouped, trajectory
+from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
 from arl.api.errors import PromptTooLongError, RequestTimeoutError, ServerError
@@ -16,7 +17,6 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.token_records import Fate
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.plan.virtual_time import run_in_virtual_time
 from arl.rollout.controller import RolloutController, run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.token_ledger import TokenLedger
