@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -32,7 +32,6 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError, says_all
-from arl.api.finetuning_config import FinetuneConfig
 from arl.api.moved_settings import instead_of_correction
 from arl.api.notebook import kernel_shell
 from arl.api.settings import PEERS_NAMES, REQUIRED, Setting, config_error, settings_of, whole_section
@@ -40,7 +39,10 @@ from arl.in_cell import is_in_cell, run_in_cell
 from arl.json_console import is_json, json_console, tell
 from arl.stopping import SCRIPT_END, ScriptEnd, command_line
 
-ConfigT = TypeVar("ConfigT", bound=Config | FinetuneConfig)
+if TYPE_CHECKING:
+    from arl.api.finetuning_config import FinetuneConfig
+
+ConfigT = TypeVar("ConfigT", bound="Config | FinetuneConfig")
 T = TypeVar("T")
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -381,7 +383,7 @@ def _flag_source(
         return namespace
 
     parser = _Parser(
-        prog=config_class.program if issubclass(config_class, FinetuneConfig) else Path(sys.argv[0]).name,
+        prog=getattr(config_class, "program", Path(sys.argv[0]).name),
         usage="%(prog)s [--config FILE.yaml] [--SETTING VALUE] [--SECTION.SETTING VALUE] ...",
         description=inspect.getdoc(config_class),
         formatter_class=argparse.RawDescriptionHelpFormatter,

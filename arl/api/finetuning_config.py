@@ -58,6 +58,7 @@ class PreferencesConfig(Section):
     """The loss of kind=dpo."""
 
     loss: Literal["dpo", "ipo"] = "dpo"
+    """-log sigmoid(beta h), or (h - 1 / (2 beta))^2, of the difference h of the two answers' log-ratios."""
     beta: PositiveFloat = 0.1
     """How strongly the model is held to the reference, which is `model`."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -105,8 +106,8 @@ class FinetuneConfig(Section):
     """Without eval_dataset: how many rows at the end of `dataset` are held out, and not trained."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns that rows get by the names of others, as JSON: {"prompt": "question", "completion": "answer"}."""
-    run_dir: Path = Path("runs/finetune")
-    """Where metrics, checkpoints and the trained model go. Unset: runs/KIND."""
+    run_dir: Path = Path("runs/KIND")
+    """Where metrics, checkpoints and the trained model go. Unset: a directory named after the kind."""
     epochs: PositiveInt = 1
     """How often each row is trained."""
     batch_size: PositiveInt = 16

@@ -14,16 +14,18 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from arl.api.config import Config
-from arl.api.finetuning_config import FinetuneConfig
 from arl.api.installing import __version__
 from arl.api.settings import settings_without_masked
 from arl.stopping import command_line
 from arl.training.run_files import write_atomically
+
+if TYPE_CHECKING:
+    from arl.api.finetuning_config import FinetuneConfig
 
 log = logging.getLogger(__name__)
 

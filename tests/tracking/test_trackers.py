@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,26 +179,21 @@ async def test_a_continued_run_gives_a_tracker_the_id_that_it_returned_and_goes_
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"Recorder": "abc", "Recorder-2": "other"}
 
 
-async def test_a_tracker_that_raises_is_warned_of_once_and_the_run_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("no\nspace"), "ValueError: no space"), (SystemExit(3), "SystemExit: 3")]
+)
+async def test_a_tracker_that_raises_or_exits_is_warned_of_once_and_the_run_and_the_others_go_on(
+    error: BaseException, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad, good = Recorder(raising(ValueError("no\nspace"))), Recorder()
+    bad, good = Recorder(raising(error)), Recorder()
     async with running(tmp_path, steps=4, trackers=[bad, good]) as trainer:
         steps = [step.version async for step in trainer]
     assert good.versions == steps == [1, 2, 3, 4]
     assert bad.calls == [("close", None)]
     first, last = said(caplog)
-    assert first.startswith("the tracker Recorder failed in step 1: ValueError: no space (at ")
+    assert first.startswith(f"the tracker Recorder failed in step 1: {told} (at ")
     assert Path(__file__).name in first
     assert last == "the tracker Recorder has missed 0 records, and failed in 4 calls"
-
-
-def test_a_tracker_that_exits_ends_nothing_but_its_call(tmp_path: Path) -> None:
-    recorder = Recorder(lambda: sys.exit(3))
-    trackers = Trackers(own=[recorder])
-    given(tmp_path, trackers, 2)
-    trackers.close(None)
-    assert recorder.calls == [("close", None)]
 
 
 def test_a_tracker_that_cannot_open_is_left_out_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
