@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from arl.api.config import Config
 from arl.api.engine import Head, TrainEngine
 from arl.api.engine_config import LocalEngineConfig, TrainConfig
 from arl.api.errors import ConfigError
+from arl.api.events import KeptTokens, TokenFrame
 from arl.api.objective import CriticConfig, RewardModelConfig
 from arl.api.placed import Placed, PlacedPart
 from arl.cluster.node_checks import NodeReport
@@ -59,8 +60,6 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False, own: SentObjec
     looks_at_nodes: look for mistakes on the nodes of a cluster before anything is loaded there. Where there is no room
     for all ranks, and train.min_ranks allows it, the learner has fewer. own: the user's own TrainEngineLoader.
     """
-    from arl.eventlog.token_frames import frames_of
-
     report = _checked_nodes(config) if looks_at_nodes else NodeReport()
     with ExitStack() as stack:
         config, has_room = _with_room(stack, config)
@@ -69,7 +68,7 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False, own: SentObjec
         placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
         return LearnerHost(
             learner,
-            frames_of,
+            _packed,
             placed,
             config.train.num_ranks,
             has_room,
@@ -79,6 +78,12 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False, own: SentObjec
     except BaseException:
         learner.close()
         raise
+
+
+def _packed(blocks: Sequence[KeptTokens]) -> Iterator[TokenFrame]:
+    from arl.eventlog.batches import frames_of  # loads pyarrow, which a run without an event log does not need
+
+    return frames_of(blocks)
 
 
 def _with_room(stack: ExitStack, config: Config) -> tuple[Config, Callable[[], bool]]:

@@ -4,8 +4,8 @@
 
 The costs are CPU times of emitting (in a run, on the event loop), of packing tokens (in the trainer's process) and of
 writing (in a thread beside the event loop). An episode has some turns of 12 trained tokens, and a reward. Then
-`arl view` is started on the log, and asked over HTTP: for the list of runs, until all is read, for a page of the table,
-for the time line and for an episode.
+`arl view` is started on the log, and asked over HTTP: for the list of runs, until all is read, for a page of the table
+and for an episode.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from arl.api.events import (
     TrainedSummary,
 )
 from arl.api.types import ModelRequest, ModelResponse, Trajectory, TurnSpan
-from arl.eventlog.segment_files import SegmentFiles
-from arl.eventlog.token_frames import frames_of
+from arl.eventlog.batches import frames_of
+from arl.eventlog.files import SegmentFiles
 from arl.eventlog.writer import EventLog
 from arl.rollout.report import EpisodeReport
 
@@ -144,7 +144,6 @@ def look(run_dir: Path) -> dict[str, float]:
                 time.sleep(0.05)
             seconds["all read"] = time.perf_counter() - began
             seconds["table"] = timed(address, "runs/0/episodes?sort=reward&limit=100")
-            seconds["time line"] = timed(address, "runs/0/time?limit=2000")
             seconds["an episode"] = timed(address, "runs/0/episodes/1/77.3")
             status = Path(f"/proc/{process.pid}/status").read_text()
             seconds["memory, MB"] = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1e3  # pyright: ignore[reportOptionalSubscript]
@@ -160,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(box=None, header_style="bold")
     for name in ("turns", "emit, µs", "pack, µs", "write, µs", "MB", "first answer, s", "all read, s", "table, s",
-                 "time line, s", "an episode, s", "memory, MB"):  # fmt: skip
+                 "an episode, s", "memory, MB"):  # fmt: skip
         table.add_column(name, justify="right")
     for num_turns in args.turns:
         run_dir = Path(tempfile.mkdtemp())

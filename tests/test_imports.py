@@ -276,7 +276,7 @@ for module in {light}:
     __import__(module)
     print(*(f"{{module}} loads {{name}}" for name in {HEAVY} if name in sys.modules), sep="\\n", end="")
 import arl.assembly  # what a run's own process runs: training is in another
-print(*(f"arl.assembly loads {{name}}" for name in ("torch", "transformers") if name in sys.modules))
+print(*(f"arl.assembly loads {{name}}" for name in ("torch", "transformers", "pyarrow") if name in sys.modules))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == ""

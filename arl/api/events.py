@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from arl.api.images import Image
     from arl.api.types import Trajectory
 
-SCHEMA = 1
-
+SCHEMA = 2
 
 LONGEST_NAME = 200
 """Characters of a name (of a tool, reward, metric, role, column) that the event log holds: models invent some."""
@@ -238,18 +237,18 @@ class BatchTrained(Event, frozen=True, kw_only=True):
 
 
 class TokensKept(Event, frozen=True, kw_only=True):
-    """The tokens of these episodes are in a frame of a tokens file."""
+    """The tokens of these episodes are in a batch of the life's file `segment` of tokens, at this byte."""
 
     segment: int
     offset: int
     rows: list[tuple[str, int]]
-    """The episode of each row of the frame, and the number of its trajectory. -1: what a failed episode last saw."""
+    """The episode of each row of the batch, and the number of its trajectory. -1: what a failed episode last saw."""
 
 
-# Calls, in files of their own
+# Calls, in files of their own, with all their fields
 
 
-class TurnEnded(Event, frozen=True, kw_only=True):
+class TurnEnded(Event, frozen=True, kw_only=True, omit_defaults=False):
     is_call: ClassVar[bool] = True
     episode: str
     rid: str
@@ -273,7 +272,7 @@ class TurnEnded(Event, frozen=True, kw_only=True):
     """stop, length or abort; else the name of the error."""
 
 
-class ToolEnded(Event, frozen=True, kw_only=True):
+class ToolEnded(Event, frozen=True, kw_only=True, omit_defaults=False):
     is_call: ClassVar[bool] = True
     episode: str
     tool: str
@@ -282,7 +281,7 @@ class ToolEnded(Event, frozen=True, kw_only=True):
     """malformed, refused, failed; empty if it answered."""
 
 
-class RewardEnded(Event, frozen=True, kw_only=True):
+class RewardEnded(Event, frozen=True, kw_only=True, omit_defaults=False):
     is_call: ClassVar[bool] = True
     episode: str
     reward: str
@@ -460,6 +459,10 @@ class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
     trained: Mapping[str, np.ndarray] = {}
     """Name -> float32: for the tokens with loss_mask 1 of all rows end to end."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(trajectory.token_ids) for _, _, trajectory in self.rows)
+
 
 class TokenFrame(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories chosen from their batch, as the log's files hold them.
@@ -471,6 +474,9 @@ class TokenFrame(msgspec.Struct, frozen=True, kw_only=True):
     """As in TokensKept."""
     num_tokens: int
     frame: bytes
+    """A stream of Arrow with one batch (arl.eventlog.batches)."""
+    is_renamed: bool = False
+    """Whether the batch has other names than `rows`: the log writes these."""
     images: Sequence[Image] = ()
     """What the frame names, each once: the log keeps their files before it. Empty in a frame that crosses from the
     trainer's process, as the episodes' has them."""

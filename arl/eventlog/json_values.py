@@ -12,8 +12,10 @@ def encodable(value: Any) -> Any:
             return value.encode(errors="replace").decode()
         case dict():
             return {encodable(name): encodable(inner) for name, inner in value.items()}
-        case list() | tuple():
+        case list():
             return [encodable(inner) for inner in value]
+        case tuple():
+            return tuple(map(encodable, value))
         case int() if value.bit_length() > 63:
             return None
         case _:

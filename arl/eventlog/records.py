@@ -11,10 +11,10 @@ import numpy as np
 from arl.api.events import TrainedSummary, TrajectorySummary
 from arl.api.image_store import ImageStore
 from arl.api.images import Image, placement_flaw
-from arl.eventlog.segments import TokenRow, UnpackedTokens
+from arl.eventlog.batches import TokenRow
 
 Place = tuple[int, int, int, int]
-"""The place of a trajectory's tokens: life, segment, offset of the frame, row in it."""
+"""The place of a trajectory's tokens: life, segment, offset of the batch, row in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,25 +142,3 @@ def logged_images(row: TokenRow, store: ImageStore) -> list[LoggedImage]:
     if flaw := placement_flaw(images, row.tokens):
         raise ValueError(flaw)
     return images
-
-
-def token_record(frame: UnpackedTokens, place: int) -> TokenRecord:
-    """Row `place` of a frame. Raises ValueError, TypeError or LookupError for a damaged one."""
-    row, start, begin = frame.rows[place], frame.starts[place], frame.trained_starts[place]
-    columns = frame.columns.items()
-    per_token = {name: column[start : start + row.tokens] for name, column in columns if name in PER_TOKEN}
-    token_ids, mask, *_ = (per_token[name] for name in PER_TOKEN[:4])
-    if any(len(column) != row.tokens for column in per_token.values()):
-        raise ValueError(f"not all columns have {row.tokens} entries")
-    if token_ids.dtype.kind not in "iu" or mask.dtype != bool:
-        raise ValueError(f"token_ids are {token_ids.dtype}, and loss_mask is {mask.dtype}")
-    for name, column in columns:
-        if name not in PER_TOKEN and row.trained:
-            whole = np.full(row.tokens, np.nan, dtype=np.float32)
-            whole[mask] = column[begin : begin + row.trained]
-            per_token[name] = whole
-    return TokenRecord(row, per_token)
-
-
-PER_TOKEN = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "token_rewards")
-"""All but the last are always there."""

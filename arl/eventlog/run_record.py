@@ -14,8 +14,9 @@ from arl.api.events import Event
 from arl.api.image_store import ImageStore
 from arl.api.notebook import run_html
 from arl.eventlog import tables
-from arl.eventlog.reading import LogFiles
-from arl.eventlog.records import EpisodeRecord, GroupRecord, TokenRecord, logged_images, token_record
+from arl.eventlog.batches import token_row
+from arl.eventlog.files import LogFiles
+from arl.eventlog.records import EpisodeRecord, GroupRecord, TokenRecord, logged_images
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,18 +118,16 @@ class RunRecord:
 
     def calls_of(self, episode: EpisodeRecord) -> list[Event]:
         last = episode.ended if episode.ended is not None else float("inf")
-        found = self.files.calls(episode.began, last + 1.0, episode.life)
-        return [call for call in found if getattr(call, "episode", None) == episode.episode]
+        return list(self.files.calls(episode.began, last + 1.0, episode.life, episode=episode.episode))
 
     def tokens(self, episode: EpisodeRecord) -> list[TokenRecord]:
         """Its trajectories, as far as their tokens are kept. Raises RunFileError if they were deleted."""
         found: list[TokenRecord] = []
         for _, (life, segment, offset, place) in sorted(episode.places.items()):
-            frame = self.files.tokens(life, segment, offset)
+            batch = self.files.tokens(life, segment, offset)
             try:
-                record = token_record(frame, place)
-                record.images = logged_images(record.row, self.images)
-                found.append(record)
+                row, columns = token_row(batch, place)
+                found.append(TokenRecord(row, columns, logged_images(row, self.images)))
             except (ValueError, TypeError, LookupError) as error:
                 raise RunFileError(f"the tokens of episode {episode.episode} are damaged: {error}") from error
         return found
@@ -154,8 +153,8 @@ class RunRecord:
     def batches(self, table: tables.Table) -> Iterator[pa.RecordBatch]:
         """A table in pieces of one schema, for logs that are larger than memory. docs/viewing.md lists the tables.
 
-        "tokens" has a row for each token of the trajectories whose tokens are kept. Raises ImportError without pyarrow,
-        and names the extra to install; ValueError for an unknown table.
+        "tokens" has a row for each token of the trajectories whose tokens are kept. Raises ValueError for an unknown
+        table.
         """
         return tables.batches(self, table)
 

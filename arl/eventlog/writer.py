@@ -1,13 +1,13 @@
 """EventLog: writes the records of a run to run_dir/events, and images that they name, on a thread of its own.
 
-    emit, keep (any thread, nobody waits) --> three queues --every half second--> frames --> segments, old ones deleted
+    emit, keep (any thread, nobody waits) --> three queues --every half second--> batches --> segments, old ones deleted
     flush (a checkpoint waits)            --> at once, and to the disk
 
 emit makes JSON of a record at once, while it lies in the CPU's cache: half a second later that takes several times as
 long.
 
 It never stops or slows the run. What cannot be written waits for a minute; then it is dropped and counted, as is what
-comes faster than it can be written.
+comes faster than it can be written. pyarrow is loaded on the thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -32,17 +32,17 @@ from arl.api.config import EventsConfig
 from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokenFrame, TokensKept, Warned
 from arl.api.image_store import ImageStore
 from arl.eventlog.json_values import encodable
-from arl.eventlog.segment_files import SegmentFiles
-from arl.eventlog.segments import Stream
-from arl.eventlog.token_frames import frames_of, num_tokens
+
+if TYPE_CHECKING:
+    from arl.eventlog.files import SegmentFiles
 
 log = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
-_Line = tuple[float, bytes]
-"""A record's time, and the record as JSON."""
-
 _EVERY_S = 0.5
+_GATHER_S, _MANY_CALLS, _MANY_TOKENS = 2.0, 1000, 100_000
+"""Calls and tokens are written after so long, or when so many wait: a batch of them takes some kB however small it is.
+"""
 _WATCH_S, _WATCH_SHARE = (0.45, 60.0), 0.01
 """How often `watch` is asked, at most and at least, and after which share of the log's age: many hours need no more
 records than the first minutes."""
@@ -69,13 +69,18 @@ class EventLog:
         self._watch = watch
         self._began = self._watched_at = -math.inf
         self._config = config
-        self._events: deque[_Line] = deque()
-        self._calls: deque[_Line] = deque()
+        self._events: deque[bytes] = deque()
+        """JSON."""
+        self._calls: deque[bytes] = deque()
+        self._gathered_at = -math.inf
         self._tokens: deque[KeptTokens | TokenFrame] = deque()
         self._num_tokens = 0
         """The number of waiting tokens. `_counting` is held while it changes."""
         self._counting = threading.Lock()
-        self._lost = _Losses()
+        self._lost_events = self._lost_episodes = 0
+        """Of which no record tells yet; episodes: those whose tokens were lost."""
+        self._why = ""
+        """The error because of which something cannot be written."""
         self._choice = _Choice(config)
         self._is_over = threading.Event()
         self._wake = threading.Event()
@@ -87,17 +92,17 @@ class EventLog:
     def emit(self, event: Event) -> None:
         queue = self._calls if event.is_call else self._events
         if len(queue) < _MOST_EVENTS and (json := _json(event)):
-            queue.append((event.t, json))
+            queue.append(json)
         else:
-            self._lost.events += 1
+            self._lost_events += 1
 
     def keep(self, tokens: KeptTokens | TokenFrame) -> None:
-        count = num_tokens(tokens)
+        count = tokens.num_tokens
         if not self._choice.takes(tokens, count):
             return
         with self._counting:
             if self._num_tokens + count > _MOST_TOKENS:
-                self._lost.episodes += len(tokens.rows)
+                self._lost_episodes += len(tokens.rows)
                 return
             self._num_tokens += count
         self._tokens.append(tokens)
@@ -139,6 +144,8 @@ class EventLog:
                 log.warning("%s did not take the last records in %g s", self.directory, _CLOSING_S)
 
     def _run(self) -> None:
+        from arl.eventlog.files import SegmentFiles
+
         files = SegmentFiles(self.directory, int(self._config.max_gb * 1e9))
         is_over = False
         try:
@@ -148,7 +155,7 @@ class EventLog:
                 is_over = self._is_over.is_set()
                 self._look(is_over)
                 flushes = _all_of(self._flushes)  # before what they wait for
-                if (is_written := self._tried(files, to_disk=bool(flushes))) is None:
+                if (is_written := self._tried(files, to_disk=bool(flushes), is_all=is_over)) is None:
                     self._flushes.extendleft(flushes)
                 else:
                     _answer(flushes, is_written)
@@ -168,22 +175,22 @@ class EventLog:
                 if seen:
                     self.emit(seen)
 
-    def _tried(self, files: SegmentFiles, *, to_disk: bool) -> bool | None:
+    def _tried(self, files: SegmentFiles, *, to_disk: bool, is_all: bool) -> bool | None:
         """Whether all that waited is written; None if it still waits."""
         try:
-            self._write(files)
+            self._write(files, is_all=is_all or to_disk)
             if to_disk:
                 files.force_to_disk()
         except Exception as error:  # noqa: BLE001 (nothing here may end the run)
             return self._failed(error)
-        self._failing_since, self._lost.why = None, ""
+        self._failing_since, self._why = None, ""
         return True
 
     def _failed(self, error: Exception) -> bool | None:
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-        self._lost.why = f"{type(error).__name__}: {error}"
+        self._why = f"{type(error).__name__}: {error}"
         if now - self._told_at >= _QUIET_S:
             self._told_at = now
             log.warning("%s cannot be written, and the run goes on without: %s", self.directory, error)
@@ -193,10 +200,18 @@ class EventLog:
             self._drop()
         return False
 
-    def _write(self, files: SegmentFiles) -> None:
-        """Write all that waits. Of what it cannot write it raises the first error, and an OSError leaves it waiting."""
+    def _write(self, files: SegmentFiles, *, is_all: bool = True) -> None:
+        """Write what waits. Of what it cannot write it raises the first error, and an OSError leaves it waiting.
+
+        is_all: also calls and tokens that are few, and do not wait for long.
+        """
         errors: list[Exception] = []
-        for write in (self._write_tokens, self._write_calls, self._write_events):
+        steps, now = [self._write_events], time.monotonic()
+        are_many = len(self._calls) >= _MANY_CALLS or self._num_tokens >= _MANY_TOKENS
+        if is_all or are_many or now - self._gathered_at >= _GATHER_S:
+            self._gathered_at = now
+            steps = [self._write_tokens, self._write_calls, self._write_events]
+        for write in steps:
             try:
                 write(files)
             except Exception as error:  # noqa: BLE001 (raised below)
@@ -205,64 +220,69 @@ class EventLog:
             raise errors[0]
 
     def _write_tokens(self, files: SegmentFiles) -> None:
-        blocks = _all_of(self._tokens)
+        from arl.eventlog.batches import frames_of, renamed
+
+        waiting = deque(_all_of(self._tokens))
         try:
-            frames = deque(frames_of(blocks))
-        except BaseException:
-            self._forget_tokens(blocks)
-            raise
-        try:
-            while frames:
-                self._images.keep(frames[0].images)
-                segment, offset = files.append_packed("tokens", frames[0].frame)
-                self._put(TokensKept(segment=segment, offset=offset, rows=frames[0].rows))
-                self._uncount([frames.popleft()])
+            waiting = deque(frames_of(waiting))
+            while waiting:
+                frame = waiting[0]
+                self._images.keep(frame.images)
+                segment, offset = files.append("tokens", renamed(frame) if frame.is_renamed else frame.frame)
+                self._put(TokensKept(segment=segment, offset=offset, rows=frame.rows))
+                self._uncount([waiting.popleft()])
         except OSError:
-            self._tokens.extendleft(reversed(frames))
+            self._tokens.extendleft(reversed(waiting))
             raise
         except BaseException:
-            self._forget_tokens(frames)
+            self._forget_tokens(waiting)
             raise
 
     def _put(self, record: Event) -> None:
         """Also when many records wait."""
-        self._events.append((record.t, _json(record)))
+        if json := _json(record):
+            self._events.append(json)
 
     def _write_calls(self, files: SegmentFiles) -> None:
         self._write_lines(files, "calls", self._calls)
 
     def _write_events(self, files: SegmentFiles) -> None:
-        self._write_lines(files, "events", self._events, self._lost.told())
+        """With a record of what was lost before."""
+        events, episodes = self._lost_events, self._lost_episodes
+        why = self._why or "more came than could be written"
+        lost = Lost(num_events=events, num_episodes=episodes, why=why) if events or episodes else None
+        self._write_lines(files, "events", self._events, *([_json(lost)] if lost else ()))
+        self._lost_events -= events
+        self._lost_episodes -= episodes
 
-    def _write_lines(self, files: SegmentFiles, stream: Stream, queue: deque[_Line], lost: Lost | None = None) -> None:
+    def _write_lines(
+        self, files: SegmentFiles, table: Literal["events", "calls"], queue: deque[bytes], *more: bytes
+    ) -> None:
+        from arl.eventlog.batches import packed, records_batch
+
         waited = _all_of(queue)
-        lines = [*waited, (lost.t, _json(lost))] if lost else waited
-        if not lines:
-            return
-        times, records = [t for t, _ in lines], [json for _, json in lines]
         try:
-            files.append(stream, b"\n".join([*records, b""]), len(records), (min(times), max(times)))
-        except BaseException as error:
-            if lost:
-                self._lost.take_back(lost)
-            if isinstance(error, OSError):
-                queue.extendleft(reversed(waited))
-            else:
-                self._lost.events += len(waited)
+            if lines := [*waited, *more]:
+                files.append(table, packed(records_batch(table, lines)))
+        except OSError:
+            queue.extendleft(reversed(waited))
+            raise
+        except BaseException:
+            self._lost_events += len(waited)
             raise
 
     def _drop(self) -> None:
         """Give up what waits."""
-        self._lost.events += len(_all_of(self._events)) + len(_all_of(self._calls))
+        self._lost_events += len(_all_of(self._events)) + len(_all_of(self._calls))
         self._forget_tokens(_all_of(self._tokens))
 
     def _forget_tokens(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
         self._uncount(blocks)
-        self._lost.episodes += sum(len(block.rows) for block in blocks)
+        self._lost_episodes += sum(len(block.rows) for block in blocks)
 
     def _uncount(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
         with self._counting:
-            self._num_tokens -= sum(map(num_tokens, blocks))
+            self._num_tokens -= sum(block.num_tokens for block in blocks)
 
 
 def _answer(flushes: Iterable[Future[bool]], is_written: bool) -> None:
@@ -330,27 +350,6 @@ class _Choice:
             return self._num_failed <= self._config.notable
         group = episode.partition(".")[0]
         return self._config.has_in_share(int(group) if group.isdecimal() else crc32(episode.encode()))
-
-
-class _Losses:
-    def __init__(self) -> None:
-        self.events = self.episodes = 0
-        self.why = ""
-
-    def take_back(self, lost: Lost) -> None:
-        """It could not be written."""
-        self.events += lost.num_events
-        self.episodes += lost.num_episodes
-
-    def told(self) -> Lost | None:
-        """A record of what was lost since the last one."""
-        if not (self.events or self.episodes):
-            return None
-        why = self.why or "more came than could be written"
-        lost = Lost(num_events=self.events, num_episodes=self.episodes, why=why)
-        self.events = self.episodes = 0
-        self.why = ""
-        return lost
 
 
 class _Warnings(logging.Handler):

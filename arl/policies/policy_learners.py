@@ -304,7 +304,8 @@ def _numbers(shares: Shares, done: Mapping[str, ReportedBatch]) -> list[tuple[fl
 
 
 def _renamed(frames: Sequence[TokenFrame], names: Mapping[tuple[str, int], tuple[str, int]]) -> list[TokenFrame]:
-    return [replaced(frame, rows=[names[row] for row in map(_pair, frame.rows)]) for frame in frames]
+    rows = [[names[row] for row in map(_pair, frame.rows)] for frame in frames]
+    return [replaced(frame, rows=own, is_renamed=True) for frame, own in zip(frames, rows, strict=True)]
 
 
 def _pair(row: Any) -> tuple[str, int]:

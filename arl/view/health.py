@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from arl.api import events
 from arl.eventlog.run_record import RunRecord
 from arl.view.episode_table import Row
@@ -24,8 +26,7 @@ _LEDGER = ("episodes_", "groups_", "finished_", "straggler_", "overtaken_", "bas
 _WALK_S = 1.0
 """Longest time to add up the sizes of files."""
 _RATES_S = 60.0
-_MOST_TURNS = 50_000
-"""Read for the rates of servers; of more, those of a shorter time."""
+"""The rates of servers are means over this time."""
 
 
 def health(run: RunRecord, now: float | None = None) -> Row:
@@ -151,18 +152,18 @@ def _servers(run: RunRecord, now: float | None) -> list[Row]:
 
 
 def _rates(run: RunRecord, life: int, until: float) -> dict[str, Row]:
-    """Turns that ended, and their sampled tokens, a second, by server: over a minute, or less if that has too many."""
-    seconds = _RATES_S
+    """Turns that ended, and their sampled tokens, a second, by server: over a minute."""
     turns, tokens = Counter[str](), Counter[str]()
+    t = pc.field("t")
+    wanted = (pc.field("event") == "TurnEnded") & (t >= until - _RATES_S) & (t <= until)
     with suppress(OSError):  # the run's problems name what cannot be read
-        while run.files.num_calls(until - seconds, until) > _MOST_TURNS and seconds > 1.0:
-            seconds /= 2
-        for call in run.files.calls(until - seconds, until, life):
-            if isinstance(call, events.TurnEnded):
-                turns[call.server] += 1
-                tokens[call.server] += call.output
+        for _, batch in run.files.call_batches(until - _RATES_S, until, life):
+            found = batch.filter(wanted)
+            for row in found.select(["server", "output"]).to_pylist():
+                turns[row["server"]] += 1
+                tokens[row["server"]] += row["output"]
     return {
-        server: {"turns_per_s": turns[server] / seconds, "tokens_per_s": tokens[server] / seconds} for server in turns
+        server: {"turns_per_s": turns[server] / _RATES_S, "tokens_per_s": tokens[server] / _RATES_S} for server in turns
     }
 
 

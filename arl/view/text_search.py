@@ -68,12 +68,12 @@ class TextSearch:
 
     def _look_into(self, frame: _Frame, episodes: dict[str, EpisodeRecord]) -> Iterator[None]:
         try:
-            rows, columns, starts, _ = self._run.files.tokens(*frame)
-            for first in range(0, len(rows), 64):
-                part = range(first, min(first + 64, len(rows)))
-                token_ids = [columns["token_ids"][starts[i] : starts[i + 1]].tolist() for i in part]
-                for i, text in zip(part, self._texts.many(token_ids), strict=True):
-                    if (episode := episodes.get(rows[i].episode)) and self._holds(text):
+            batch = self._run.files.tokens(*frame)
+            names = batch.column("episode").to_pylist()
+            for first in range(0, len(names), 64):
+                token_ids = batch.column("token_ids").slice(first, 64).to_pylist()
+                for name, text in zip(names[first : first + 64], self._texts.many(token_ids), strict=True):
+                    if (episode := episodes.get(name)) and self._holds(text):
                         self.found.add(episode.index)
                 yield
         except (RunFileError, LookupError, TypeError):

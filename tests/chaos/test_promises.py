@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import pytest
 from life import NUM_EXAMPLES, TwoTurns
 from promises import check_end, check_error, check_output, check_run_dir, rows_of
@@ -21,9 +22,9 @@ import arl.assembly
 from arl.api.events import BatchTrained, EpisodeEnded, GroupAdmitted, TokensKept
 from arl.api.scripted import ScriptedEngine
 from arl.api.token_records import TokensCounted
-from arl.eventlog.reading import LogFiles
+from arl.eventlog.batches import packed, records_batch
+from arl.eventlog.files import LogFiles
 from arl.eventlog.run_record import read_run
-from arl.eventlog.segments import new_packer, pack_tokens, packed_frame
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,14 @@ def changed_metrics(change: Callable[[list[dict[str, Any]]], object]) -> Callabl
 
 
 def changed_log(change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
-    """A change of the records in the event log's stream of events."""
+    """A change of the records in the event log's table of events."""
 
     def act(run_dir: Path) -> None:
         directory = run_dir / "events"
         records = [record for _, record in LogFiles(directory).new_records()]
         change(records)
-        raw = msgspec.json.Encoder().encode_lines(records)
-        (directory / "0001-0001.events.zst").write_bytes(packed_frame(new_packer(), raw, len(records), 0.0, 1.0))
+        batch = records_batch("events", [msgspec.json.encode(record) for record in records])
+        (directory / "events-0001-0001.arrows").write_bytes(packed(batch))
 
     return act
 
@@ -73,13 +74,14 @@ def changed_tokens(name: str, value: float) -> Callable[[Path], None]:
         directory = run_dir / "events"
         episode = next(episode for episode in read_run(run_dir).episodes if episode.step == 2)
         life, segment, offset, place = episode.places[0]
-        rows, columns, starts, _ = LogFiles(directory).tokens(life, segment, offset)
-        columns[name] = columns[name].copy()
-        columns[name][starts[place + 1] - 1] = value
-        frame = packed_frame(new_packer(), pack_tokens(rows, columns), len(rows), 0.0, 1.0)
-        (directory / "0001-0009.tokens.zst").write_bytes(frame)
-        names = [(row.episode, row.number) for row in rows]
-        changed_log(lambda records: records.append(TokensKept(segment=9, offset=0, rows=names)))(run_dir)
+        batch = LogFiles(directory).tokens(life, segment, offset)
+        column, at = batch.column(name).to_pylist(), batch.schema.get_field_index(name)
+        column[place][-1] = value
+        batch = batch.set_column(at, batch.schema.field(at), pa.array(column, batch.schema.field(at).type))
+        (directory / "tokens-0001-0009.arrows").write_bytes(packed(batch))
+        begin = len(batch.schema.serialize())
+        names = [(row["episode"], row["trajectory"]) for row in batch.select(["episode", "trajectory"]).to_pylist()]
+        changed_log(lambda records: records.append(TokensKept(segment=9, offset=begin, rows=names)))(run_dir)
 
     return act
 

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from random_groups import random_groups
 from records import trajectory
@@ -21,11 +22,11 @@ from records import trajectory
 from arl.api import events
 from arl.api.config import EventsConfig
 from arl.api.events import Event, KeptTokens, Lost, Warned
-from arl.eventlog import segment_files, writer
-from arl.eventlog.reading import KINDS
+from arl.eventlog import files as log_files
+from arl.eventlog import writer
+from arl.eventlog.batches import KINDS, frames_of
+from arl.eventlog.files import SegmentFiles, segments
 from arl.eventlog.run_record import RunRecord, read_run
-from arl.eventlog.segment_files import SegmentFiles
-from arl.eventlog.segments import segments
 from arl.eventlog.writer import EventLog
 
 SCHEMA_PAGE = Path(__file__).parents[2] / "docs" / "events.md"
@@ -112,6 +113,59 @@ def test_tokens_come_back_to_the_bit_with_what_training_computed_at_the_tokens_i
             assert np.isnan(found.columns["weights"][~t.loss_mask]).all()
 
 
+def test_a_renamed_frame_has_its_new_names_in_the_file(tmp_path: Path):
+    """As of several policies, each of which numbers its own trajectories."""
+    (frame,) = frames_of([KeptTokens(rows=[("0.0", 0, trajectory()), ("0.1", 0, trajectory(reward=0.5))])])
+    with EventLog(tmp_path, EventsConfig()).open() as log:
+        log.keep(msgspec.structs.replace(frame, rows=[("0.0", 1), ("0.1", 2)], is_renamed=True))
+    (file,) = tmp_path.glob("events/tokens-*")
+    found = pa.ipc.open_stream(file).read_all().select(["episode", "trajectory", "reward"]).to_pylist()
+    assert [tuple(row.values()) for row in found] == [("0.0", 1, trajectory().reward), ("0.1", 2, 0.5)]
+
+
+def test_few_calls_and_tokens_wait_to_be_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = EventLog(tmp_path, EventsConfig())
+    files = SegmentFiles(log.directory, 10**9)
+
+    def written(is_all: bool = False) -> list[str]:
+        log.emit(began(0))
+        log.emit(events.ToolEnded(episode="0.0", tool="calculator", seconds=0.5))
+        log.keep(KeptTokens(rows=[("0.0", 0, trajectory())]))
+        before = {path: path.stat().st_size for path in log.directory.glob("*")}
+        log._write(files, is_all=is_all)
+        return sorted(p.name.split("-")[0] for p in log.directory.glob("*") if p.stat().st_size > before.get(p, 0))
+
+    assert written() == ["calls", "events", "tokens"]
+    assert written() == ["events"]
+    monkeypatch.setattr(writer, "_MANY_CALLS", 2)
+    assert written() == ["calls", "events", "tokens"]
+    assert written() == ["events"]
+    assert written(is_all=True) == ["calls", "events", "tokens"]
+    files.close()
+
+
+WITHOUT_PANDAS = """
+import sys
+from pathlib import Path
+from records import trajectory
+from arl.api.config import EventsConfig
+from arl.api.events import EpisodeBegan, KeptTokens, ToolEnded
+from arl.eventlog.writer import EventLog
+
+with EventLog(Path(sys.argv[1]), EventsConfig()).open() as log:
+    log.emit(EpisodeBegan(episode="0.0"))
+    log.emit(ToolEnded(episode="0.0", tool="calculator", seconds=0.5))
+    log.keep(KeptTokens(rows=[("0.0", 0, trajectory())]))
+print("pyarrow" in sys.modules, "pandas" in sys.modules)
+"""
+
+
+def test_writing_does_not_load_pandas(tmp_path: Path):
+    """As many of pyarrow's functions do."""
+    command = script(WITHOUT_PANDAS, tmp_path)
+    assert subprocess.run(command, capture_output=True, text=True, check=True, env=PATHS).stdout == "True False\n"
+
+
 def test_warnings_of_the_run_are_in_its_log(tmp_path: Path):
     with EventLog(tmp_path, EventsConfig()).open():
         logging.getLogger("arl.engine").warning("server %d is fenced", 3)
@@ -138,9 +192,9 @@ def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
     may_write = threading.Event()
     write = EventLog._write
 
-    def late(self: EventLog, files: Any) -> None:
+    def late(self: EventLog, files: Any, *, is_all: bool) -> None:
         may_write.wait()
-        write(self, files)
+        write(self, files, is_all=is_all)
 
     monkeypatch.setattr(EventLog, "_write", late)
     monkeypatch.setattr(writer, "_MOST_EVENTS", 10)
@@ -165,7 +219,7 @@ def test_a_log_that_cannot_be_written_at_all_costs_a_warning(tmp_path: Path, cap
 
 def test_a_hanging_disk_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     is_over = threading.Event()
-    monkeypatch.setattr(EventLog, "_write", lambda *_: is_over.wait())
+    monkeypatch.setattr(EventLog, "_write", lambda *_, **__: is_over.wait())
     monkeypatch.setattr(writer, "_CLOSING_S", 0.05)
     log = EventLog(tmp_path, EventsConfig())
     with log.open():
@@ -179,7 +233,7 @@ from pathlib import Path
 from records import trajectory
 from arl.api.config import EventsConfig
 from arl.api.events import EpisodeBegan, KeptTokens, ToolEnded
-from arl.eventlog.segment_files import SegmentFiles
+from arl.eventlog.files import SegmentFiles
 from arl.eventlog.writer import EventLog
 
 log = EventLog(Path(sys.argv[1]), EventsConfig())
@@ -286,14 +340,14 @@ def test_a_flush_forces_all_files_to_the_disk(tmp_path: Path, monkeypatch: pytes
         log.keep(KeptTokens(rows=[("0.0", 0, trajectory())]))
         monkeypatch.setattr(os, "fsync", note)
         assert log.flush()
-    assert synced == {"events", *(f"0001-0001.{stream}.zst" for stream in ("events", "calls", "tokens"))}
+    assert synced == {"events", *(f"{table}-0001-0001.arrows" for table in ("events", "calls", "tokens"))}
 
 
 def test_a_flush_does_not_wait_for_a_hanging_disk_or_for_a_log_that_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     may_write = threading.Event()
-    monkeypatch.setattr(EventLog, "_write", lambda *_: may_write.wait())
+    monkeypatch.setattr(EventLog, "_write", lambda *_, **__: may_write.wait())
     log = EventLog(tmp_path, EventsConfig())
     assert not log.flush()
     with log.open():
@@ -312,7 +366,7 @@ from arl.api.config import EventsConfig
 from arl.api.events import EpisodeBegan, KeptTokens
 from arl.eventlog import writer
 
-writer._EVERY_S = 0.001
+writer._EVERY_S, writer._GATHER_S = 0.001, 0.0
 with writer.EventLog(Path(sys.argv[1]), EventsConfig()).open() as log:
     for number in itertools.count():
         log.emit(EpisodeBegan(episode=f"0.{number}"))
@@ -355,9 +409,9 @@ def test_old_segments_are_deleted_tokens_first_so_that_the_log_stays_below_its_b
     files.close()
     run = read_run(tmp_path)
     assert len(run.episodes) == 150
-    assert Counter(name.stream for name in segments(log.directory))["events"] == 1
+    assert Counter(name.table for name in segments(log.directory))["events"] == 1
     assert run.tokens(run.episodes[-1])
-    assert not (log.directory / "0001-0001.tokens.zst").exists()
+    assert not (log.directory / "tokens-0001-0001.arrows").exists()
 
 
 @pytest.mark.parametrize(("tokens", "num_kept"), [("all", 20), ("some", 2), ("none", 0), (None, 20)])
@@ -370,12 +424,12 @@ def test_of_episodes_in_no_batch_the_settings_say_whose_tokens_are_kept(tmp_path
 
 
 def test_after_a_segment_could_not_be_opened_the_log_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(segment_files._SEGMENT_BYTES, "events", 1)
+    monkeypatch.setitem(log_files._SEGMENT_BYTES, "events", 1)
     log = EventLog(tmp_path, EventsConfig())
     files = SegmentFiles(log.directory, 10**9)
     log.emit(began(0))
     log._write(files)
-    (in_the_way := log.directory / "0001-0002.events.zst").touch()
+    (in_the_way := log.directory / "events-0001-0002.arrows").touch()
     for number in (1, 2):
         log.emit(began(number))
         with pytest.raises(OSError, match="exists"):

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from records import grouped, trajectory
 
@@ -14,10 +15,9 @@ from arl.api.events import EpisodeBegan, KeptTokens, Lost
 from arl.api.images import Image, PlacedImage
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.eventlog import writer
+from arl.eventlog.batches import TokenRow, frames_of, packed, unpacked
 from arl.eventlog.records import logged_images
 from arl.eventlog.run_record import RunRecord, read_run
-from arl.eventlog.segments import TokenRow
-from arl.eventlog.token_frames import frames_of
 from arl.eventlog.writer import EventLog
 from arl.rollout.report import EpisodeReport
 from arl.training.kept_tokens import KeptBatch, TrainedBatch, reported
@@ -87,8 +87,10 @@ def test_damaged_places_are_an_error_of_the_log(tmp_path: Path) -> None:
     row = TokenRow(episode="0.0", number=0, tokens=2, images=[("a" * 64, 4, 2, 1, 5)])
     with pytest.raises(ValueError, match=r"the placeholders \[1, 5\) of 2 tokens"):
         logged_images(row, run.images)
-    place = run.episodes[0].places[0]
-    run.files.tokens(*place[:3]).rows[place[3]].images[0] = ("a" * 64, 4, 2, 1, 9)
+    (file,) = tmp_path.glob("events/tokens-*")
+    batch = unpacked(file.read_bytes())
+    outside = pa.array([[("a" * 64, 4, 2, 1, 9)]], batch.schema.field("images").type)
+    file.write_bytes(packed(batch.set_column(batch.schema.get_field_index("images"), "images", outside)))
     with pytest.raises(RunFileError, match=r"the tokens of episode 0\.0 are damaged"):
         run.tokens(run.episodes[0])
 
@@ -97,7 +99,8 @@ def test_what_the_trainers_process_packed_has_no_files_and_the_log_keeps_them(tm
     groups = [grouped(shows(1), shows(2)), grouped(trajectory(), shows(2), number=1)]
     kept = KeptBatch(rows=[0, 3], columns={"entropy": np.zeros(2, np.float32)}, numbers=[(0.0,) * 4] * 4)
     batch = reported(TrainedBatch(metrics={}, kept=kept), groups, frames_of)
-    assert len(pickle.dumps(batch)) < 5000
+    sent = pickle.dumps(batch)
+    assert not any(image(number).data in sent for number in (1, 2))
     with EventLog(tmp_path, EventsConfig()).open() as log:
         log.emit(EpisodeBegan(episode="0.0"))
         log.emit(EpisodeBegan(episode="1.1"))

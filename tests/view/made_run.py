@@ -293,6 +293,6 @@ async def looking_at(
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
     ):
         browser = Browser(session, f"http://127.0.0.1:{port}")
-        if api_key is None and any((run_dirs[0] / "events").glob("*.zst")):
+        if api_key is None and any((run_dirs[0] / "events").glob("*.arrows")):
             await browser.loaded()
         yield browser

@@ -4,14 +4,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from made_run import T0, began, life, looking_at
-from test_top import frame, seen
 
-from arl.api.config import EventsConfig
 from arl.api.events import ServerFenced, ServerJoined, TurnEnded
 from arl.eventlog.run_record import read_run
-from arl.eventlog.writer import EventLog
 from arl.view import health
 from arl.view.viewed_run import Ending
 
@@ -39,19 +35,6 @@ def test_turns_of_an_earlier_life_do_not_count(tmp_path: Path) -> None:
     assert rates(tmp_path, T0 + 4) == {"a": (1 / 60, 0.5)}
 
 
-def test_a_minute_with_too_many_turns_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_MOST_TURNS", 40)
-    log = EventLog(tmp_path, EventsConfig())
-    with log.open():
-        log.emit(began())
-        log.emit(ServerJoined(server="a", t=T0))
-        for k in range(64):
-            log.emit(answered("a", T0 + k + 0.1))
-            log.emit(answered("a", T0 + k + 0.6))
-            assert log.flush()  # a frame of its own
-    assert rates(tmp_path, T0 + 60) == {"a": (2.0, 60.0)}
-
-
 async def test_a_run_that_has_ended_tells_the_rates_of_its_last_minute(tmp_path: Path) -> None:
     """Its record ends when it is written, and a run that goes on is looked at now: both are in this minute."""
     joined = ServerJoined(server="a", t=T0)
@@ -65,8 +48,5 @@ async def test_a_run_that_has_ended_tells_the_rates_of_its_last_minute(tmp_path:
 def test_fenced_servers_come_first_where_there_are_two_hundred(tmp_path: Path) -> None:
     joined: list[Any] = [ServerJoined(server=f"http://10.0.0.{k}:1", t=T0) for k in range(200)]
     life(tmp_path, [began(), *joined, ServerFenced(server="http://10.0.0.99:1", reason="does not answer", t=T0 + 5)])
-    lines = frame(seen(tmp_path), 120, 40)
-    servers = [line for line in lines if "10.0.0." in line]
-    assert servers[0] == "servers    http://10.0.0.99:1 fenced, fenced 1 x: does not answer"
-    assert servers[1].split() == ["http://10.0.0.0:1", "serving,", "0", "turns/s,", "0", "tokens/s"]
-    assert f"and {200 - len(servers)} more" in "\n".join(lines)
+    first, *others = health.health(read_run(tmp_path), T0 + 6)["servers"]
+    assert (first["server"], first["state"], len(others)) == ("http://10.0.0.99:1", "fenced", 199)

@@ -20,8 +20,7 @@ from arl.api.config import Config
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, ProcessLostError, TransportError
 from arl.api.types import Group
-from arl.eventlog.records import token_record
-from arl.eventlog.segments import frame_at, unpack_tokens
+from arl.eventlog.batches import token_row, unpacked
 from arl.trainer_process import host_learner, load_learner
 from arl.training.kept_tokens import ReportedBatch, TrainedBatch, named
 from arl.training.learner import Learner
@@ -106,7 +105,7 @@ def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bi
             assert prepared.advantages == expected.advantages
             theirs, ours = there.train(prepared), here.train(expected)
             assert theirs.metrics == ours.metrics
-            assert_reported(theirs, ours, groups, tmp_path / "frame")
+            assert_reported(theirs, ours, groups)
             assert there.version == here.version == seed + 1
         assert written(there, tmp_path / "there") == written(here, tmp_path / "here")
         there.save(saved / "version-00000002" / "engine").wait()
@@ -129,7 +128,7 @@ def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bi
         there.close()
 
 
-def assert_reported(theirs: ReportedBatch, ours: TrainedBatch, groups: list[Group], path: Path) -> None:
+def assert_reported(theirs: ReportedBatch, ours: TrainedBatch, groups: list[Group]) -> None:
     """What the trainer's process packed is what training kept, under the names of the log."""
     assert ours.kept is not None
     assert theirs.numbers == ours.kept.numbers
@@ -138,16 +137,14 @@ def assert_reported(theirs: ReportedBatch, ours: TrainedBatch, groups: list[Grou
     (packed,) = theirs.tokens
     assert packed.rows == [(name, number) for name, number, _ in chosen]
     assert packed.num_tokens == sum(len(trajectory.token_ids) for _, _, trajectory in chosen)
-    path.write_bytes(packed.frame)
-    frame = unpack_tokens(frame_at(path, 0))
-    assert {name: column.tolist() for name, column in frame.columns.items() if name in ours.kept.columns} == {
-        name: pytest.approx(column.tolist(), rel=0, abs=0, nan_ok=True) for name, column in ours.kept.columns.items()
-    }
-    for place, (_, _, trajectory) in enumerate(chosen):
-        read = token_record(frame, place)
-        assert read.row.reward == trajectory.reward
-        assert read.columns["token_ids"].tolist() == trajectory.token_ids.tolist()
-        assert read.columns["behavior_logprobs"].tolist() == trajectory.behavior_logprobs.tolist()
+    read = [token_row(unpacked(packed.frame), place) for place in range(len(chosen))]
+    for name, column in ours.kept.columns.items():
+        trained = [columns[name][columns["loss_mask"]] for _, columns in read if columns["loss_mask"].any()]
+        np.testing.assert_array_equal(np.concatenate(trained), column)
+    for (row, columns), (_, _, trajectory) in zip(read, chosen, strict=True):
+        assert row.reward == trajectory.reward
+        assert columns["token_ids"].tolist() == trajectory.token_ids.tolist()
+        assert columns["behavior_logprobs"].tolist() == trajectory.behavior_logprobs.tolist()
 
 
 def assert_same_kept(ours: TrainedBatch, theirs: TrainedBatch, rtol: float = 0.0, atol: float = 0.0) -> None:
