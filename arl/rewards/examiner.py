@@ -41,7 +41,7 @@ class AnswerEndedError(Exception):
     """The examinee ended during a call."""
 
 
-class Line:
+class JsonConnection:
     """One end of a connection, which carries a JSON message a line."""
 
     def __init__(self, connection):
@@ -133,7 +133,7 @@ def make_examinees(control):
             with contextlib.suppress(OSError):
                 connection = socket.socket(socket.AF_UNIX)
                 connection.connect(ADDRESS)
-                examinee(Line(connection))
+                examinee(JsonConnection(connection))
             os._exit(0)
         control.send(pid)
 
@@ -182,7 +182,7 @@ class Examinee:
     def __init__(self, control, listener):
         control.send("another")
         self.pid = control.receive()
-        self.connection = Line(listener.accept()[0])
+        self.connection = JsonConnection(listener.accept()[0])
         self.last = ""
 
     def ask(self, *message):
@@ -327,13 +327,13 @@ def main():
         listener.close()
         for file in (0, 1, 2):
             os.dup2(nothing, file)
-        make_examinees(Line(control))
+        make_examinees(JsonConnection(control))
     control.close()
     task = json.load(sys.stdin)
     for file in (0, 1):
         os.dup2(nothing, file)
     signal.signal(signal.SIGALRM, expire)
-    control = Line(ours)
+    control = JsonConnection(ours)
     messages = [examine(test, task, control, listener) for test in task["tests"]]
     with os.fdopen(verdict, "w") as file:
         file.write(f"\n{task['token']}{json.dumps(messages)}\n")
