@@ -199,7 +199,9 @@ class MessagesWire:
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         answer = answers[0]
-        stop_sequence = self._stop_sequence(answer)
+        text, is_stopped = answer.turn.text, answer.spoken.finish_reason == "stop"
+        stops = [(text.find(stop), stop) for stop in self.call.sampling.stop if is_stopped and stop in text]
+        stop_sequence = min(stops)[1] if stops else None
         reason = "stop_sequence" if stop_sequence else _STOP_REASONS[answer.spoken.finish_reason]
         return {
             "id": f"msg_{new_id()}",
@@ -225,13 +227,6 @@ class MessagesWire:
             yield {"type": "text", "text": spoken.content}
         for call in spoken.tool_calls:
             yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-
-    def _stop_sequence(self, answer: CallAnswer) -> str | None:
-        if answer.spoken.finish_reason != "stop":
-            return None
-        text = answer.turn.text
-        found = [(text.find(stop), stop) for stop in self.call.sampling.stop if stop in text]
-        return min(found)[1] if found else None
 
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         message = self.whole(answers)

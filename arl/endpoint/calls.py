@@ -198,11 +198,6 @@ Reasoning = Literal["apart", "inline"]
 """The place of the model's thinking in an answer: `reasoning_content`, or `content` with the tags."""
 
 
-def _before_stop(text: str, stop: Sequence[str]) -> str:
-    found = [at for string in stop if (at := text.find(string)) >= 0]
-    return text[: min(found)] if found else text
-
-
 def _split_reasoning(text: str, *, is_thinking: bool) -> tuple[str | None, str]:
     """The thinking and the rest of a text. is_thinking: the prompt has opened <think> already."""
     head, tag, rest = text.partition(_THINK)
@@ -268,25 +263,22 @@ class CallPolicy:
         """A call. sampling: fields of SamplingParams, None if not named. Raises BodyError for unusable values."""
         if not self.constrains_strict_tools:
             asked = replace(asked, strict=frozenset[str]())
+        try:
+            syntax, format_name = syntax_of(self._call_format), repr(self._call_format)
+        except ModelError as error:  # it is told once the call is made
+            syntax, format_name = None, f"unknown to arl ({error})"
         return ChatCall(
             messages=messages,
             tools=tools if asked.choice.mode != "none" else (),
             sampling=self._sampling_of(sampling),
             n=n,
             asked=asked,
-            form=self._form(asked, tools),
+            form=form_of(asked, tools, syntax, format_name),
             template_options=template_options or {},
             prefill=prefill,
             thinking_budget=thinking_budget,
             text=text,
         )
-
-    def _form(self, asked: Asked, tools: ToolSpecs) -> Form | None:
-        try:
-            call_format = self._call_format
-        except ModelError as error:  # it is told once the call is made
-            return form_of(asked, tools, None, f"unknown to arl ({error})")
-        return form_of(asked, tools, syntax_of(call_format), repr(call_format))
 
     def _sampling_of(self, asked: dict[str, Any]) -> SamplingParams:
         given = {name: value for name, value in asked.items() if value is not None}
@@ -337,7 +329,8 @@ class CallPolicy:
 
     def spoken(self, text: str, response: ModelResponse, call: ChatCall, *, is_thinking: bool) -> Spoken:
         """The parts of a sampled text, as the program receives them."""
-        said, reasoning = _before_stop(text, call.sampling.stop), None
+        stops = [at for stop in call.sampling.stop if (at := text.find(stop)) >= 0]
+        said, reasoning = text[: min(stops, default=len(text))], None
         if self.reasoning == "apart" and call.text is None:
             reasoning, said = _split_reasoning(said, is_thinking=is_thinking)
         said, calls = self._calls(said, call) if call.tools else (said, ())

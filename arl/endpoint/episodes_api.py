@@ -61,25 +61,27 @@ class EpisodesAPI:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         await self._check_key(request)
+        known = self._episodes
         match request.method, request.path.split("/")[2:]:
             case "POST", []:
                 return await self._open(request)
             case "GET", []:
-                return json_response(self._counts())
+                counts = {"waiting": known.num_offered, "running": known.num_running, "asking": known.num_asking}
+                return json_response({**counts, "over": known.is_over})
             case "POST", [name, "end"]:
-                return await self._end(request, name)
+                raw = await _body(request)
+                outcome = await known.end(name, self._read(raw), raw)
+                return json_response({"id": name, **_shown(outcome)}, outcome.status)
             case "GET", [name]:
-                return json_response(self._state(name))
+                if (episode := known.running(name)) is None:
+                    return json_response({"id": name, **_shown(known.past(name)[0])})
+                state = {"state": episode.state, "deadline_s": episode.left_s, "metrics": episode.session.metrics}
+                return json_response({"id": name, **state})
         raise RequestError(
             f"{request.method} {request.path[:200]} is not served here; there are POST /episodes, GET /episodes, "
             "GET /episodes/ID and POST /episodes/ID/end",
             HTTPStatus.NOT_FOUND,
         )
-
-    def _counts(self) -> dict[str, Any]:
-        known = self._episodes
-        counts = {"waiting": known.num_offered, "running": known.num_running, "asking": known.num_asking}
-        return {**counts, "over": known.is_over}
 
     async def _check_key(self, request: web.Request) -> None:
         """Wrong keys wait for their answer, so that few can be tried in a second; right ones never do."""
@@ -133,18 +135,6 @@ class EpisodesAPI:
             "deadline_s": episode.left_s,
             "lease_s": self._lease_s,
         }
-
-    def _state(self, name: str) -> dict[str, Any]:
-        episode = self._episodes.running(name)
-        if episode is None:
-            return {"id": name, **_shown(self._episodes.past(name)[0])}
-        counts = episode.session.metrics
-        return {"id": name, "state": episode.state, "deadline_s": episode.left_s, "metrics": counts}
-
-    async def _end(self, request: web.Request, name: str) -> web.StreamResponse:
-        raw = await _body(request)
-        outcome = await self._episodes.end(name, self._read(raw), raw)
-        return json_response({"id": name, **_shown(outcome)}, outcome.status)
 
     def _read(self, raw: bytes) -> PlayedEnd:
         end = parse(PlayedEnd, raw)

@@ -158,19 +158,20 @@ class Exchange:
 
     async def _keeping_alive(self, answering: Awaitable[W]) -> W:
         """Wait for the answer. Begin the stream only if that takes long, so that an error can have its status."""
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(KEEP_ALIVE_S)
+                await self.stream.send(_KEEP_ALIVE)
+
         try:
             async with asyncio.TaskGroup() as group:
-                ticking = group.create_task(self._tick())
+                ticking = group.create_task(tick())
                 answered = await answering
                 ticking.cancel()
                 return answered
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_S)
-            await self.stream.send(_KEEP_ALIVE)
 
     async def _end_stream(self, events: str) -> web.StreamResponse:
         response = await self.stream.end(events)

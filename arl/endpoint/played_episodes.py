@@ -228,7 +228,9 @@ class PlayedEpisodes:
         found = self._past.get(name)
         if found is None:
             raise RequestError(f"there is no episode {name[:80]!r}, or it ended long ago", HTTPStatus.NOT_FOUND)
-        self._tell(name)
+        self._untold.discard(name)
+        if not self._untold:
+            self._all_told.set()
         return found
 
     async def end(self, name: str, end: PlayedEnd, body: bytes) -> Outcome:
@@ -291,11 +293,6 @@ class PlayedEpisodes:
             forgotten = next(iter(self._past))
             del self._past[forgotten]
             self._untold.discard(forgotten)
-
-    def _tell(self, name: str) -> None:
-        self._untold.discard(name)
-        if not self._untold:
-            self._all_told.set()
 
 
 def _same(name: str, outcome: Outcome, *, is_same: bool) -> Outcome:

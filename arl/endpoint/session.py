@@ -282,9 +282,13 @@ class EpisodeSession:
         shown = {**self.metrics, **(metrics or {})}
         made: list[Trajectory] = []
         for role in self.roles:
+            own = reward.get(role) if isinstance(reward, Mapping) else reward
+            if own is None:
+                known = ", ".join(reward) if isinstance(reward, Mapping) else ""
+                raise TrajectoryError(f"the role {role!r} has no reward; there are rewards for {known or 'none'}")
             made += trajectories(
                 self.turns(role),
-                _reward_of(role, reward),
+                own,
                 metrics={} if made else shown,
                 role=role,
                 rewards=rewards,
@@ -371,11 +375,3 @@ class EpisodeSession:
 def is_role(name: str) -> bool:
     """Whether a path may name this role; `v1` follows it."""
     return _ROLE.fullmatch(name) is not None and name != "v1"
-
-
-def _reward_of(role: str, reward: float | Mapping[str, float]) -> float:
-    if not isinstance(reward, Mapping):
-        return reward
-    if role not in reward:
-        raise TrajectoryError(f"the role {role!r} has no reward; there are rewards for {', '.join(reward) or 'none'}")
-    return reward[role]

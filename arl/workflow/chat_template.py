@@ -73,34 +73,28 @@ class ChatTemplate:
         return template_of(self.tokenizer, {**self._options, **options})
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
-        """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
+        """The messages as text, to encode. If the template refuses them, raises ModelError with its message; for images
+        without a place in it, ImageError."""
         said = [normalised(message) for message in messages]
-        shown = [self._as_text(self._seeable(message), by=message["role"]) for message in said]
+        num_images, image_id = len(images_in(said)), self.image_token_id
+        if num_images and image_id is None:
+            raise blind(self.tokenizer, next(message for message in said if images_in([message])))
+        shown = [self._as_text(message, by=message["role"]) for message in said]
         specs = [self._as_text(plain(tool)) for tool in tools]
         self._check_shows(shown, specs)
         text = self._render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
-        self._check_images(text, len(images_in(said)))
+        if image_id is not None and (num_shown := text.count(PLACEHOLDER)) != num_images:
+            raise ModelError(
+                f"the model's chat template shows {num_shown} images of messages with {num_images}; it may show "
+                "none in messages of some roles (system, tool), so put them into a user's message"
+            )
         return text
-
-    def _seeable(self, message: Message) -> Message:
-        """The message. Raises ImageError for images if the template has no place for them."""
-        if self.image_token_id is None and images_in([message]):
-            raise blind(self.tokenizer, message)
-        return message
 
     @cached_property
     def image_token_id(self) -> int | None:
         """The placeholder, which the template writes once for each image; None if it shows no images."""
         is_shown = PLACEHOLDER in str(self.tokenizer.chat_template)
         return next((i for i, text in self._special.items() if text == PLACEHOLDER), None) if is_shown else None
-
-    def _check_images(self, text: str, num_images: int) -> None:
-        """Raise ModelError unless a rendering shows so many images."""
-        if self.image_token_id is not None and (num_shown := text.count(PLACEHOLDER)) != num_images:
-            raise ModelError(
-                f"the model's chat template shows {num_shown} images of messages with {num_images}; it may show "
-                "none in messages of some roles (system, tool), so put them into a user's message"
-            )
 
     def _render_texts(
         self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True
@@ -276,7 +270,11 @@ class ChatTemplate:
         """
         whole = self.render([*before, message], tools, add_generation_prompt=False)
         if whole.startswith(prompt):
-            return self._without_end(whole[len(prompt) :])
+            words = whole[len(prompt) :]
+            ends = [one.start() for one in self._special_pattern.finditer(words) if not words[one.end() :].strip()]
+            if words.endswith(self.end_of_turn) or not ends:
+                return words.removesuffix(self.end_of_turn), self.turn_end
+            return words[: ends[-1]], words[ends[-1] :]  # another special token ends it
         if message.get("tool_calls") or message.get("reasoning_content"):
             raise ModelError(
                 "the chat template does not show an assistant's message as it prompts for one; give the message as "
@@ -287,13 +285,6 @@ class ChatTemplate:
             words = words.lstrip().removeprefix(_THOUGHTS).lstrip("\n")
         return self._as_text(words, by="assistant"), self.turn_end
 
-    def _without_end(self, words: str) -> tuple[str, str]:
-        """The words of a rendered turn, and the text that ends it: the usual one, or another special token."""
-        ends = [found.start() for found in self._special_pattern.finditer(words) if not words[found.end() :].strip()]
-        if words.endswith(self.end_of_turn) or not ends:
-            return words.removesuffix(self.end_of_turn), self.turn_end
-        return words[: ends[-1]], words[ends[-1] :]
-
     def after_words(self, said: str, shown: str, *, has_calls: bool = False) -> str | None:
         """The rest of `shown` after the words `said`; None if `shown` does not begin with these words.
 
@@ -301,23 +292,18 @@ class ChatTemplate:
         has_calls, with the JSON of calls formatted and ordered differently. Missing or additional words do not match.
         """
         for words in (said, self._as_text(said, by="assistant")):
-            if shown.startswith(words) and self._begins_with_end(shown[len(words) :]):
-                return shown[len(words) :]
-        end = self._first_special(shown, besides=said)
-        if end is None:
+            if not shown.startswith(words):
+                continue
+            rest = shown[len(words) :]
+            is_special = rest.startswith(tuple(self._special.values()))
+            if is_special or rest.startswith(self.end_of_turn):  # which not every template has
+                return rest
+        finds = self._special_pattern.finditer(shown)
+        if (end := next((found.start() for found in finds if found.group() not in said), None)) is None:
             return None
         unit = _WORD if has_calls else _NO_SPACE
         alike = self._pieces(shown[:end], unit) == self._pieces(said, unit)
         return shown[end:] if alike else None
-
-    def _begins_with_end(self, text: str) -> bool:
-        if text.startswith(tuple(self._special.values())):
-            return True
-        return text.startswith(self.end_of_turn)
-
-    def _first_special(self, text: str, besides: str) -> int | None:
-        finds = self._special_pattern.finditer(text)
-        return next((found.start() for found in finds if found.group() not in besides), None)
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -362,16 +348,13 @@ def template_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] |
         return ChatTemplate(tokenizer, given)
     if json.loads(key) != given:  # a tuple, for instance, which JSON does not have
         return ChatTemplate(tokenizer, given)
-    return _shared(tokenizer, str(tokenizer.chat_template), _tokens_of(tokenizer), key)
+    tokens = (str(len(tokenizer)), *tokenizer.special_tokens_map.values(), *tokenizer.all_special_tokens)
+    return _shared(tokenizer, str(tokenizer.chat_template), tokens, key)
 
 
 @lru_cache(maxsize=8)
 def _shared(tokenizer: PreTrainedTokenizerBase, source: str, tokens: tuple[str, ...], options: str) -> ChatTemplate:
     return ChatTemplate(tokenizer, json.loads(options))
-
-
-def _tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    return str(len(tokenizer)), *tokenizer.special_tokens_map.values(), *tokenizer.all_special_tokens
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

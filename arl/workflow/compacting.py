@@ -175,7 +175,7 @@ class CompactingConversation(Conversation):
         lasts = [*self.summaries, *([self._last] if self._last else [])]
         made = {"compactions": float(len(self.summaries))}
         if lasts:
-            made["context_tokens"] = fmean(map(_num_tokens, lasts))
+            made["context_tokens"] = fmean(len(turn.token_ids) for turn in lasts)
         if self.summaries:
             made["summary_tokens"] = fmean(len(turn.output_ids) for turn in self.summaries)
             made["summaries_cut"] = fmean(turn.is_truncated for turn in self.summaries)
@@ -191,7 +191,10 @@ class CompactingConversation(Conversation):
         within = _Within(engine, self.compaction.context_length)
         prompt = await self._aprompt()
         if not self._dialogue.turns:
-            self._check_room(sampling)
+            compaction, template = self.compaction, self._dialogue.template
+            compaction.check(template, sampling)
+            fresh = self._dialogue.prompt(compaction.begun(self._task, ""), self._tools)
+            compaction.check_task(template, sampling, len(fresh.input_ids))
         elif (
             self._last is not None
             and len(self.summaries) < self.compaction.max_compactions
@@ -236,12 +239,6 @@ class CompactingConversation(Conversation):
             return None
         left = iter(given)
         return [of_summary if turn in self.summaries else next(left) for turn in turns]
-
-    def _check_room(self, sampling: SamplingParams) -> None:
-        compaction, template = self.compaction, self._dialogue.template
-        compaction.check(template, sampling)
-        fresh = self._dialogue.prompt(compaction.begun(self._task, ""), self._tools)
-        compaction.check_task(template, sampling, len(fresh.input_ids))
 
     async def _compact(self, engine: Sampler, sampling: SamplingParams) -> bool:
         """Summarise, and begin a fresh context. False: there is no room to do so."""
@@ -313,7 +310,3 @@ class _Within:
 def text_of_summary(turn: Turn) -> str:
     """The summary without the model's thinking."""
     return turn.text.rpartition("</think>")[2].strip()
-
-
-def _num_tokens(turn: Turn) -> int:
-    return sum(len(one.given_ids) + len(one.output_ids) for one in turn.path)

@@ -163,7 +163,8 @@ class _Connection:
         if not self._images or all(part.type != "image" for part in result.content):
             return _text_of(result)
         try:
-            return await THREADS.acall(lambda: _seen_of(result))
+            seen = [one if one.type == "image" else _text_of_part(one) for one in result.content]
+            return await THREADS.acall(lambda: [one if isinstance(one, str) else _image_of(one) for one in seen])
         except ImageError as error:
             raise ImageError(f"{self._name} returned an image from {tool} that cannot be shown: {error}") from error
 
@@ -308,10 +309,6 @@ def _text_of_part(part: ContentBlock) -> str:
         case "resource":
             text = getattr(part.resource, "text", None)
             return text if text is not None else f"[resource {part.resource.uri}, no text]"
-
-
-def _seen_of(result: CallToolResult) -> list[str | Image]:
-    return [_image_of(part) if part.type == "image" else _text_of_part(part) for part in result.content]
 
 
 def _image_of(part: ImageContent) -> Image:

@@ -128,14 +128,10 @@ def _identity(message: Message) -> bytes:
     calls: list[Any] = []
     if role == "assistant":
         content = content.strip()
-        calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
+        functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        calls = [[function.get("name"), arguments_of(function.get("arguments"))] for function in functions]
     parts = [part.encode(errors="replace") for part in (role, content, str(message.get("name") or ""), *shown)]
     return b"".join(len(part).to_bytes(8) + part for part in parts) + (_json(calls) if calls else b"")
-
-
-def _call_identity(call: Mapping[str, Any]) -> list[Any]:
-    function = call.get("function", call)
-    return [function.get("name"), arguments_of(function.get("arguments"))]
 
 
 def _json(value: Any) -> bytes:

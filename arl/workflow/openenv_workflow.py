@@ -152,13 +152,10 @@ async def action_field(client: aiohttp.ClientSession, url: str, timeout_s: float
 def _failure(data: Mapping[str, Any], url: str, kind: str) -> Exception:
     code, text = str(data.get("code")), str(data.get("message"))
     if kind == "step" and code in _REFUSED:
-        return ToolError("; ".join(map(_complaint, data.get("errors") or [])) or text)
+        complaints = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in data.get("errors") or ()]
+        return ToolError("; ".join(complaints) or text)
     hint = "; pass max_sessions=, or let the server have more" if code == "CAPACITY_REACHED" else ""
     return EnvironmentFailedError(f"the OpenEnv server at {url} failed in {kind} ({code}): {text}{hint}")
-
-
-def _complaint(error: Mapping[str, Any]) -> str:
-    return f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
 
 
 @dataclass(kw_only=True, eq=False)
