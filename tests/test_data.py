@@ -169,7 +169,7 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
             '{"question": "?", "answer": "4"}\n' + "[" * 10**5,
             r"rows\.jsonl, line 2, is not JSON: maximum recursion depth",
         ),
-        ("rows.json", "[" * 10**5, r"rows\.json cannot be read: maximum recursion depth"),
+        ("rows.json", "[" * 10**5, r"rows\.json cannot be read: RecursionError: maximum"),
         ("rows.json", '{"a": 1}', "must hold a list of objects"),
         ("rows.parquet", "not parquet", r"rows\.parquet cannot be read"),
         (
@@ -183,7 +183,7 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
         ("rows.csv", "question,question\n", "has the columns 'question', 'question'; each needs a name of its own"),
         ("rows.csv", 'question,answer\n"a\nb",c\nd,e,f\n', r"rows\.csv, line 4, does not have 2 values, one for each"),
         ("rows.csv", 'question,answer\n"a"b,c\n', r"rows\.csv is not CSV: .*expected after"),
-        ("rows.jsonl.gz", "{}", r"rows\.jsonl\.gz cannot be read: Not a gzipped file"),
+        ("rows.jsonl.gz", "{}", r"rows\.jsonl\.gz cannot be read: BadGzipFile: Not a gzipped"),
         ("rows.arrow", "not arrow", r"rows\.arrow cannot be read"),
     ],
 )

@@ -12,9 +12,9 @@ import io
 import json
 import re
 import sys
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +113,26 @@ def _format_of(path: Path) -> str:
     return next((form for form in FORMATS if name.endswith(form)), path.suffix)
 
 
+@contextmanager
+def _readable(name: object, advice: str = "") -> Iterator[None]:
+    """Turns what a reader raises into a DatasetError about `name`."""
+    try:
+        yield
+    except DatasetError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error.__cause__ or error}"
+        raise DatasetError(f"{name} cannot be read: {said}{advice}") from error
+
+
 def _file_rows(file: Path, required: Sequence[str]) -> Sequence[Example]:
     """A file's rows. JSONL is mapped into memory, and so are parquet and Arrow files, by `datasets`; JSON, CSV and what
     gzip compresses are read. Each row of a text file is decoded once and must have the required columns.
     """
     form = _format_of(file)
-    try:
-        if form not in FORMATS:
-            raise DatasetError(f"{file} has an unknown format; its name must end in {', '.join(FORMATS)}")
+    if form not in FORMATS:
+        raise DatasetError(f"{file} has an unknown format; its name must end in {', '.join(FORMATS)}")
+    with _readable(file):
         if form in (".parquet", ".arrow"):
             dataset = _datasets(f"reading {file}").Dataset
             return dataset.from_file(str(file)) if form == ".arrow" else dataset.from_parquet(str(file))
@@ -137,12 +149,6 @@ def _file_rows(file: Path, required: Sequence[str]) -> Sequence[Example]:
                     raise DatasetError(f"{file} must hold a list of objects, one for each example")
             case _:
                 rows = [*_table(file, text.decode("utf-8-sig"), "," if form.startswith(".csv") else "\t")]
-    except DatasetError:
-        raise
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-        raise DatasetError(f"{file} cannot be read: {error}") from None
-    except Exception as error:  # of `datasets`
-        raise DatasetError(f"{file} cannot be read: {type(error).__name__}: {error.__cause__ or error}") from error
     for number, row in enumerate(rows, start=1):
         _check_row(file, number, row, required)
     return rows
@@ -197,28 +203,22 @@ def _table(file: Path, text: str, delimiter: str) -> Iterator[dict[str, Any]]:
 
 
 def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
-    datasets, subsets = _datasets(f"loading {name} from the hub"), list[str]()
-    try:
+    datasets = _datasets(f"loading {name} from the hub")
+    where = f"{name} is not a local file or directory, and as a dataset on the hub its split {split!r}"
+    with _readable(where, ". Check the name and the network, or give a local copy"):
         if subset is None:
             subsets = datasets.get_dataset_config_names(name)
             known = [one for one in ("main", "default") if one in subsets]
-            subset = known[0] if known else subsets[0] if len(subsets) == 1 else None
-        if subset is not None:
-            return datasets.load_dataset(name, subset, split=split)
-    except Exception as error:
-        raise DatasetError(
-            f"{name} is not a local file or directory, and as a dataset on the hub its split {split!r} could not be "
-            f"loaded: {type(error).__name__}: {error}. Check the name and the network, or give a local copy"
-        ) from error
-    raise DatasetError(f"{name} has the subsets {', '.join(subsets)}; choose one")
+            if not known and len(subsets) > 1:
+                raise DatasetError(f"{name} has the subsets {', '.join(subsets)}; choose one")
+            subset = [*known, *subsets][0]
+        return datasets.load_dataset(name, subset, split=split)
 
 
 def _saved_by_library(path: Path, split: str) -> Sequence[Example]:
     datasets = _datasets(f"reading {path}")
-    try:
+    with _readable(path):
         saved = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise DatasetError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if isinstance(saved, Mapping) and split not in saved:
         raise DatasetError(f"{path} has no split {split!r}; it has {', '.join(map(repr, saved))}")
     return saved[split] if isinstance(saved, Mapping) else saved
