@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -249,7 +249,8 @@ class Keeping:
                 raise SandboxError("the sandbox was closed, or its keeper died, during a call") from gone
             except asyncio.CancelledError:
                 writer.write_eof()
-                await reader.read()  # its end: the place is free once all its processes are gone
+                with suppress(ConnectionError):
+                    await reader.read()  # its end: the place is free once all its processes are gone
                 raise
             finally:
                 writer.close()

@@ -191,7 +191,7 @@ async def _answer(running: set[BwrapRun], connection: int, entrance: int | None 
     try:
         program = BwrapRun(*await received(reader), entrance)
         running.add(program)
-        closed = asyncio.create_task(reader.read())
+        closed = asyncio.create_task(_until_closed(reader))
         closed.add_done_callback(lambda _: program.stop())
         try:
             header, blobs = await program.run()
@@ -207,6 +207,11 @@ async def _answer(running: set[BwrapRun], connection: int, entrance: int | None 
         writer.close()
         if entrance is not None:
             os.close(entrance)
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
 
 
 def _enter(entrance: int) -> None:
