@@ -1,7 +1,7 @@
-"""One JSON object for each line on stdout and stderr, for machines that collect logs (`log.format: json`).
+"""Console lines as JSON objects, for machines that collect logs (`log.format: json`): a logging.Formatter.
 
 Each object has `time` (ISO 8601, UTC), `level`, `kind`, `logger` and `message`, and what its kind adds: a log record
-its traceback, a step its numbers. What others print becomes objects of the kind `output`.
+its traceback, a step its numbers. What others print stays text.
 """
 
 from __future__ import annotations
@@ -10,189 +10,91 @@ import json
 import logging
 import math
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
+
+_CONSOLE = logging.getLogger("arl.console")
+"""arl's own objects."""
+_OPEN: list[logging.Handler] = []
+"""Its handlers, while the console is JSON."""
 
 
-class _JsonLines:
-    """The console of this process while it is JSON. Any thread may write; a line is never torn."""
+class JsonFormatter(logging.Formatter):
+    """One object in one line. A record may have `kind`, and `more`: what its kind adds."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        """How many blocks of json_console are open."""
-        self.copies: list[Callable[[str], None]] = []
-        self._lock = threading.RLock()
-        self._streams: tuple[TextIO, TextIO] = sys.stdout, sys.stderr
-        self._handler = _Handler(self)
-        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-        self._removed: list[logging.Handler] = []
-
-    def open(self) -> None:
-        out, err = self._streams = sys.stdout, sys.stderr
-        wrapped = sys.stdout, sys.stderr = _Output(self, out, "stdout"), _Output(self, err, "stderr")
-        for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
-            for handler in list(getattr(logger, "handlers", ())):
-                if isinstance(handler, logging.StreamHandler) and handler.stream in self._streams:
-                    self._take_over(logger, handler, wrapped[self._streams.index(handler.stream)])
-        logging.root.addHandler(self._handler)
-        logging.captureWarnings(True)
-
-    def _take_over(self, logger: Any, handler: logging.StreamHandler[Any], stream: _Output) -> None:
-        """The root logger's text would repeat what is written here; other loggers may not pass their records on."""
-        if logger is logging.root:
-            logging.root.removeHandler(handler)
-            self._removed.append(handler)
-        else:
-            self._moved.append((handler, handler.stream))
-            handler.setStream(stream)
-
-    def close(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, _Output):
-                stream.end_line()
-        sys.stdout, sys.stderr = self._streams
-        logging.captureWarnings(False)
-        logging.root.removeHandler(self._handler)
-        for handler in self._removed:
-            logging.root.addHandler(handler)
-        for handler, stream in self._moved:
-            handler.setStream(stream)
-        self._removed, self._moved = [], []
-
-    def write(self, stream: TextIO, level: str, kind: str, logger: str, message: str, **more: Any) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = _dumped({"time": now, "level": level, "kind": kind, "logger": logger, "message": message, **more})
-        with self._lock:
-            stream.write(line + "\n")
-            stream.flush()  # else a part of a line may reach a pipe that both streams share
-            for copy in tuple(self.copies):
-                copy(line)
-
-    def tell(self, level: str, kind: str, message: str, **more: Any) -> None:
-        self.write(self._streams[1] if level == "error" else self._streams[0], level, kind, "arl", message, **more)
-
-    def log(self, record: logging.LogRecord, message: str, traces: str | None) -> None:
-        more = {} if traces is None else {"traceback": traces}
-        self.write(self._streams[1], record.levelname.lower(), "log", record.name, message, **more)
-
-
-class _Handler(logging.Handler):
-    def __init__(self, lines: _JsonLines) -> None:
-        super().__init__()
-        self._lines = lines
-        self._formatter = logging.Formatter()
-
-    def emit(self, record: logging.LogRecord) -> None:
+    def format(self, record: logging.LogRecord) -> str:
+        traces = self.formatException(record.exc_info) if record.exc_info else record.exc_text or record.stack_info
+        kind = getattr(record, "kind", "log")
+        content = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "kind": kind,
+            "logger": record.name if kind == "log" else "arl",
+            "message": record.getMessage(),
+            **getattr(record, "more", {}),
+            **({"traceback": traces} if traces else {}),
+        }
         try:
-            traces = self._formatter.formatException(record.exc_info) if record.exc_info else record.exc_text
-            self._lines.log(record, record.getMessage(), traces or record.stack_info)
-        except Exception:  # noqa: BLE001 - as logging's own handlers do
-            self.handleError(record)
-
-
-class _Output:
-    """Stands in for stdout or stderr. Everything but writing is the stream's own."""
-
-    def __init__(self, lines: _JsonLines, stream: TextIO, name: str) -> None:
-        self._lines = lines
-        self._stream = stream
-        self._name = name
-        self._begun = threading.local()
-        """The line that a thread has begun."""
-
-    def write(self, text: str) -> int:
-        if not self._lines.depth:  # somebody kept it past the end of the run
-            return self._stream.write(text)
-        *whole, rest = (getattr(self._begun, "text", "") + text).split("\n")
-        self._begun.text = rest
-        for line in whole:
-            self._say(line)
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def end_line(self) -> None:
-        """Write what this thread has begun."""
-        self._say(getattr(self._begun, "text", ""))
-        self._begun.text = ""
-
-    def isatty(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _say(self, line: str) -> None:
-        message = line.rpartition("\r")[2] if not line.endswith("\r") else line.strip("\r").rpartition("\r")[2]
-        if message.strip():
-            self._lines.write(self._stream, "info", "output", self._name, message)
-
-
-_LINES = _JsonLines()
+            return json.dumps(content, allow_nan=False, default=str)
+        except ValueError:  # JSON has no NaN
+            return json.dumps(_finite(content), allow_nan=False, default=str)
 
 
 @contextmanager
 def json_console(is_wanted: bool) -> Iterator[None]:
-    """Within the block, each line on stdout and stderr is a JSON object, if that is wanted. Blocks may be nested.
-
-    An error that leaves the block, and that nobody catches, is an object, too. Not for output of C code and of other
-    processes.
-    """
-    if not is_wanted:
+    """Within the block, arl and Python's logging write JSON to stdout and stderr, if that is wanted. Blocks may be
+    nested. An error that leaves the block, and that nobody catches, is an object, too."""
+    if not is_wanted or is_json():
         yield
         return
-    if not _LINES.depth:
-        _LINES.open()
-    _LINES.depth += 1
+    formatter, streams = JsonFormatter(), (sys.stdout, sys.stderr)
+    out, err, all_records = (logging.StreamHandler(stream) for stream in (sys.stdout, sys.stderr, sys.stderr))
+    out.addFilter(lambda record: record.levelno < logging.ERROR)
+    err.setLevel(logging.ERROR)
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers: list[Any] = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    others = {handler: handler.formatter for handler in handlers if vars(handler).get("stream") in streams}
+    for handler in (out, err, all_records, *others):
+        handler.setFormatter(formatter)
+    if not any(handler in others for handler in logging.root.handlers):
+        logging.root.addHandler(all_records)
+    _CONSOLE.propagate = False
+    for handler in (out, err):
+        _CONSOLE.addHandler(handler)
+        _OPEN.append(handler)
+    logging.captureWarnings(True)
     try:
         yield
     except Exception:
         sys.excepthook = _tell_uncaught
         raise
     finally:
-        _LINES.depth -= 1
-        if not _LINES.depth:
-            _LINES.close()
+        logging.captureWarnings(False)
+        logging.root.removeHandler(all_records)
+        while _OPEN:
+            _CONSOLE.removeHandler(_OPEN.pop())
+        for handler, before in others.items():
+            handler.setFormatter(before)
 
 
 def is_json() -> bool:
     """Whether the console is JSON now."""
-    return _LINES.depth > 0
-
-
-def copy_lines(to: Callable[[str], None]) -> None:
-    """Hand each line of the JSON console to this function, too."""
-    _LINES.copies.append(to)
-
-
-def stop_copying(to: Callable[[str], None]) -> None:
-    """Does nothing if it got no copies."""
-    if to in _LINES.copies:
-        _LINES.copies.remove(to)
+    return bool(_OPEN)
 
 
 def tell(kind: str, message: str, *, level: str = "info", **more: Any) -> None:
     """Write an object: errors to stderr, everything else to stdout. more: what its kind adds."""
-    _LINES.tell(level, kind, message, **more)
+    record = {"name": "arl", "msg": message, "levelname": level, "levelno": getattr(logging, level.upper())}
+    _CONSOLE.handle(logging.makeLogRecord({**record, "kind": kind, "more": more}))
 
 
 def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    shown = "".join(traceback.format_exception(kind, error, trace))
-    _LINES.write(sys.stderr, "error", "error", "arl", f"{kind.__name__}: {error}", traceback=shown)
-
-
-def _dumped(content: dict[str, Any]) -> str:
-    try:
-        return json.dumps(content, allow_nan=False, default=str)
-    except ValueError:  # JSON has no NaN
-        return json.dumps(_finite(content), allow_nan=False, default=str)
+    record = {"name": "arl", "msg": f"{kind.__name__}: {error}", "levelname": "error", "kind": "error"}
+    line = JsonFormatter().format(logging.makeLogRecord({**record, "exc_info": (kind, error, trace)}))
+    sys.stderr.write(line + "\n")
 
 
 def _finite(value: Any) -> Any:

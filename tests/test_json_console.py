@@ -1,4 +1,4 @@
-"""A console of JSON: whatever is printed, logged or raised is one object in one line, and text comes back after."""
+"""A console of JSON: whatever arl says, or is logged or raised, is one object in one line; text comes back after."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from training.trainer_run import running
 from arl.api.config import Config, LogConfig
 from arl.api.types import Evaluation
 from arl.cli import exit_with, run
-from arl.json_console import is_json, json_console
+from arl.json_console import is_json, json_console, tell
 from arl.training.display import display_of, progress
 from arl.training.run_end import how_it_ended
 
@@ -37,26 +37,21 @@ def objects(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_others_print_log_and_warn_of_are_objects(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_others_log_and_warn_of_are_objects_and_what_they_print_stays_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with json_console(True), warnings.catch_warnings():
         warnings.simplefilter("always")
-        sys.stdout.write("one\ntwo ")
-        sys.stdout.write("words\n")
-        sys.stderr.write('{"not": "ours"}\n\n')
-        sys.stdout.write("10 %\r50 %\r")
-        sys.stdout.writelines(["100 %\n", "begun"])
+        sys.stdout.write("printed\n")
         log.warning("a %s", "record")
         try:
             raise ValueError("the cause")
         except ValueError:
             log.exception("it failed")
         warnings.warn("take care", stacklevel=1)
-    out, err = (objects(text) for text in capsys.readouterr())
-    assert [(one["kind"], one["logger"], one["message"]) for one in out] == [
-        ("output", "stdout", message) for message in ("one", "two words", "100 %", "begun")
-    ]
-    printed, logged, failed, warned = err
-    assert (printed["logger"], printed["message"]) == ("stderr", '{"not": "ours"}')
+    out, err = capsys.readouterr()
+    assert out == "printed\n"
+    logged, failed, warned = objects(err)
     assert (logged["kind"], logged["level"], logged["logger"], logged["message"]) == (
         "log", "warning", "somebody", "a record",
     )  # fmt: skip
@@ -71,31 +66,32 @@ def test_a_record_that_a_library_would_print_itself_is_an_object_once(capsys: py
     own = logging.StreamHandler(sys.stdout)
     library.addHandler(own)
     logging.root.addHandler(root)
-    kept = own.stream
     try:
         with json_console(True):
             library.warning("from the library")
             log.warning("from somebody")
-        assert (own.stream, root in logging.root.handlers) == (kept, True)
+        library.warning("text again")
     finally:
         logging.root.removeHandler(root)
         library.removeHandler(own)
-    out, err = (objects(text) for text in capsys.readouterr())
-    assert [one["message"] for one in (*out, *err)] == ["from the library", "from somebody"]
+    out, err = capsys.readouterr()
+    assert [one["message"] for one in objects(out.removesuffix("text again\n") + err)] == [
+        "from the library",
+        "from somebody",
+    ]
+    assert out.endswith("}\ntext again\n")
 
 
 def test_blocks_may_be_nested_and_text_comes_back_after_the_outermost(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout, sys.stderr, list(logging.root.handlers)
+    before = list(logging.root.handlers)
     with json_console(True):
         with json_console(True), json_console(False):
-            kept = sys.stdout
+            tell("notice", "inner")
         assert is_json()
-        sys.stdout.write("still JSON\n")
+        tell("notice", "outer")
     assert not is_json()
-    assert (sys.stdout, sys.stderr, logging.root.handlers) == before
-    kept.write("text again\n")
-    out = capsys.readouterr().out.splitlines()
-    assert (objects(out[0] + "\n")[0]["message"], out[1]) == ("still JSON", "text again")
+    assert logging.root.handlers == before
+    assert [one["message"] for one in objects(capsys.readouterr().out)] == ["inner", "outer"]
 
 
 def test_threads_do_not_mix_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +101,10 @@ def test_threads_do_not_mix_their_lines(monkeypatch: pytest.MonkeyPatch) -> None
 
     def speak(name: str) -> None:
         for number in range(200):
-            print(name, number, file=sys.stdout if number % 2 else sys.stderr)
+            if number % 2:
+                tell("notice", f"{name} {number}")
+            else:
+                log.warning("%s %d", name, number)
 
     with json_console(True):
         threads = [threading.Thread(target=speak, args=(f"thread-{n}",)) for n in range(4)]
@@ -174,7 +173,7 @@ run(main, Config)
     command = [sys.executable, "-c", script, "--model", "none", "--log.format", "json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert [one["message"] for one in objects(ended.stdout)] == ["begun"]
+    assert ended.stdout == "begun\n"
     (one,) = objects(ended.stderr)
     assert (one["level"], one["message"]) == ("error", "LookupError: the user's own")
     assert "in main" in one["traceback"]

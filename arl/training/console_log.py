@@ -21,8 +21,6 @@ from typing import IO, Any, TextIO
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.control import Control
 
-from arl.json_console import copy_lines, is_json, stop_copying
-
 log = logging.getLogger(__name__)
 
 CONSOLE_LOG = "console.log"
@@ -54,9 +52,6 @@ class ConsoleLog:
         self._writing.start()
         self.line(time.strftime("--- started at %Y-%m-%d %H:%M:%S"))
         _OPEN.append(self)
-        if is_json():
-            copy_lines(self.line)
-            return
         self._copied = [_Copied(stream, self) for stream in (sys.stdout, sys.stderr)]
         for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
             for handler in getattr(logger, "handlers", ()):
@@ -71,7 +66,6 @@ class ConsoleLog:
         if self not in _OPEN:
             return
         _OPEN.remove(self)
-        stop_copying(self.line)
         for copied in self._copied:
             copied.end_line()
             copied.is_open = False
@@ -86,7 +80,6 @@ class ConsoleLog:
 
     def forget(self) -> None:
         """In a forked process, which has no thread that writes, and may find the queue locked for ever."""
-        stop_copying(self.line)
         for copied in self._copied:
             copied.is_open = False
 
