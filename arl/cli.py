@@ -32,7 +32,6 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError, says_all
-from arl.api.moved_settings import instead_of_correction
 from arl.api.notebook import kernel_shell
 from arl.api.settings import PEERS_NAMES, REQUIRED, Setting, config_error, settings_of, whole_section
 from arl.in_cell import is_in_cell, run_in_cell
@@ -423,8 +422,6 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
         return f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME alone"
     dashes = "--no-" if flag.startswith("--no-") else "--"
     wanted = flag.lstrip("-").removeprefix("no-").partition("=")[0].replace("-", "_")
-    if wanted.startswith("algorithm.correction"):
-        return f"{flag}: {instead_of_correction()}; lists are JSON, such as --algorithm.weights '{_A_LIST}'"
     if lists := [name for name in names if wanted.startswith((f"{name}.", f"{name}["))]:
         such = f", such as --{lists[0]} '{_A_LIST}'" if lists[0] in _LISTS else ""
         return f"{flag} is not a setting; --{lists[0]} takes all of its value at once, as JSON{such}"

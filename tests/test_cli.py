@@ -110,10 +110,6 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--batch-size=3"], "--batch-size=3 is not a setting; did you mean --rollout.batch_size"),
         (["--no-shuffle"], "--no-shuffle is not a setting; did you mean --no-rollout.shuffle"),
         (
-            ["--algorithm.correction.kind", "mask"],
-            "correction is not a setting; it is two lists, weights and rejections",
-        ),
-        (
             ["--algorithm.weights.0.upper", "2"],
             """--algorithm.weights takes all of its value at once, as JSON, such as --algorithm.weights '[{"level":""",
         ),

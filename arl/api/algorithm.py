@@ -12,7 +12,6 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
 
-from arl.api.moved_settings import instead_of_correction
 from arl.api.objective import (
     AdvantageConfig,
     ClippedLossConfig,
@@ -97,9 +96,6 @@ class AlgorithmConfig(Section):
         name = settings.get("preset", cls.model_fields["preset"].default)
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(unknown_preset(name))
-        if "correction" in settings:
-            proximal = settings.get("proximal", PRESETS[name].settings["proximal"])
-            raise ValueError(instead_of_correction(settings["correction"], proximal))
         config = handler(laid_over({"preset": name, **PRESETS[name].settings}, settings))
         # The preset's fields do not count as given: another preset may fill them in differently.
         object.__setattr__(config, "__pydantic_fields_set__", set(settings))

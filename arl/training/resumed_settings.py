@@ -7,9 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from arl.api.moved_settings import parts_of_correction
-from arl.api.objective import RejectionPart, WeightPart
-
 log = logging.getLogger(__name__)
 
 _HARMLESS = frozenset(
@@ -43,7 +40,7 @@ def say_changes(before: object, after: Mapping[str, Any], version: int, say: Cal
     """
     if not isinstance(before, Mapping):
         return
-    known = _with_lists(cast("Mapping[str, Any]", before))
+    known = cast("Mapping[str, Any]", before)
     found = [(name, f"{name} {_shown(was)} -> {_shown(now)}") for name, was, now in _changes(known, after)]
     matter = [text for name, text in found if not _is_harmless(name)]
     if matter:
@@ -52,18 +49,6 @@ def say_changes(before: object, after: Mapping[str, Any], version: int, say: Cal
         )
     if others := [text for name, text in found if _is_harmless(name)]:
         say(f"other settings than before, which do not change what is trained: {'; '.join(others)}")
-
-
-def _with_lists(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same settings, with weights and rejections in place of an older checkpoint's section `correction`."""
-    algorithm = settings.get("algorithm")
-    if not isinstance(algorithm, Mapping) or "correction" not in algorithm:
-        return settings
-    own = cast("Mapping[str, Any]", algorithm)
-    lists = parts_of_correction(own["correction"], own.get("proximal"))
-    weights = [WeightPart(**part).model_dump(mode="json") for part in lists["weights"]]
-    rejections = [RejectionPart(**part).model_dump(mode="json") for part in lists["rejections"]]
-    return {**settings, "algorithm": {**own, "weights": weights, "rejections": rejections}}
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -80,17 +80,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rejections": [{"level": "token", "lower": 1.5, "upper": 2, "outward": True}]},
         "bounds 1.5 and 2.0; 1, where p is b, must lie between them",
     ),
-    ({"correction": {"upper": 2}}, "correction is not a setting; it is two lists, weights and rejections"),
-    (
-        {"correction": {"kind": "truncate", "level": "sequence", "upper": 2.0, "lower": 0.0, "veto": None}},
-        'the same is weights=[{"level": "sequence", "upper": 2.0}] and rejections=[]',
-    ),
-    (
-        {"correction": {"kind": "mask", "level": "geometric", "upper": 2.0, "lower": 0.5, "veto": 0.1}},
-        '[{"level": "geometric", "lower": 0.5, "upper": 2.0}, {"level": "token", "lower": 0.1, "veto": true}]',
-    ),
-    ({"correction": {"kind": "none"}}, 'the same is weights=[{"level": "token"}] and rejections=[]'),
-    ({"correction": {"kind": "none"}, "proximal": "bypassed"}, "the same is weights=[] and rejections=[]"),
     ({"advantage": {"reward_weights": {"right": 2.0}}}, "reward_weights is set, but separate_rewards is not"),
     (
         {"advantage": {"kind": "gae", "lam": 0.9, "length_alpha": 0.05}, "critic": {}},

@@ -88,25 +88,3 @@ def test_a_weight_of_a_named_reward_that_comes_or_goes_is_told(caplog: pytest.Lo
 def test_settings_that_one_arl_alone_knows_and_checkpoints_without_settings_say_nothing() -> None:
     say_changes(None, {"steps": 2}, 1, pytest.fail)
     say_changes({"gone": 1, "rollout": {}}, {"steps": 2, "rollout": {"new": 1}}, 1, pytest.fail)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"kind": "truncate", "upper": 5.0}, []),
-        (
-            {"kind": "truncate", "upper": 2.0},
-            ['algorithm.weights [{"level": "token", "lower": null, "upper": 2.0}] -> '],
-        ),
-        ({"kind": "mask", "upper": 5.0, "lower": 0.5}, ["algorithm.weights [", "algorithm.rejections [{", " -> []"]),
-    ],
-)
-def test_a_checkpoint_with_a_correction_goes_on_and_only_another_weight_is_told(
-    changes: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    after = Config.model_validate({"model": "m", "algorithm": {"rejections": []}}).model_dump(mode="json")
-    algorithm = {name: value for name, value in after["algorithm"].items() if name not in ("weights", "rejections")}
-    correction = {"level": "token", "lower": 0.0, "veto": None, **changes}
-    say_changes({**after, "algorithm": {**algorithm, "correction": correction}}, after, 3, pytest.fail)
-    assert all(part in caplog.text for part in said)
-    assert bool(caplog.messages) == bool(said)
