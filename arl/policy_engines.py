@@ -23,7 +23,7 @@ from arl.log_files import bounded_logs
 from arl.offload import TrainThread
 from arl.policies.policy_learners import PolicyLearners
 from arl.policies.policy_servers import PolicyEngine, PolicyTransport
-from arl.rollout.trained_policies import TrainedPolicies
+from arl.rollout.constrained import TrainedPolicies
 from arl.run_engines import Engines, close_learner, load_learner_of, weight_transport
 from arl.serving import OpenedServers, connect, open_servers
 from arl.training.run_learner import RunLearner

@@ -14,9 +14,8 @@ from arl.api.placed import Finding, PlacedPart
 from arl.cluster.node_checks import NodeReport
 from arl.cluster.planned import hostname_of
 from arl.cluster.servers_file import SERVERS, base_url, read_servers
-from arl.engine.client.greeting import difference, expected_of, greet
 from arl.engine.client.remote_engine import client_class
-from arl.engine.client.server_client import Greeting, ServerClient
+from arl.engine.client.server_client import Greeting, ServerClient, difference, expected_of, greet
 from arl.engine.model_files import served_model
 from arl.engine.weights.delta import MirrorClient
 from arl.offload import offload

@@ -74,8 +74,7 @@ def measure(file: Path) -> None:
 
 def measure_ledger(rows: Sequence[Any]) -> None:
     from arl.data.row_digests import fingerprint
-    from arl.rollout.ledger import ExampleLedger
-    from arl.rollout.outcome import GroupOutcome
+    from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
     before, began = held_mb(), time.perf_counter()
     ledger = ExampleLedger(len(rows), shuffle=True, seed=0, fingerprint=fingerprint(rows))
@@ -113,7 +112,7 @@ def measure_stream(file: Path) -> None:
     import datasets
 
     from arl.data.streamed_rows import StreamedRows
-    from arl.rollout.outcome import GroupOutcome
+    from arl.rollout.ledger import GroupOutcome
     from arl.rollout.stream_ledger import StreamLedger
 
     async def read(call: Any) -> Any:

@@ -1,10 +1,13 @@
-"""Refuses trajectories that train tokens without what they were sampled with: kept ids, routes, images."""
+"""Refuses trajectories that cannot be trained as they were sampled: versions, room, roles, kept ids, routes, images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from arl.api.errors import TrajectoryError
+from arl.api.engine import ModelLimits
+from arl.api.errors import RoleError, TrajectoryError
+from arl.api.policy_config import PolicyRoles
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
 
 
@@ -82,3 +85,65 @@ def _places(response: ModelResponse, trajectory: Trajectory) -> Iterator[tuple[i
         is_it = (trajectory.token_ids[place] == ids[:n]) & (trajectory.behavior_logprobs[place] == logprobs[:n])
         if is_it.all():
             yield start, start + n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedPolicies:
+    """The policies of a run, as the end of an episode sees them."""
+
+    roles: PolicyRoles
+    limits: Mapping[str, ModelLimits]
+    """Of each policy's model."""
+
+    def limits_of(self, trajectory: Trajectory) -> ModelLimits:
+        """Raises RoleError for a role that no policy plays."""
+        return self.limits[self.roles.policy_of(trajectory.role)]
+
+    def check_asked(self, trajectory: Trajectory, asked: Iterable[str]) -> None:
+        """Raise RoleError if it trains a policy that the episode did not ask: another one sampled its tokens.
+
+        asked: the roles of the episode's requests.
+        """
+        policy = self.roles.policy_of(trajectory.role)
+        if trajectory.num_trained_tokens and policy not in {self.roles.policy_of(role) for role in asked}:
+            raise RoleError(
+                f"arun_episode returned a trajectory of the role {trajectory.role!r}, but asked for "
+                f"{', '.join(sorted({*asked})) or 'none'} alone: the policy {policy} would be trained on tokens that "
+                "it did not sample. Give the conversation (or ModelRequest) the role of its trajectory"
+            )
+
+
+def check_versions(trajectory: Trajectory, oldest_allowed: int, newest_allowed: int | None) -> None:
+    oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    if oldest is not None and oldest < oldest_allowed:
+        raise TrajectoryError(
+            f"arun_episode returned a token of version {oldest}, but its group was admitted at version "
+            f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
+        )
+    if newest is not None and newest_allowed is not None and newest > newest_allowed:
+        raise TrajectoryError(
+            f"arun_episode returned a token of version {newest}, but the newest weights are of version "
+            f"{newest_allowed}; take versions from responses as they are, and share no server with another training"
+        )
+
+
+def check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
+    if frozenset(trajectory.arrays) != limits.arrays:
+        has, needed = (", ".join(sorted(names)) or "none" for names in (trajectory.arrays, limits.arrays))
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with the arrays: {has}; the trained model needs: {needed} "
+            "(Trajectory.arrays)"
+        )
+    ids, room = trajectory.token_ids, limits.context_length
+    place = int(ids.argmax())
+    if (highest := ids.item(place)) >= limits.vocab_size:
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with token_ids[{place}] = {highest}, but the model has "
+            f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}); encode prompts with the model's own tokenizer"
+        )
+    if room is not None and trajectory.loss_mask[room:].any():
+        last = int(trajectory.loss_mask.nonzero()[0][-1]) + 1
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with {last} tokens up to the last trained one, but the model has room "
+            f"for {room} (max_position_embeddings in its config.json); shorten its prompts, or end it sooner"
+        )

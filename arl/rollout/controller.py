@@ -32,15 +32,12 @@ from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
 from arl.api.token_records import Fate
 from arl.api.types import Example, Group
 from arl.rollout.buffer import ReplayBuffer
-from arl.rollout.candidates import Candidate, FirstFailures
-from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
-from arl.rollout.ledger import ExampleLedger, Issue, Ledger
+from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue, Ledger
 from arl.rollout.length_bias import LengthWatch
-from arl.rollout.outcome import GroupOutcome
-from arl.rollout.report import EpisodeReport, HeldOut, shown, told
-from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch
+from arl.rollout.report import Candidate, EpisodeReport, FirstFailures, HeldOut, shown, told
+from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch, collect_garbage
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -19,13 +19,19 @@ from arl.api.engine import ModelLimits, Sampler
 from arl.api.episode_clock import CLOCK, EpisodeClock
 from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RoleError, TrajectoryError
 from arl.api.events import NOWHERE, Events
-from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.constrained import check_images, check_response, check_trajectory
+from arl.rollout.constrained import (
+    TrainedPolicies,
+    check_images,
+    check_response,
+    check_room,
+    check_trajectory,
+    check_versions,
+)
 from arl.rollout.failure_log import FailureLog
 from arl.rollout.report import EpisodeReport
 from arl.rollout.token_ledger import TokenLedger
-from arl.rollout.trained_policies import TrainedPolicies
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
@@ -89,18 +95,14 @@ class EpisodeSampler:
         self._num_requests = 0
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        sampling = self._steered(request.sampling)
-        if sampling is not request.sampling:
-            request = replace(request, sampling=sampling)
-        return await self._engine.agenerate(request)
-
-    def _steered(self, sampling: SamplingParams) -> SamplingParams:
         number, self._num_requests = self._num_requests, self._num_requests + 1
         if self._is_greedy:
-            return replace(sampling, temperature=0.0)
-        if self._seed is None or sampling.seed is not None:
-            return sampling
-        return replace(sampling, seed=_seed_of(f"{self._seed}-{number}"))
+            request = replace(request, sampling=replace(request.sampling, temperature=0.0))
+        elif self._seed is not None and request.sampling.seed is None:
+            # 31 bits, which every server takes for a seed; the same in every process.
+            digest = blake2b(f"{self._seed}-{number}".encode(), digest_size=4).digest()
+            request = replace(request, sampling=replace(request.sampling, seed=int.from_bytes(digest) >> 1))
+        return await self._engine.agenerate(request)
 
 
 @dataclass(slots=True)
@@ -110,29 +112,30 @@ class Pulse:
     beats: int = 0
 
 
-class _Felt:
-    """A Sampler whose answers `pulse` counts and `report` gets. constrained: gets those with kept ids or routes. seen:
-    gets requests with images and their answers. asked: gets the roles of the requests."""
+@dataclass(slots=True, kw_only=True)
+class _Sampled:
+    """What an episode's trajectories must agree with."""
 
-    def __init__(
-        self,
-        engine: Sampler,
-        pulse: Pulse,
-        report: EpisodeReport | None,
-        constrained: list[ModelResponse],
-        seen: list[tuple[ModelRequest, ModelResponse]],
-        asked: set[str],
-    ) -> None:
-        self._seen = seen
-        self._asked = asked
+    constrained: list[ModelResponse] = field(default_factory=list[ModelResponse])
+    """Responses with kept ids or routes."""
+    seen: list[tuple[ModelRequest, ModelResponse]] = field(default_factory=list[tuple[ModelRequest, ModelResponse]])
+    """Requests with images, and their responses."""
+    asked: set[str] = field(default_factory=set[str])
+    """The roles of all requests."""
+
+
+class _Felt:
+    """A Sampler whose answers `pulse` counts, and `report` and `sampled` get."""
+
+    def __init__(self, engine: Sampler, pulse: Pulse, report: EpisodeReport | None, sampled: _Sampled) -> None:
         self._engine = engine
         self._pulse = pulse
         self._report = report
-        self._constrained = constrained
+        self._sampled = sampled
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         began = time.monotonic()
-        self._asked.add(request.role)
+        self._sampled.asked.add(request.role)
         try:
             response = await self._engine.agenerate(request)
         except BaseException as error:
@@ -144,15 +147,10 @@ class _Felt:
             self._report.answered(request, response, time.monotonic() - began)
         check_response(request, response)
         if response.output_ids and not (response.kept_ids is None and response.routes is None):
-            self._constrained.append(response)
+            self._sampled.constrained.append(response)
         if response.output_ids and request.images:
-            self._seen.append((request, response))
+            self._sampled.seen.append((request, response))
         return response
-
-
-def _seed_of(text: str) -> int:
-    """31 bits, which every server takes for a seed; the same in every process."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,19 +237,13 @@ class EpisodeRunner:
         clock = clock or EpisodeClock()
         CLOCK.set(clock)
         limit = clock.begin()
-        constrained: list[ModelResponse] = []
-        seen: list[tuple[ModelRequest, ModelResponse]] = []
-        asked = set[str]()
-        felt = _Felt(sampler, self.pulse, report, constrained, seen, asked)
+        sampled = _Sampled()
+        felt = _Felt(sampler, self.pulse, report, sampled)
         try:
             async with limit:
                 returned: object = await self.workflow.arun_episode(felt, example)
             trajectories = _trajectories(returned)
-            self._check(trajectories, oldest_allowed, asked)
-            for trajectory in trajectories if constrained else ():
-                check_trajectory(trajectory, constrained)
-            for trajectory in trajectories if seen else ():
-                check_images(trajectory, seen)
+            self._check(trajectories, oldest_allowed, sampled)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
                 del limit  # it has the task, which keeps the error, which keeps this frame: a circle for the collector
@@ -271,16 +263,20 @@ class EpisodeRunner:
             clock.end()
         return self._timed_out(None) if limit.expired() else trajectories
 
-    def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int, asked: Collection[str]) -> None:
+    def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int, sampled: _Sampled) -> None:
         """Raise TrajectoryError for tokens that no server can have sampled here, or that the model cannot train."""
         newest = self.newest_version() if self.newest_version else None
         for trajectory in trajectories:
-            _check_versions(trajectory, oldest_allowed, newest)
+            check_versions(trajectory, oldest_allowed, newest)
             if self.policies is not None:
-                self.policies.check_asked(trajectory, asked)
-                _check_room(trajectory, self.policies.limits_of(trajectory))
+                self.policies.check_asked(trajectory, sampled.asked)
+                check_room(trajectory, self.policies.limits_of(trajectory))
             elif self.limits is not None:
-                _check_room(trajectory, self.limits)
+                check_room(trajectory, self.limits)
+            if sampled.constrained:
+                check_trajectory(trajectory, sampled.constrained)
+            if sampled.seen:
+                check_images(trajectory, sampled.seen)
 
     def _timed_out(self, cause: BaseException | None) -> EpisodeTimeoutError:
         message = f"{self.called} took longer than rollout.episode_timeout_s={self.timeout_s:g}"
@@ -333,39 +329,3 @@ def _trajectories(returned: Any) -> tuple[Trajectory, ...]:
         what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
         raise TrajectoryError(f"arun_episode returned {what}; return a Trajectory, several, or None to reject")
     return items
-
-
-def _check_versions(trajectory: Trajectory, oldest_allowed: int, newest_allowed: int | None) -> None:
-    oldest, newest = trajectory.oldest_version, trajectory.newest_version
-    if oldest is not None and oldest < oldest_allowed:
-        raise TrajectoryError(
-            f"arun_episode returned a token of version {oldest}, but its group was admitted at version "
-            f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
-        )
-    if newest is not None and newest_allowed is not None and newest > newest_allowed:
-        raise TrajectoryError(
-            f"arun_episode returned a token of version {newest}, but the newest weights are of version "
-            f"{newest_allowed}; take versions from responses as they are, and share no server with another training"
-        )
-
-
-def _check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
-    if frozenset(trajectory.arrays) != limits.arrays:
-        has, needed = (", ".join(sorted(names)) or "none" for names in (trajectory.arrays, limits.arrays))
-        raise TrajectoryError(
-            f"arun_episode returned a trajectory with the arrays: {has}; the trained model needs: {needed} "
-            "(Trajectory.arrays)"
-        )
-    ids, room = trajectory.token_ids, limits.context_length
-    place = int(ids.argmax())
-    if (highest := ids.item(place)) >= limits.vocab_size:
-        raise TrajectoryError(
-            f"arun_episode returned a trajectory with token_ids[{place}] = {highest}, but the model has "
-            f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}); encode prompts with the model's own tokenizer"
-        )
-    if room is not None and trajectory.loss_mask[room:].any():
-        last = int(trajectory.loss_mask.nonzero()[0][-1]) + 1
-        raise TrajectoryError(
-            f"arun_episode returned a trajectory with {last} tokens up to the last trained one, but the model has room "
-            f"for {room} (max_position_embeddings in its config.json); shorten its prompts, or end it sooner"
-        )

@@ -15,8 +15,7 @@ from arl.api.config import RolloutConfig
 from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role
-from arl.rollout.ledger import Issue
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome, Issue
 
 GREEDY = -1
 """The index of the episode that is decoded greedily, as a baseline."""

@@ -13,8 +13,7 @@ from typing import Any
 from arl.api.errors import CheckpointError, DatasetError
 from arl.api.stream import Stream, StreamChunk
 from arl.api.types import Example
-from arl.rollout.ledger import ExampleId, GroupNumbers, Issue
-from arl.rollout.outcome import GroupOutcome, packed, unpacked
+from arl.rollout.ledger import ExampleId, GroupNumbers, GroupOutcome, Issue, packed, unpacked
 
 _FEW = 16
 

@@ -19,8 +19,7 @@ from arl.api.run_tasks import (
     TemperatureMixture,
     check_weight,
 )
-from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, Issue
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,9 @@ from statistics import fmean
 from arl.api.image_places import text_with_marks
 from arl.api.tracking import TrackedTrajectory, expected_column
 from arl.api.types import Group, Trajectory
-from arl.rollout.candidates import Candidate, FirstFailures
 from arl.rollout.episode import Episode
 from arl.rollout.group import episode_name
-from arl.rollout.report import shown, told
+from arl.rollout.report import Candidate, FirstFailures, shown, told
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""

@@ -20,8 +20,8 @@ from arl.api.token_records import TokensCounted
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.offload import force_to_disk
-from arl.rollout.candidates import Candidate
 from arl.rollout.episode import Episode
+from arl.rollout.report import Candidate
 from arl.training.display import Display
 from arl.training.health_line import HealthLine
 from arl.training.interest import of_evaluation, of_step

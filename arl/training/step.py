@@ -11,7 +11,7 @@ from msgspec import structs
 from arl.api.events import BatchTrained, Events, TrainedSummary
 from arl.api.token_records import TokensCounted
 from arl.api.types import Group, StepStats
-from arl.rollout.candidates import Candidate
+from arl.rollout.report import Candidate
 from arl.training.kept_tokens import ReportedBatch, named
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
 from arl.training.run_files import RunLog

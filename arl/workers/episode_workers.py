@@ -32,7 +32,9 @@ from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_wit
 from arl.api.events import EPISODE, NOWHERE, Events, ProcessRestarted
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.object_process import pickled
 from arl.remote_calls import OtherTracebackError, portable
+from arl.sent_object import SentObject
 from arl.workers.pipe import (
     Answered,
     Clocked,
@@ -48,7 +50,6 @@ from arl.workers.pipe import (
     Said,
     Stop,
 )
-from arl.workers.sent_workflow import sent_workflow
 from arl.workers.worker_process import WorkerProcess, outlast
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,12 @@ _CLOSING_S = 300.0
 """How long leaving the workflow may take."""
 _STOPPING_S = 300.0
 """How long an episode that was cancelled may take to end. A worker with one that takes longer is killed."""
+
+
+_ADVICE = (
+    "Open connections, locks and processes in its __aenter__, which runs in each worker, define its functions at the "
+    "top of a module, and make no lambdas"
+)
 
 
 class EpisodeWorkers(RolloutWorkflow):
@@ -83,7 +90,11 @@ class EpisodeWorkers(RolloutWorkflow):
 
         Raises ConfigError if the workflow cannot travel.
         """
-        self._sent = sent_workflow(workflow, endpoint)
+        sent = SentObject.of(
+            workflow, type(workflow).__name__, "worker processes", _ADVICE, "; or set rollout.num_workers=0"
+        )
+        self._sent = b"".join(pickled((sent, endpoint)))
+        """The first message to a worker."""
         self._workers = [_Worker(number, logs / f"worker-{number}.log") for number in range(num_workers)]
         self._groups = AsyncExitStack()
         self._alarms = asyncio.TaskGroup()

@@ -30,11 +30,11 @@ from arl.api.errors import ArlError, WorkerError, first_error
 from arl.api.events import EPISODE, EpisodeContext, Event, KeptTokens, TokenFrame
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
+from arl.object_process import receive_message
 from arl.remote_calls import Message, OtherTracebackError
-from arl.rollout.collector import collect_garbage
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.task_workflows import TaskWorkflows
-from arl.rollout.watches import LagMonitor
+from arl.rollout.watches import LagMonitor, collect_garbage
 from arl.web.watch import Watch
 from arl.workers.pipe import (
     Answered,
@@ -54,7 +54,6 @@ from arl.workers.pipe import (
     as_array,
     frame,
 )
-from arl.workers.sent_workflow import received_workflow
 
 _BLOCKED_S = 60.0
 _STDERR = 2
@@ -242,7 +241,8 @@ def _beat(sock: socket.socket) -> None:
 
 def _run(sock: socket.socket) -> None:
     try:
-        workflow, endpoint = received_workflow(sock)
+        sent, endpoint = receive_message(sock)
+        workflow = sent.received()
     except BaseException as error:  # noqa: BLE001 (the controller raises it; also after sys.exit in a script)
         with suppress(OSError):
             sock.sendall(frame(_closed_by(error)))

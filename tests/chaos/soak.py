@@ -44,8 +44,7 @@ from arl.api.config import Config
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import ModelRequest
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.rollout.ledger import ExampleLedger
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 PERIOD_S = 1.0
 SLACK = {

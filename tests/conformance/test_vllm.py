@@ -15,8 +15,8 @@ from arl.api.errors import RefusedRequestError, ServerError
 from arl.api.grammar import Grammar
 from arl.api.routes import Routing
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.greeting import greet
 from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.server_client import greet
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.vllm_client import VLLMClient
 from arl.web.connections import Connections

@@ -22,8 +22,7 @@ from arl.api.types import Group
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.ledger import ExampleId, Issue
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleId, GroupOutcome, Issue
 
 NUM_EXAMPLES = 13
 

@@ -10,7 +10,7 @@ from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome
 
 
 def is_greedy(request: ModelRequest) -> list[int]:

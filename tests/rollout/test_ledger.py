@@ -14,8 +14,7 @@ from virtual_time import run_in_virtual_time
 from arl.api.errors import CheckpointError, CurriculumError
 from arl.api.workflow import Curriculum, ExampleRecord
 from arl.rollout import ledger as ledgers
-from arl.rollout.ledger import ExampleLedger
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 
 def ledger(

@@ -13,7 +13,7 @@ from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group
 from arl.api.workflow import ExampleRecord
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome
 
 
 def sampled(*episodes: Callable[[], object], **options: object) -> tuple[Group, dict[str, float], float]:

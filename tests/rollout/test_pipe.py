@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from arl.api.images import Image, PlacedImage
-from arl.workers.pipe import Close, Drop, Pipe, Ready, frame
-from arl.workers.sent_images import HeldImages, SentImages
+from arl.workers.pipe import Close, Drop, HeldImages, Pipe, Ready, SentImages, frame
 
 
 async def test_what_the_other_end_said_before_it_was_closed_is_read_although_a_write_fails() -> None:

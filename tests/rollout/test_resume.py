@@ -18,8 +18,7 @@ from arl.api.token_records import Fate, TokensCounted
 from arl.api.types import Example, Group, Trajectory
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
-from arl.rollout.ledger import ExampleId
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleId, GroupOutcome
 
 CONFIG = RolloutConfig(
     batch_size=2, group_size=2, max_staleness=2, max_failure_rate=1.0, episode_retries=0, drop_stragglers_after_s=8.0

@@ -13,7 +13,7 @@ from arl.api.errors import DatasetError, FailureBudgetError
 from arl.api.types import Example, Group
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome
 
 
 def returns(*answers: object) -> Callable[[int], object]:

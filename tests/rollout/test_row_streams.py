@@ -17,8 +17,7 @@ from arl.api.errors import CheckpointError, DatasetError
 from arl.api.stream import StreamChunk
 from arl.data.given import examples_of
 from arl.data.streamed_rows import CHUNK, StreamedRows
-from arl.rollout.ledger import ExampleLedger, Issue
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger
 
 NUM_ROWS = 200

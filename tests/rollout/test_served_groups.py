@@ -16,7 +16,7 @@ from arl.api.endpoint import EndpointConfig
 from arl.api.scripted import ScriptedEngine
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.served_workflow import ServedWorkflow
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome
 
 KEY = "an-operators-key-of-32-characters"
 ENDS = {"reward": 12, "error": 2, "rejected": 2, "nothing": 1, "without a call": 1}

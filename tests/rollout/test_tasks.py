@@ -12,8 +12,7 @@ from players import as_json
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
 from arl.api.run_tasks import MixtureConfig, SuccessMixture, TaskCurriculum, TaskRecord, TemperatureMixture
-from arl.rollout.ledger import ExampleLedger, GroupNumbers, Issue
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.task_ledger import TaskLedger, Turns
 
 

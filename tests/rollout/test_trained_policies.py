@@ -11,8 +11,8 @@ from arl.api.policy_config import PolicyRoles
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.rollout.constrained import TrainedPolicies
 from arl.rollout.episode import Episode, EpisodeRunner
-from arl.rollout.trained_policies import TrainedPolicies
 
 POLICIES = TrainedPolicies(
     roles=PolicyRoles({"author": "writer", "editor": "writer", "critic": "reader"}),

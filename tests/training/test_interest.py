@@ -8,8 +8,8 @@ from records import grouped, trajectory
 from arl.api.images import Image, PlacedImage
 from arl.api.types import Group, Trajectory
 from arl.commands.trial import passage_of, rendered
-from arl.rollout.candidates import Candidate, FirstFailures
 from arl.rollout.episode import Episode
+from arl.rollout.report import Candidate, FirstFailures
 from arl.training.interest import choose, of_evaluation, of_step
 
 

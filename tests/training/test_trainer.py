@@ -18,7 +18,7 @@ from arl.api.engine import WeightUpdate
 from arl.api.errors import ConfigError, ServerError, TransportError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Group, StepStats
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome
 from arl.training import delivery
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch

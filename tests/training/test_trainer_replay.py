@@ -13,7 +13,7 @@ from arl.api.engine import Sampler, UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.eventlog.run_record import read_run
-from arl.rollout.outcome import GroupOutcome
+from arl.rollout.ledger import GroupOutcome
 from arl.training.run_files import read_jsonl
 
 

@@ -1,6 +1,6 @@
 """The client of inference servers, and the processes of the servers that arl starts itself.
 
-    sglang          the InferenceEngine: each request, from its first attempt to its response
+    remote_engine   the InferenceEngine: each request, from its first attempt to its response
     line            which server a request gets, and who waits for one
     patience        how long an answer may take
     continuation    one response made of several answers, with the version of each token
@@ -9,8 +9,8 @@
     upkeep          updates of all servers; fences and probes for those that fail
     server_update   the update of one server
     server_watch    signs of life, log lines, metrics, the least number of servers
-    server_client   SGLang's protocol, spoken to one server
-    greeting        what a server says of itself, compared with the others
+    server_client   the calls to one server of any kind, and what servers say of themselves, compared
+    sglang_client, vllm_client   the two protocols
     frame_client    calls of /generate over one WebSocket, to an embedded server
     processes       servers that arl starts and restarts
     ray_servers     and where it starts them on a Ray cluster

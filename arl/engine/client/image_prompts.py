@@ -1,22 +1,32 @@
-"""Images in requests, and how an answer shows that its server understood the prompt.
+"""Images in requests: as each kind of server takes them, and how an answer shows that it understood the prompt.
 
     ours      <|vision_start|> <|image_pad|> <|image_pad|> <|image_pad|> <|vision_end|>    a placeholder for each vector
     theirs    <|vision_start|> <|image_pad|> <|vision_end|>, and the image                 one, which they expand
 
 The embedded server takes ours. SGLang and vLLM take theirs, and say on request what the prompt has become. See
 docs/sglang_protocol.md and docs/vllm_protocol.md.
+
+SGLang and vLLM get images as PNG, without loss, of the size to which the model's image processor scales them. Left to
+themselves, these servers scale with torchvision, and SGLang decodes JPEG on a GPU. Both round otherwise than Pillow, so
+that the model would see another image than in training.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from arl.api.errors import RefusedRequestError
-from arl.api.images import PlacedImage
+from arl.api.images import Image, PlacedImage
 from arl.engine.client.server_client import GenerateCall
+from arl.vision.processor import ImageProcessor
 
 KEEPS_IMAGES = "SGLANG_VLM_CACHE_SIZE_MB"
 """The environment variable with the size of SGLang's cache of what the tower made of images. No update of the weights
@@ -89,3 +99,40 @@ def check_prompt(address: str, body: Mapping[str, Any], call: GenerateCall) -> N
         f"{address} computed {what}, with its {len(call.images)} images: its image processor or the settings of that "
         "(min_pixels, max_pixels) are not those in the model's directory here"
     )
+
+
+_MOST_KEPT = 128
+"""The episodes of a group show the same images, and each turn those of the turns before it."""
+_SCALING = ThreadPoolExecutor(2, "arl-scaling")
+
+
+class ScaledImages:
+    """Belongs to the event loop. model: the directory or name of a model that sees."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._kept: OrderedDict[str, Future[Image]] = OrderedDict()
+        """By the digests of the images that were scaled."""
+
+    async def of(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+        """The same images, scaled, on the same placeholders. Raises ImageError, ModelError."""
+        scaled = [self._begun(placed.image) for placed in images]
+        # Others may wait for the same image, so a caller that is cancelled cancels none.
+        files = [await asyncio.shield(asyncio.wrap_future(one)) for one in scaled]
+        return tuple(replace(placed, image=file) for placed, file in zip(images, files, strict=True))
+
+    def _begun(self, image: Image) -> Future[Image]:
+        scaled = self._kept.pop(image.digest, None)
+        if scaled is None or (scaled.done() and scaled.exception() is not None):
+            scaled = _SCALING.submit(self._scaled, image)
+        self._kept[image.digest] = scaled
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return scaled
+
+    def _scaled(self, image: Image) -> Image:
+        return self._processor.scaled(image)
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self._model)

@@ -12,8 +12,7 @@ from contextlib import suppress
 
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
-from arl.engine.client.greeting import greet
-from arl.engine.client.server_client import Greeting, ServerClient
+from arl.engine.client.server_client import Greeting, ServerClient, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import leave_running
 from arl.engine.client.upkeep import Upkeep
@@ -47,7 +46,7 @@ class Membership:
             raise ServerError(
                 f"the run needs {least} servers (engine.min_servers), and its servers file has {len(clients)}"
             )
-        answers = await (_all_greeted(clients) if least is None else _greeted(clients, least))
+        answers = await _greeted(clients, len(clients) if least is None else least)
         missing = {client: error for client, error in answers.items() if isinstance(error, ServerError)}
         if missing and least is None:
             raise ServerError(f"no inference server answers at {_told(missing)}. Start it, or correct engine.addresses")
@@ -147,35 +146,22 @@ class Membership:
         return True
 
 
-async def _all_greeted(clients: Sequence[ServerClient]) -> dict[ServerClient, Greeting | ServerError]:
-    async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(_greet(client)) for client in clients]
-    return {client: call.result() for client, call in zip(clients, calls, strict=True)}
-
-
 async def _greeted(clients: Sequence[ServerClient], least: int) -> dict[ServerClient, Greeting | ServerError]:
     """The answers that arrive soon after `least` servers have greeted. The others, if few, do not hold up the start."""
-    answers: dict[ServerClient, Greeting | ServerError] = {
-        client: ServerFailedError(f"{client.address} has not answered yet") for client in clients
-    }
-    num_greeted, is_enough = 0, asyncio.Event()
-
-    async def note(client: ServerClient) -> None:
-        nonlocal num_greeted
-        answers[client] = answer = await _greet(client)
-        num_greeted += isinstance(answer, Greeting)
-        if num_greeted >= least:
-            is_enough.set()
-
     async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(note(client)) for client in clients]
-        everyone = group.create_task(asyncio.wait(calls))
-        enough = group.create_task(is_enough.wait())
-        await asyncio.wait([everyone, enough], return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait([everyone], timeout=_STRAGGLERS_S)
-        for task in (*calls, everyone, enough):
-            task.cancel()
-    return answers
+        calls = {client: group.create_task(_greet(client)) for client in clients}
+        waiting, num_greeted = set(calls.values()), 0
+        while waiting and num_greeted < least:
+            answered, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            num_greeted += sum(isinstance(call.result(), Greeting) for call in answered)
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=_STRAGGLERS_S)
+            for call in late:
+                call.cancel()
+    return {
+        client: ServerFailedError(f"{client.address} has not answered yet") if call.cancelled() else call.result()
+        for client, call in calls.items()
+    }
 
 
 async def _greet(client: ServerClient) -> Greeting | ServerError:

@@ -47,12 +47,12 @@ from arl.api.events import NOWHERE, Events
 from arl.api.types import ModelRequest, ModelResponse
 from arl.cluster.servers_file import DRAIN_S, base_url
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
+from arl.engine.client.image_prompts import ScaledImages
 from arl.engine.client.line import Line
 from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.roster import Roster, RosterFiles
-from arl.engine.client.scaled_images import ScaledImages
 from arl.engine.client.server_client import MIXTURE, Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.server_watch import ServerWatch

@@ -116,7 +116,7 @@ class HeldWeights:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One server, to be read by all and written to by `ServerPool` alone."""
+    """One server. `ServerPool` alone changes its state and its weights."""
 
     client: ServerClient
     weights: HeldWeights
@@ -184,6 +184,12 @@ class Server:
     def why(self) -> str:
         """Why it is out of service, and stays so."""
         return f"{self.reason}; now: {self.probed}" if self.probed and self.probed != self.reason else self.reason
+
+    @property
+    def unused_adapters(self) -> list[str]:
+        """Adapters that no request will name any more. The newest two stay."""
+        in_flight = {attempt.adapter for attempt in self.attempts}
+        return [name for name in self.adapters[:-2] if name not in in_flight]
 
     def holds(self, version: int, told: Holding) -> bool:
         """Whether it holds this version. Its label proves nothing: a broken load or another run may have set it."""
@@ -425,41 +431,9 @@ class ServerPool:
             self._events.emit(ServerLeft(server=server.address))
         self._move(server, "drop")
 
-    # What is known of a server, whatever its state
-
-    def note_greeting(self, server: Server, greeting: Greeting) -> None:
-        server.greeting = greeting
-
-    def note_failure(self, server: Server) -> None:
-        server.num_failures += 1
-
     def note_answer(self, server: Server) -> None:
         """It answered a request."""
         server.num_failures, server.backoff_s, server.heard_at = 0, 0.0, _now()
-
-    def note_recovery(self, server: Server) -> None:
-        """A probe found it well."""
-        server.num_failures = 0
-
-    def note_backoff(self, server: Server, seconds: float) -> None:
-        server.backoff_s = seconds
-
-    def note_probe(self, server: Server, failure: str) -> None:
-        server.probed = failure
-
-    def note_adapter(self, server: Server, adapter: str) -> None:
-        """Note an adapter before it is loaded: a load that arl gave up may still succeed."""
-        if adapter not in server.adapters:
-            server.adapters.append(adapter)
-
-    def forget_adapter(self, server: Server, adapter: str) -> None:
-        if adapter in server.adapters:  # otherwise a former task that took long has unloaded it
-            server.adapters.remove(adapter)
-
-    def unused_adapters(self, server: Server) -> list[str]:
-        """Adapters that no request will name any more. The newest two stay."""
-        in_flight = {attempt.adapter for attempt in server.attempts}
-        return [name for name in server.adapters[:-2] if name not in in_flight]
 
     def _move(self, server: Server, call: str) -> None:
         before = server.state

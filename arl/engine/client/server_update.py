@@ -52,13 +52,13 @@ class ServerUpdates:
         """Bring the server to `update`. limit_s: the longest that it may be paused."""
         now = asyncio.get_running_loop().time
         began = now()
-        if update.adapter is not None:
-            self._pool.note_adapter(server, update.adapter)
+        if update.adapter is not None and update.adapter not in server.adapters:
+            server.adapters.append(update.adapter)  # before it is loaded: a load that arl gave up may still succeed
         await update.prepare(server.client)
         started = now()
         if update.adapter is not None:
             self._pool.turn_to(server, update.version, update.adapter)
-            if unused := self._pool.unused_adapters(server):
+            if unused := server.unused_adapters:
                 self._spawn(self.unload(server, unused))
             return UpdateStats(pause_s=0.0, load_s=started - began)
         limit = asyncio.timeout(limit_s)
@@ -122,7 +122,8 @@ class ServerUpdates:
             except (ServerError, TimeoutError) as error:
                 logger.warning("%s did not unload the adapter %s: %s", server.address, name, error)
                 return
-            self._pool.forget_adapter(server, name)
+            if name in server.adapters:  # otherwise a former task that took long has unloaded it
+                server.adapters.remove(name)
 
 
 async def leave_running(server: Server) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightUpdate
 from arl.api.engine_config import RELEASED, ClientConfig
 from arl.api.errors import ArlError, ProcessLostError, ServerError, ServerFailedError, TransportError, first_error
-from arl.engine.client.greeting import difference, expected_of, greet
-from arl.engine.client.server_client import Greeting, Holding
+from arl.engine.client.server_client import Greeting, Holding, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_update import ServerUpdates, leave_running
 from arl.engine.client.server_watch import ServerWatch
@@ -157,7 +156,7 @@ class Upkeep:
             )
         if self._config.pause_mode != "in_place":
             greeting = replace(greeting, num_late=0)  # the other modes wait for late tokens, or sample them again
-        self._pool.note_greeting(server, greeting)
+        server.greeting = greeting
 
     # Weight updates
 
@@ -254,7 +253,7 @@ class Upkeep:
 
         A second failure without a success in between fences it.
         """
-        self._pool.note_failure(server)
+        server.num_failures += 1
         if server.num_failures > 1:
             self.fence(server, reason)
         elif not self._is_closed and server.is_in_service:
@@ -288,7 +287,7 @@ class Upkeep:
         num_failures = 0
         while True:
             wait_s = server.backoff_s
-            self._pool.note_backoff(server, min(max(2 * wait_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S))
+            server.backoff_s = min(max(2 * wait_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
             await asyncio.sleep(wait_s)
             is_silent = False
             try:
@@ -298,12 +297,12 @@ class Upkeep:
             except (ServerError, TimeoutError) as error:
                 is_silent = isinstance(error, ServerFailedError | TimeoutError)
                 num_failures += 1
-                self._pool.note_probe(server, str(error) or f"{server.address} does not answer")
+                server.probed = str(error) or f"{server.address} does not answer"
                 if num_failures > 1:
                     self._pool.lose_attempts(server, f"{server.address} failed: {server.probed}")
             except ArlError as error:
                 # Not the server's fault, so it may end what it runs.
-                self._pool.note_probe(server, str(error))
+                server.probed = str(error)
             self._watch.note_probe(server, is_silent=is_silent)
 
     async def restore(self, server: Server) -> bool:
@@ -317,7 +316,7 @@ class Upkeep:
                 await self._let_sleep(server)
                 return False
             if is_fit:
-                self._pool.note_recovery(server)
+                server.num_failures = 0
                 self._pool.admit(server)
             return is_fit
 

@@ -15,9 +15,8 @@ from arl.api.engine import ServedModel
 from arl.api.errors import ImageError, RefusedRequestError, ServerError
 from arl.api.images import PlacedImage
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client import scaled_images
-from arl.engine.client.image_prompts import check_prompt
-from arl.engine.client.scaled_images import ScaledImages
+from arl.engine.client import image_prompts
+from arl.engine.client.image_prompts import ScaledImages, check_prompt
 from arl.engine.client.server_client import GenerateCall
 from arl.engine.client.vllm_client import VLLMClient
 from arl.engine.tiny_vision import write_tiny_vision_model
@@ -73,7 +72,7 @@ async def test_stock_servers_get_images_that_they_need_not_scale(
 async def test_a_caller_that_gives_up_leaves_others_their_images(model: ServedModel) -> None:
     scaled, others_are_done = ScaledImages(model.name), threading.Event()
     for _ in range(2):  # both threads have other work
-        scaled_images._SCALING.submit(others_are_done.wait)
+        image_prompts._SCALING.submit(others_are_done.wait)
     given_up, *others = [asyncio.create_task(scaled.of(IMAGES)) for _ in range(3)]
     await asyncio.sleep(0)
     given_up.cancel()

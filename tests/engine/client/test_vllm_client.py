@@ -16,8 +16,7 @@ from arl.api.engine_config import RELEASED
 from arl.api.errors import PromptTooLongError, RefusedRequestError, ServerError, ServerFailedError
 from arl.api.grammar import Grammar
 from arl.api.types import SamplingParams
-from arl.engine.client.greeting import greet
-from arl.engine.client.server_client import MIXTURE, GenerateCall, UnfitServerError
+from arl.engine.client.server_client import MIXTURE, GenerateCall, UnfitServerError, greet
 from arl.engine.client.vllm_client import _FLAGS, VLLMClient, _parse_answer
 from arl.web.client import Reply
 from arl.web.connections import Connections

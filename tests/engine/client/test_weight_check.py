@@ -40,7 +40,7 @@ class Checked:
 
     def greet(self, server: Any, is_exact: bool = True) -> None:
         greeting = Greeting(address=server.address, label="", num_late=0, is_exact=is_exact, traits={})
-        self.pool.note_greeting(server, greeting)
+        server.greeting = greeting
         self.pool.admit(server)
 
     async def step(self) -> bool:
