@@ -263,7 +263,13 @@ class ExampleLedger:
                     f"the checkpoint was written with {name} {state[name]}, this run has {value}; "
                     "continue with the same dataset and settings, or start in another run_dir"
                 )
-        self._check_examples(state.get("fingerprint", {}))
+        now = self._fingerprint or {}
+        saved = state.get("fingerprint", {}).items()
+        if changed := [index for index, digest in saved if now.get(index, digest) != digest]:
+            raise CheckpointError(
+                f"the dataset has changed since the checkpoint was written: example {changed[0]} is another one; "
+                "continue with the dataset as it was, or start in another run_dir"
+            )
         self._epochs = [self._unpacked_epoch(**saved) for saved in state["epochs"]]
         self._order = self._order_of(self.epoch) if self._epochs else []
         if state.get("order") != self._beginning():
@@ -287,15 +293,6 @@ class ExampleLedger:
     def _beginning(self) -> list[int]:
         """The first examples of the epoch, by which its order is recognized."""
         return [*self._order[:8]]
-
-    def _check_examples(self, saved: Mapping[str, str]) -> None:
-        now = self._fingerprint or {}
-        changed = next((index for index, digest in saved.items() if now.get(index, digest) != digest), None)
-        if changed is not None:
-            raise CheckpointError(
-                f"the dataset has changed since the checkpoint was written: example {changed} is another one; continue "
-                "with the dataset as it was, or start in another run_dir"
-            )
 
     def _unpacked_epoch(self, order: str | None, marks: str) -> _Epoch:
         places = None if order is None else array("q", unpacked(order))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -22,7 +22,7 @@ Read = Callable[[Callable[[], StreamChunk]], Awaitable[StreamChunk]]
 """Calls a function that blocks, on a thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Where a chunk is in its epoch."""
 
@@ -32,13 +32,6 @@ class _Place:
     size: int
     cursor: Any
     digest: str
-
-    def values(self) -> list[Any]:
-        return [self.epoch, self.first, self.size, self.cursor, self.digest]
-
-    @classmethod
-    def of(cls, epoch: int, first: int, size: int, cursor: Any, digest: str) -> _Place:
-        return cls(epoch=epoch, first=first, size=size, cursor=cursor, digest=digest)
 
 
 class StreamLedger:
@@ -139,7 +132,7 @@ class StreamLedger:
             "next_group_id": self._numbers.next,
             "pending": [[*example_id, group_id] for example_id, group_id in self._pending.items()]
             + [[*issue.example_id, issue.group_id] for issue in self._owed],
-            "places": [one.values() for one in self._places],
+            "places": [[one.epoch, one.first, one.size, one.cursor, one.digest] for one in self._places],
             "after": self._after,
             "marks": [self._saved(epoch) for epoch in range(len(self._marks))],
         }
@@ -165,7 +158,7 @@ class StreamLedger:
         self.epoch, self._position = state["epoch"], state["position"]
         self._numbers.next = state["next_group_id"]
         self._after = state["after"]
-        self._places = [_Place.of(*values) for values in state["places"]]
+        self._places = [_Place(*values) for values in state["places"]]
         self._marks = [bytearray(unpacked(marks)) for marks in state["marks"]]
         pending = [((epoch, index), number) for epoch, index, number in sorted(state["pending"], key=itemgetter(2))]
         self._pending = {example_id: number for example_id, number in pending if number in finished}
@@ -197,13 +190,8 @@ class StreamLedger:
             known |= {one: row for one, row in zip(ids, chunk.rows, strict=True) if one in wanted}
             if place is self._places[-1] and place.epoch == self.epoch:
                 self._rows = deque(chunk.rows[self._position - place.first :])
-        self._owed = deque(self._with_row(issue, known) for issue in self._owed)
+        self._owed = deque(replace(issue, example=known[issue.example_id]) for issue in self._owed)
         self._is_restored = False
-
-    def _with_row(self, issue: Issue, known: Mapping[ExampleId, Example]) -> Issue:
-        return Issue(
-            group_id=issue.group_id, example_id=issue.example_id, task=issue.task, example=known[issue.example_id]
-        )
 
     async def _read_chunk(self) -> None:
         chunk = await self._read(partial(self._stream.read, self._after))
@@ -211,7 +199,7 @@ class StreamLedger:
             self._forget_places()
             self._most_places = 2 * len(self._places) + _FEW
         if chunk.rows:
-            self._places.append(_Place.of(self.epoch, self._position, len(chunk.rows), chunk.cursor, chunk.digest))
+            self._places.append(_Place(self.epoch, self._position, len(chunk.rows), chunk.cursor, chunk.digest))
         self._rows.extend(chunk.rows)
         self._after = chunk.after
 

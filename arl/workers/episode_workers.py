@@ -30,7 +30,7 @@ from arl.api.engine import Sampler
 from arl.api.episode_clock import CLOCK
 from arl.api.errors import DatasetError, EngineClosedError, WorkerError, end_with, left
 from arl.api.events import EPISODE, NOWHERE, Events, ProcessRestarted
-from arl.api.types import Example, ModelRequest, Trajectory
+from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.object_process import pickled
 from arl.remote_calls import OtherTracebackError, portable
@@ -230,17 +230,7 @@ class _Episode:
 
     async def _answer(self, request: Request) -> Answered:
         try:
-            asked = ModelRequest(
-                input_ids=request.input_ids,
-                sampling=request.sampling,
-                rid=request.rid,
-                session_id=request.session_id,
-                routes_from=request.routes_from,
-                images=request.images,
-                arrays=request.arrays,
-                role=request.role,
-            )
-            return Answered(request.request, await self._engine.agenerate(asked))
+            return Answered(request.request, await self._engine.agenerate(request.asked))
         except Exception as error:  # noqa: BLE001 (the workflow gets it, and may handle it)
             return Answered(request.request, None, portable(error), "".join(traceback.format_exception(error)))
 

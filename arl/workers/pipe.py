@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from arl.api.events import Event
-from arl.api.images import Image, PlacedImage
-from arl.api.own_arrays import Arrays
-from arl.api.types import ModelResponse, SamplingParams, Trajectory
+from arl.api.images import Image
+from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.remote_calls import Message, portable
 
 _SIZE = struct.Struct("<Q")
@@ -62,15 +61,8 @@ class Request(NamedTuple):
 
     episode: int
     request: int
-    input_ids: Any
-    """int32[T] where the workflow gave token ids that fit; else what it gave."""
-    sampling: SamplingParams
-    rid: str
-    session_id: str | None
-    routes_from: int
-    images: tuple[PlacedImage, ...]
-    arrays: Arrays
-    role: str
+    asked: ModelRequest
+    """input_ids: int32[T] where the workflow gave token ids that fit; else what it gave."""
 
 
 class Drop(NamedTuple):

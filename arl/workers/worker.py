@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,10 +135,7 @@ class _Host:
 
     async def ask(self, episode: int, request: ModelRequest) -> ModelResponse:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        ids, session_id = as_array(request.input_ids), request.session_id
-        own = request.routes_from, request.images, request.arrays, request.role
-        asked = Request(episode, number, ids, request.sampling, request.rid, session_id, *own)
-        self._pipe.send(asked)
+        self._pipe.send(Request(episode, number, replace(request, input_ids=as_array(request.input_ids))))
         self._answers[number] = answer
         try:
             return await answer

@@ -162,14 +162,16 @@ class PartialResponse:
         continues_grammars: whether the server goes on in the middle of a constrained response.
         """
         if self.is_constrained and not continues_grammars:
-            self._begin_again()
+            self._output_ids, self._logprobs, self._versions, self._kept_ids, self._tail = [], [], [], [], ""
+            self._experts = []
         budget = self.sampling.max_new_tokens - self.num_tokens
-        if _ends_with_beginning_of(self.sampling.stop, self._tail):
+        if any(self._tail.endswith(stop[:n]) for stop in self.sampling.stop for n in range(1, len(stop))):
             budget = 1
         self._asked = budget
+        said = np.array(self._output_ids, dtype=np.int32)
         return GenerateCall(
             rid=rid,
-            input_ids=self._ids_so_far(),
+            input_ids=np.concatenate([self.prompt_ids, said]) if self._output_ids else self.prompt_ids,
             num_continued=self.num_tokens,
             sampling=self.sampling,
             max_new_tokens=budget,
@@ -180,19 +182,10 @@ class PartialResponse:
             images=self._images,
         )
 
-    def _begin_again(self) -> None:
-        self._output_ids, self._logprobs, self._versions, self._kept_ids, self._tail = [], [], [], [], ""
-        self._experts = []
-
     @property
     def _num_routed(self) -> int:
         """How many first tokens of prompt and output have routes that need not be asked for."""
         return self._routes_from + sum(map(len, self._experts))
-
-    def _ids_so_far(self) -> np.ndarray:
-        if not self._output_ids:
-            return self.prompt_ids
-        return np.concatenate([self.prompt_ids, np.array(self._output_ids, dtype=np.int32)])
 
     def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
         """Describes what is impossible in this answer to the last call; None if nothing is. vocab_size: the
@@ -242,10 +235,6 @@ class PartialResponse:
         self._kept_ids.append(len(answer.output_ids) if answer.kept_ids is None else answer.kept_ids)
         self.stop_reason = self._judge(answer, eos_token_ids)
 
-    def stop_at_context_end(self) -> None:
-        """The tokens so far fill the context: nothing can follow."""
-        self.stop_reason = "length"
-
     def response(self) -> ModelResponse:
         """The finished response. Only valid once stop_reason is set."""
         if self.stop_reason is None:
@@ -273,17 +262,14 @@ class PartialResponse:
         if answer.finish == "stop" or self._completes_a_stop_string(answer.text):
             return "stop"
         # Also of an answer cut for length: SGLang looks at the budget first, and a seam may have asked for one token.
-        if answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
+        ends = () if self.sampling.ignore_eos else (*self.sampling.stop_token_ids, *eos_token_ids)
+        if answer.output_ids and answer.output_ids[-1] in ends:
             return "stop"
         if self.num_tokens >= self.sampling.max_new_tokens:
             return "length"
         # A server that stops for length before the budget it was given has reached the end of its context.
         cut_short = answer.finish == "length" and len(answer.output_ids) < self._asked
         return "length" if cut_short else None
-
-    def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
-        is_end = token_id in self.sampling.stop_token_ids or token_id in eos_token_ids
-        return is_end and not self.sampling.ignore_eos
 
     def _completes_a_stop_string(self, text: str) -> bool:
         longest = max(map(len, self.sampling.stop), default=0)
@@ -308,7 +294,3 @@ def _token_array(request: ModelRequest) -> np.ndarray:
         position, value = next(places, (0, ids))
         what = f"request {request.rid} has {value!r:.40} at position {position} of input_ids"
         raise TrajectoryError(f"{what}; a token id is an integer from 0 to {(1 << 31) - 1}") from None
-
-
-def _ends_with_beginning_of(stops: Collection[str], tail: str) -> bool:
-    return any(tail.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))

@@ -186,21 +186,33 @@ class RemoteInferenceEngine:
         failed: Server | None = None
         while partial.stop_reason is None:
             asked = now()
-            server = await self._choose(request, deadline, avoid=failed)
+            self._check_open()
+            try:
+                server = await self._line.find(request.session_id, deadline, avoid=failed)
+            except TimeoutError:
+                raise self._no_server(request) from None
+            self._check_open()  # what begins after the engine was closed would be ended by nobody
             partial.server, partial.sends = server.address, partial.sends + 1
             partial.queued_s += now() - asked
+            # No other attempt has this name, also where a caller sends one request several times. SGLang aborts all
+            # whose names begin with the one that it is told, so none begins with another.
+            rid = f"{request.rid}.{next(self._numbers):09}"
             try:
-                fault = await self._attempt(server, partial, self._name(request), deadline)
+                fault = await self._attempt(server, partial, rid, deadline)
             except PromptTooLongError:
                 if partial.num_tokens == 0:
                     raise
-                partial.stop_at_context_end()
+                partial.stop_reason = "length"  # the tokens so far fill the context
                 break
             failed = server if fault is not None else None
-            if fault is not None:
-                faults += 1
-                self._watch.num_failed_requests += 1
-                await self._back_off(request, fault, faults)
+            if fault is None:
+                continue
+            faults += 1
+            self._watch.num_failed_requests += 1
+            if faults > self._config.max_retries:
+                what = f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries})"
+                raise ServerError(f"{what}; the last error: {fault}")
+            await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 
     async def pause(self) -> None:
         """Stop generation on every server, in the configured mode; requests wait until resume."""
@@ -295,27 +307,12 @@ class RemoteInferenceEngine:
     def _client_of(self, connections: Connections, address: str) -> ServerClient:
         return client_class(self._config)(connections, address, self._api_key, self._tasks.create_task)
 
-    async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
-        """A serving server, if possible not `avoid`. Waits in line for one until the deadline."""
-        self._check_open()
-        try:
-            server = await self._line.find(request.session_id, deadline, avoid)
-        except TimeoutError:
-            raise self._no_server(request) from None
-        self._check_open()  # what begins after the engine was closed would be ended by nobody
-        return server
-
     def _no_server(self, request: ModelRequest) -> ArlError:
         waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"
         if not self._pool.in_service:
             return ServerError(f"{waited} for a server, and none came back: {self._pool.report()}")
         addresses = ", ".join(server.address for server in self._pool.in_service)
         return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
-
-    def _name(self, request: ModelRequest) -> str:
-        """Of an attempt: no other has it, also where a caller sends one request several times. SGLang aborts all whose
-        names begin with the one that it is told, so none begins with another."""
-        return f"{request.rid}.{next(self._numbers):09}"
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
@@ -387,12 +384,6 @@ class RemoteInferenceEngine:
             f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
             f"(engine.request_timeout_s); {server.address} had it for the last {waited_s:.3g} s"
         )
-
-    async def _back_off(self, request: ModelRequest, fault: str, faults: int) -> None:
-        if faults > self._config.max_retries:
-            what = f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries})"
-            raise ServerError(f"{what}; the last error: {fault}")
-        await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 
     def _check_tokens(self, request: ModelRequest, partial: PartialResponse) -> None:
         size, ids = self._model.vocab_size, partial.prompt_ids

@@ -126,7 +126,10 @@ class Roster:
                 if self._watched is not None:
                     if await offload(self._watched.look):
                         self._begin_anew(self._watched)
-                    self._tell_of_problem(self._watched)
+                    if (problem := self._watched.problem) and problem != self._problem:
+                        what = "the servers stay as they are until that is mended"
+                        logger.warning("%s is not followed: %s; %s", self._files.named, problem, what)
+                    self._problem = problem
                     await self._compare(self._watched, tasks)
                 await self._write_state()
                 await asyncio.sleep(_LOOK_EVERY_S)
@@ -136,12 +139,6 @@ class Roster:
         self._failures.clear()
         if self._files.mirrors is not None and watched.named is not None:
             self._files.mirrors.update({one.address: one.mirror for one in watched.named.values() if one.mirror})
-
-    def _tell_of_problem(self, watched: NamesServers) -> None:
-        if watched.problem and watched.problem != self._problem:
-            what = "the servers stay as they are until that is mended"
-            logger.warning("%s is not followed: %s; %s", self._files.named, watched.problem, what)
-        self._problem = watched.problem
 
     async def _compare(self, watched: NamesServers, tasks: asyncio.TaskGroup) -> None:
         """Begin what the file asks for and has not begun, and give up what it asks for no more."""

@@ -450,8 +450,8 @@ _UNREACHED = {
 
 
 def _unreached(settings: Mapping[str, Any]) -> str | None:
-    wrong = (f"{name}={settings[name]}: {advice}" for name, advice in _UNREACHED.items() if _above_one(settings, name))
-    return next(wrong, None)
+    above_one = (name for name in _UNREACHED if int(settings.get(name) or 1) > 1)
+    return next((f"{name}={settings[name]}: {_UNREACHED[name]}" for name in above_one), None)
 
 
 def _device(settings: Mapping[str, Any]) -> str:
@@ -461,10 +461,6 @@ def _device(settings: Mapping[str, Any]) -> str:
     first = int(settings.get("base_gpu_id") or device.partition(":")[2] or 0)
     last = first + int(settings.get("tp_size") or 1) - 1
     return f"GPU {first}" if first == last else f"GPUs {first}-{last}"
-
-
-def _above_one(settings: Mapping[str, Any], name: str) -> bool:
-    return int(settings.get(name) or 1) > 1
 
 
 def _num_late(settings: Mapping[str, Any]) -> int:

@@ -187,7 +187,7 @@ class VLLMClient(ServerClient):
         ):  # vLLM would take it for a model of the hub, and end
             raise ServerError(f"{self.address} was not told to load {directory}, because that is no directory")
         await self._label(MIXTURE)
-        await self._rpc("reload_weights", weights_path=str(directory))
+        await self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         await self._forget_images()
         if flush_cache:
             await self._flush()
@@ -238,9 +238,6 @@ class VLLMClient(ServerClient):
 
     async def _label(self, label: str) -> None:
         await self._post("update_weight_version", {"new_version": label})
-
-    async def _rpc(self, method: str, **options: str) -> None:
-        await self._post("collective_rpc", {"method": method, "kwargs": options})
 
     # What it says of itself
 
