@@ -21,7 +21,7 @@ from arl.api.engine_config import DeltaWeightsConfig, DistributedWeightsConfig, 
 from arl.api.errors import ArlError
 from arl.api.placed import Finding, Placed, PlacedPart, SharedPath
 from arl.api.policy_parts import of_policy, shares_servers
-from arl.cluster.node_checks import NodeReport, check_nodes
+from arl.cluster.node_checks import NodeReport, check_nodes, local_finding, written
 from arl.cluster.placement import PlacementTable, check
 from arl.cluster.planned import (
     beside_parts,
@@ -33,7 +33,6 @@ from arl.cluster.planned import (
     visible_gpus,
 )
 from arl.cluster.ray_nodes import probes, ray_nodes
-from arl.cluster.sight import local_finding, written
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.offload import offload
 from arl.server_checks import ask_servers, check_mirrors, server_parts, with_named_servers

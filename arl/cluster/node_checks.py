@@ -6,14 +6,18 @@ a rank now, or has a server. It is a warning where the node only could get a ran
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec.structs import replace
 
 from arl.api.config import Config
 from arl.api.engine_config import (
@@ -27,12 +31,9 @@ from arl.api.placed import Finding, PlacedPart, SharedPath
 from arl.cluster.node_probe import NodeProbe
 from arl.cluster.planned import beside_policy, is_cuda, num_engines, rank_names
 from arl.cluster.ray_nodes import Ask, ClusterNode
-from arl.cluster.sight import local_finding, seen_from
 from arl.web.addresses import addresses_of, is_here
 
 CLOCK_WARNING_S, CLOCK_MISTAKE_S = 5.0, 3600.0
-_MESH = 64
-"""If more nodes have ranks, each is tried only with rank 0's node."""
 _TOLD = 16
 """How many nodes one finding names, and how many pairs of nodes are named."""
 Link = tuple[str, str]
@@ -174,12 +175,9 @@ class _Check:
         if not isinstance(engine, StartedServersConfig) or not engine.on_ray:
             return []
         gpus = int(engine.bundle.get("GPU", 0))
-        device = "a GPU" if gpus == 1 else f"{gpus} GPUs" if gpus else "cpu"
-        return [
-            PlacedPart(part="server", host=node.name, address="a free port", device=device)
-            for node in self._servers.values()
-            if node
-        ]
+        device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "cpu"
+        part = PlacedPart(part="server", address="a free port", device=device)
+        return [replace(part, host=node.name) for node in self._servers.values() if node]
 
     def _room_of_servers(self) -> Iterator[Finding]:
         config, engine = self._config, self._config.engine
@@ -345,9 +343,9 @@ class _Check:
             return
         zero, ranks = places[0].node_id, list(dict.fromkeys(node.node_id for node in places))
         hosts = list(dict.fromkeys(node.node_id for node in self._servers.values() if node))
-        links = pairs(ranks) if len(ranks) <= _MESH else star(zero, ranks)
+        links = list(permutations(ranks, 2))
         if isinstance(weights, DistributedWeightsConfig):
-            links += star(zero, hosts)
+            links += [link for host in hosts if host != zero for link in ((host, zero), (zero, host))]
         links = [link for link in links if set(link) <= self._facts.keys()]
         addresses = {node.node_id: node.address for node in self._nodes}
         if server := next((one for one, other in links if other == zero and one in hosts), None):
@@ -424,14 +422,6 @@ def _unlike(node: str, model: Path, answer: str) -> str:
 # Whether nodes reach each other: each tries listeners on the others, all at once
 
 
-def pairs(nodes: Sequence[str]) -> list[Link]:
-    return list(permutations(nodes, 2))
-
-
-def star(middle: str, others: Sequence[str]) -> list[Link]:
-    return [link for node in others if node != middle for link in ((node, middle), (middle, node))]
-
-
 def unreached(ask: Ask, links: Sequence[Link], addresses: Mapping[str, str]) -> dict[Link, str]:
     """The links that do not work, and why. addresses: at which each node is tried."""
     goals = {to for _, to in links}
@@ -470,3 +460,58 @@ def network_findings(faults: Mapping[Link, str], names: Mapping[str, str]) -> It
         yield Finding(text=f"{text}: {way}{own if '://' in text and 'rank 0' in text else ''}")
     if len(texts) > _TOLD:
         yield Finding(text=f"{len(texts) - _TOLD} more pairs of nodes do not reach each other")
+
+
+# Whether machines see a directory of this one: a real file is written there, looked for, and removed again
+
+
+def seen_from(directory: Path, kinds: Mapping[str, str], ask: Ask) -> dict[str, str]:
+    """How each node sees the directory: yes, no, read only, or why it did not answer.
+
+    kinds: node id -> read or write. Leaves no file and no directory behind. Raises OSError if this process cannot write
+    there.
+    """
+    with written(directory) as token:
+        marks = {node_id: token.with_name(f"{token.name}-{number}") for number, node_id in enumerate(kinds)}
+        asked = {node_id: (str(token), str(marks[node_id]), kind) for node_id, kind in kinds.items()}
+        try:
+            answers = ask("looks_for", asked)
+        finally:
+            answered = {node_id: mark.exists() for node_id, mark in marks.items()}
+            for mark in marks.values():
+                with suppress(OSError):
+                    mark.unlink(missing_ok=True)
+    said = {node_id: str(answer) for node_id, answer in answers.items()}
+    # A node that writes into a directory of its own, at the same path, is not seen here.
+    unseen = [i for i, answer in said.items() if answer == "yes" and kinds[i] == "write" and not answered[i]]
+    return said | dict.fromkeys(unseen, "no")
+
+
+@contextmanager
+def written(directory: Path) -> Iterator[Path]:
+    """A new file in the directory, which is made if it is not there; both are removed again. Raises OSError."""
+    made = _make(directory)
+    try:
+        token = directory / f".seen-{secrets.token_hex(6)}"
+        token.touch()
+        try:
+            yield token
+        finally:
+            with suppress(OSError):
+                token.unlink(missing_ok=True)
+    finally:
+        for path in made:
+            with suppress(OSError):  # something came in meanwhile
+                path.rmdir()
+
+
+def _make(directory: Path) -> list[Path]:
+    """Returns the directories that were made, the innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def local_finding(name: str, path: Path, error: OSError) -> Finding:
+    reason = "it is a file" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror or str(error)
+    return Finding(text=f"{name} is {path}, where this machine cannot write: {reason}; set it to another directory")

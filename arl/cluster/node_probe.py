@@ -32,12 +32,11 @@ class NodeProbe:
         self._listeners: list[socket.socket] = []
 
     def facts(self) -> dict[str, Any]:
-        """host, machine, python, versions (package -> version, or None), sources (a digest of arl's), num_gpus."""
+        """machine, python, versions (package -> version, or None), sources (a digest of arl's), num_gpus."""
         boot = "/proc/sys/kernel/random/boot_id"
         with contextlib.suppress(OSError), open(boot) as file:
             boot = file.read().strip()
         return {
-            "host": socket.gethostname(),
             "machine": f"{socket.gethostname()} {boot}",
             "python": platform.python_version(),
             "versions": {name: _version(distribution) for name, distribution in _PACKAGES.items()},

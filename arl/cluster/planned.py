@@ -26,11 +26,6 @@ def controller_part() -> PlacedPart:
     return PlacedPart(part="controller", host=socket.gethostname(), address=own_address(), pid=os.getpid())
 
 
-def planned_parts(config: Config) -> list[PlacedPart]:
-    """The parts that the settings place on this machine beside the controller: trainer, arl's servers, workers."""
-    return [*planned_trainer(config), *planned_servers(config), *beside_parts(config)]
-
-
 def planned_trainer(config: Config) -> list[PlacedPart]:
     """The trainer on this machine, a row for each rank."""
     train, host = config.train, socket.gethostname()

@@ -20,7 +20,7 @@ from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.eventlog.run_record import RunRecord
 from arl.training.run_files import read_jsonl
 
-PATIENCE_S = 90.0
+PATIENCE_S = 150.0
 PORT = 30000
 NUM_EXAMPLES = 200
 ENVIRONMENT = {

@@ -1,23 +1,16 @@
-"""The commands of docs/cluster.md: each is run, or what of it one machine without GPUs can run.
+"""The commands of docs/cluster.md: each is run, or what of it one machine without GPUs can run."""
 
-Here GPUs are CPUs, SGLang is the embedded server, the model is tiny, and 10.0.0.N is the N-th node in namespaces.
-"""
-
-import json
 import re
 import shlex
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from nodes import REPOSITORY, Cluster
-from paced_run import until
+from nodes import REPOSITORY
 from plan.made_log import MadeRun, known_costs
 
 from arl.__main__ import main
 from arl.cli import load_config
-from arl.engine.tiny import write_tiny_model
 from arl.rehearsal import dry_run
 
 PAGE = REPOSITORY / "docs" / "cluster.md"
@@ -86,65 +79,3 @@ def test_a_plan_is_made(
     assert "episodes/s" in capsys.readouterr().out
     if "--plot" in command:
         assert (tmp_path / command[command.index("--plot") + 1]).stat().st_size > 0
-
-
-SMALLER = {"cuda": "cpu", "bfloat16": "float32", "8": "3", "4": "2", "2": "1"}
-"""Of a training's flags: devices, dtypes, numbers of ranks."""
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(400)
-def test_a_run_by_hand_over_four_machines_changes_its_servers_and_continues_on_another_size(tmp_path: Path) -> None:
-    """Ray on two nodes, servers on three others."""
-    model, run_dir, log = write_tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
-    rows = [json.dumps({"question": f"{a} + {b} = ?", "answer": str(a + b)}) for a in range(8) for b in range(8)]
-    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
-    (tmp_path / "key").write_text("a key")
-    by_hand, on_another_size = [command for command in TRAININGS if "--train.ray_address" in command]
-    places = {
-        "python": sys.executable,
-        "sglang.launch_server": "arl.engine.local",
-        "--model-path": "--model",
-        SCRIPT: REPOSITORY / SCRIPT,
-        "Qwen/Qwen3-0.6B": model,
-        "openai/gsm8k": tmp_path / "sums.jsonl",
-        "/shared/runs/gsm8k": run_dir,
-        "runs/gsm8k": run_dir,
-    }
-
-    def here(word: str) -> str:
-        return str(places.get(word) or re.sub(r"\b10\.0\.0\.(\d)", r"10.77.0.\1", word))
-
-    def training(command: list[str], steps: int) -> list[str]:
-        tiny = "--rollout.batch_size 2 --rollout.group_size 2 --max_new_tokens 8 --num_held_out 2 --checkpoint.every 1"
-        words = [here(SMALLER.get(word, word)) for word in command]
-        return [*words, *tiny.split(), "--no-log.console", "--steps", str(steps)]
-
-    def rows_of_run() -> int:
-        file = run_dir / "metrics.jsonl"
-        return len(file.read_text().splitlines()) if file.exists() else 0
-
-    with Cluster(5, shared=tmp_path) as cluster:
-        for node, command in zip(cluster.nodes, begins("ray", "start"), strict=False):
-            where = [f"--node-ip-address={node.address}", "--num-cpus=2", "--object-store-memory=100000000"]
-            node.run([sys.executable, "-m", "ray.scripts.scripts", *map(here, command[1:]), *where])
-        (serve,) = begins("python", "-m", "sglang.launch_server")
-        embedded = [*map(here, without(serve, "--config")), "--api-key-file", str(tmp_path / "key")]
-        for node in cluster.nodes[2:]:
-            node.start(embedded, log=tmp_path / f"{node.name}.log")
-        keys = {"ARL_SERVER_API_KEY": "a key", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-        head = cluster.nodes[0]
-        run = head.start(training(by_hand, steps=1000), log=log, env=keys)
-        until(lambda: rows_of_run() >= 5 or run.poll() is not None, "five steps were not trained", log)
-        assert run.poll() is None, log.read_text()
-        said = {words[2]: head.run([sys.executable, "-m", *map(here, words)]) for words in begins("arl", "servers")}
-        assert "10.77.0.4:30000" in said["list"]
-        told = json.loads((run_dir / "servers.json").read_text())["servers"]
-        assert sorted(row["address"] for row in told) == ["http://10.77.0.4:30000", "http://10.77.0.5:30000"], said
-        head.run(["pkill", "-TERM", "--oldest", "--full", SCRIPT])
-        assert run.wait(60) == 143, log.read_text()
-        assert json.loads((run_dir / "END.json").read_text())["version"] >= 5
-        trained = rows_of_run()
-        again = training(on_another_size, steps=trained + 2)
-        head.run(again, timeout_s=120, env=keys)
-        assert rows_of_run() == trained + 2

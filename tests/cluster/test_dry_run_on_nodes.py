@@ -49,14 +49,6 @@ def test_nodes_that_fit_have_no_mistakes_and_keep_nothing(cluster: Cluster) -> N
         assert "NodeProbe" not in node.run(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])
 
 
-def test_a_run_dir_that_a_node_has_for_itself_is_a_mistake(cluster: Cluster) -> None:
-    said = dry_run(cluster, "--run_dir", "/tmp/own/run")
-    (mistake,) = said["mistakes"]
-    assert mistake.startswith("/tmp/own/run (run_dir) is not seen on node-2")
-    for node in cluster.nodes:
-        assert "own" not in node.run(["ls", "/tmp"]).split()
-
-
 def test_a_server_that_does_not_reach_rank_0_is_a_mistake(cluster: Cluster) -> None:
     _, ranks, server = cluster.nodes
     to_server = ["--engine.kind", "sglang", "--engine.addresses", "http://node-3:30000"]

@@ -7,18 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from nodes import Cluster
+from nodes import NOTICES_SOON, Cluster
 from paced_run import PacedRun
 
 from arl.api.events import RunBegan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-NOTICES_SOON = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
-}
+LOSES_SOON = NOTICES_SOON | {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 """Ray's processes wait for a head that is lost for 5 s in place of a minute."""
 TRAINER_ENDED = "while pgrep --full 'arl[.]object_process' > /dev/null; do sleep 0.1; done"
 
@@ -26,10 +22,10 @@ TRAINER_ENDED = "while pgrep --full 'arl[.]object_process' > /dev/null; do sleep
 def test_a_run_whose_head_restarts_ends_with_an_error_and_the_same_command_continues(tmp_path: Path):
     with Cluster(2, shared=tmp_path) as cluster:
         head, other = cluster.nodes
-        head.start_ray(0, env=NOTICES_SOON)
-        other.start_ray(2, env=NOTICES_SOON)
+        head.start_ray(0, env=LOSES_SOON)
+        other.start_ray(2, env=LOSES_SOON)
         train = {"num_ranks": 2, "ray_address": "auto"}
-        run = PacedRun(cluster, other, "run", steps=4, env=NOTICES_SOON, train=train)
+        run = PacedRun(cluster, other, "run", steps=4, env=LOSES_SOON, train=train)
         run.train(2)
         head.kill()
         head.restart()  # without Ray: it refuses connections

@@ -9,10 +9,9 @@ import pytest
 from free_port import free_port
 
 from arl.api.config import Config
-from arl.cluster.node_checks import NodeReport, check_nodes, clock_text, differences
+from arl.cluster.node_checks import NodeReport, check_nodes, clock_text, differences, written
 from arl.cluster.node_probe import NodeProbe
 from arl.cluster.ray_nodes import ClusterNode
-from arl.cluster.sight import written
 
 
 class FakeNode(NodeProbe):
@@ -32,7 +31,7 @@ class FakeNode(NodeProbe):
         self.changes = changes
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"host": self.node.name, "machine": self.node.name}
+        return super().facts() | {"machine": self.node.name}
 
     def answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method not in self.changes:
