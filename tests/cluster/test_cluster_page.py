@@ -75,7 +75,7 @@ def test_a_plan_is_made(
     small = without(command[1:], "--servers", "--ranks")
     if command[2] == "runs/gsm8k":
         MadeRun(known_costs()).write(tmp_path / "runs" / "gsm8k")
-    main([*small, "--servers", "1:2", "--ranks", "4" if "--gpu" in command else "1", "--steps", "2"])
+    main([*small, "--servers", "1:2", "--ranks", "4" if "--gpu" in command else "1"])
     assert "episodes/s" in capsys.readouterr().out
     if "--plot" in command:
         assert (tmp_path / command[command.index("--plot") + 1]).stat().st_size > 0

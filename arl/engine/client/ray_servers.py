@@ -84,14 +84,17 @@ class _Cluster:
         """Raises ServerError, ConfigError."""
         with log.opened():
             pass
-        process = await offload(self._in_cluster)
-        try:
-            pid, part = await offload(process.beside, "start", number, log.path.absolute())
-        except ProcessLostError as error:
-            if self._process is process:
-                self._process = None
-            raise ServerError(str(error)) from error
-        return _ProcessOnRay(process, number, pid, part)
+        for is_last in (False, True):  # the first may be one that was lost unnoticed
+            process = await offload(self._in_cluster)
+            try:
+                pid, part = await offload(process.beside, "start", number, log.path.absolute())
+                return _ProcessOnRay(process, number, pid, part)
+            except ProcessLostError as error:
+                if self._process is process:
+                    self._process = None
+                if is_last:
+                    raise ServerError(str(error)) from error
+        raise AssertionError("unreachable")
 
     def _in_cluster(self) -> ObjectProcess:
         with self._starting:
