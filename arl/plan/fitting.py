@@ -15,17 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from arl.api import events
 from arl.api.errors import RunFileError
-from arl.api.events import (
-    BatchTaken,
-    BatchTrained,
-    CpuUsed,
-    ServerPaused,
-    ServerResumed,
-    ServerWorked,
-    SnapshotTaken,
-    TurnEnded,
-)
+from arl.api.events import TurnEnded
 from arl.eventlog.run_record import RunRecord, read_run
 from arl.plan.costs import (
     ControllerCosts,
@@ -72,14 +64,14 @@ def fitted(run_dir: str | Path) -> Costs:
     decode, prefill, latency_s, running = _told_servers(life) or _guessed_servers(life)
     trainer, controller_s, memory = _trainer(life), _controller_s(life), _memory(life)
     forwarded = [step["forwarded_tokens"] for step in life.steps.values() if step.get("forwarded_tokens")]
-    rates = {section: life.num_threads(section) if life.is_on_cpu(section) else 0 for section in ("train", "engine")}
+    rank, server = (life.num_threads(name) if life.is_on_cpu(name) else 0 for name in ("train", "engine"))
     return Costs(
         decode=decode,
         prefill=prefill,
         trainer=trainer,
         publish=_publish(life),
         controller=ControllerCosts(per_request_s=controller_s, latency_s=latency_s),
-        shared=SharedCores(cores=life.cores, rank=rates["train"], server=rates["engine"]) if life.cores else None,
+        shared=SharedCores(cores=life.cores, rank=rank, server=server) if life.cores else None,
         workload=Workload(episodes=episodes),
         memory=memory,
         deployment=_deployment(life),
@@ -99,13 +91,13 @@ class _Life:
     """The records of that life of a run which trained most steps."""
 
     def __init__(self, run: RunRecord) -> None:
-        trained = [life for life, record in run.system if isinstance(record, BatchTrained) and life in run.lives]
+        trained = [life for life, record in run.system if isinstance(record, events.BatchTrained) and life in run.lives]
         if not trained:
             raise RunFileError(f"{run.run_dir} has no trained step to learn costs from; train at least five")
         number = max(trained, key=lambda life: (trained.count(life), life))
         self.run_dir, self.began, self.notes = run.run_dir, run.lives[number], list[str]()
         self.records = [record for life, record in run.system if life == number]
-        self.batches, self.cores = self.of_kind(BatchTrained), self.began.cores
+        self.batches, self.cores = self.of_kind(events.BatchTrained), self.began.cores
         self.groups = [group for group in run.groups if group.life == number]
         self.steps = {step["version"]: step for step in run.steps}
         turns = run.calls(self.began.t, max(record.t for record in self.records))
@@ -133,13 +125,15 @@ class _Life:
 
     def cpu_s(self, name: str, first: float, last: float) -> float | None:
         """CPU seconds of a process between these times, "" for the controller; None if the log does not say."""
-        read = [one for one in self.of_kind(CpuUsed) if not name or name in one.processes]
+        read = [one for one in self.of_kind(events.CpuUsed) if not name or name in one.processes]
         used = [one.processes[name] if name else one.controller for one in read]
         return float(np.diff(np.interp([first, last], [one.t for one in read], used))[0]) if len(read) > 1 else None
 
     def pauses(self, server: str) -> list[tuple[float, float]]:
         """When it stood still for new weights."""
-        begun, ended = ([r.t for r in self.of_kind(k) if r.server == server] for k in (ServerPaused, ServerResumed))
+        begun, ended = (
+            [r.t for r in self.of_kind(k) if r.server == server] for k in (events.ServerPaused, events.ServerResumed)
+        )
         return [(t, end) for t in begun if (end := next((later for later in ended if later >= t), None)) is not None]
 
 
@@ -231,7 +225,7 @@ def _told_servers(life: _Life) -> Servers | None:
     sums: defaultdict[tuple[bool, int], np.ndarray] = defaultdict(lambda: np.zeros(5))
     beside_s = 0.0
     for server in life.servers:
-        told = [record for record in life.of_kind(ServerWorked) if record.server == server]
+        told = [record for record in life.of_kind(events.ServerWorked) if record.server == server]
         for record, sign in zip((told[-1], told[0]), (1.0, -1.0), strict=True) if len(told) > 1 else ():
             for row in record.iterations:
                 values = np.array([row.number, row.decoded, row.prompt, row.begun, row.seconds])
@@ -337,7 +331,7 @@ def _trainer(life: _Life) -> TrainerCosts:
     is_alone = life.is_on_cpu("train") and life.num_ranks == life.num_threads("train") == 1
     seconds = np.array([min(b.cpu_s or b.seconds, b.seconds) if is_alone else b.seconds for b in batches])
     tokens = np.array([forwarded[batch.version] for batch in batches]) / life.num_ranks
-    snapshots = [record.seconds for record in life.of_kind(SnapshotTaken) if record.version >= first]
+    snapshots = [record.seconds for record in life.of_kind(events.SnapshotTaken) if record.version >= first]
     base_s, per_token_s = 0.0, float(np.median(seconds / tokens))
     if len(batches) >= 3 and tokens.std() / tokens.mean() >= _NARROW:
         base_s, per_token_s = map(float, _nonnegative(np.column_stack([np.ones(len(tokens)), tokens]), seconds))
@@ -351,7 +345,7 @@ def _trainer(life: _Life) -> TrainerCosts:
 
 def _publish(life: _Life) -> PublishCosts:
     """transfer_s: from the snapshot to the first pause. load_s: a short pause, as other processes make some longer."""
-    snapshots = [record.t for record in life.of_kind(SnapshotTaken) if record.version > life.began.version]
+    snapshots = [record.t for record in life.of_kind(events.SnapshotTaken) if record.version > life.began.version]
     pauses = sorted(span for server in life.servers for span in life.pauses(server))
     waits = [next((begin - t for begin, _ in pauses if begin >= t), None) for t in snapshots]
     transfers = [wait for wait in waits if wait is not None]
@@ -362,7 +356,7 @@ def _publish(life: _Life) -> PublishCosts:
 
 def _controller_s(life: _Life) -> float:
     """CPU seconds of a request, with its part of its episode. What comes before the first batch warms up."""
-    first, last = min([r.t for r in life.of_kind(BatchTaken)] + [life.batches[0].t]), life.batches[-1].t
+    first, last = min([r.t for r in life.of_kind(events.BatchTaken)] + [life.batches[0].t]), life.batches[-1].t
     number, used = sum(first <= turn.t <= last for turn in life.turns), life.cpu_s("", first, last)
     if not used or not number:
         life.notes.append("the log has no CPU times of training steps: the controller is taken for free")

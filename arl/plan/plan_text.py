@@ -56,8 +56,8 @@ class _Said:
 
     def rate(self, name: str, error: str = "throughput") -> str:
         value = getattr(self._one, name)
-        off = f" ± {value * getattr(self._errors, error):,.2g}" if self._errors else ""
-        return f"{value:,.{4 if value >= 1000 else 3}g}{off}"
+        off = f" ± {_rounded(value * getattr(self._errors, error), 2)}" if self._errors else ""
+        return _rounded(value, 3) + off
 
     def share(self, name: str, error: str = "") -> str:
         off = f" ± {100 * getattr(self._errors, error or name):.0f}" if self._errors else ""
@@ -129,6 +129,10 @@ def _notes(plan: Plan, costs: Costs) -> list[str]:
     if not plan.best.hour_cost:
         lines.append("note: no prices are known; with --server-hour and --rank-hour, steps have a cost")
     return [*lines, *(f"note: {note}" for note in costs.measured.notes)]
+
+
+def _rounded(value: float, digits: int) -> str:
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
 def _counted(number: int, noun: str) -> str:
