@@ -132,7 +132,8 @@ class FinetuneConfig(Section):
     def _defaults_of_the_kind(cls, given: Any) -> object:
         if not isinstance(given, dict):
             return given
-        known = {"run_dir": Path("runs") / str(given.get("kind")), **cast("dict[str, Any]", given)}
+        settings = cast("dict[str, Any]", given)
+        known = {"run_dir": Path("runs") / str(settings.get("kind")), **settings}
         if known.get("kind") == "dpo":
             known["train"] = laid_over(_SMALL_STEPS, known.get("train", {}))
         return known
