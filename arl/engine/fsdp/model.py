@@ -34,7 +34,7 @@ from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
 from arl.engine.fsdp.vision import image_processor, let_tower_attend
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
-from arl.engine.weights.sender import spec_of
+from arl.engine.weights.tensor_ranges import spec_of
 from arl.vision.processor import ImageProcessor
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

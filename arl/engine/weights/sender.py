@@ -1,4 +1,4 @@
-"""How a trainer sends weights over process groups that it shares with servers, and how it lays out the tensors."""
+"""How a trainer sends weights over process groups that it shares with servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from base64 import b64encode
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,15 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from yarl import URL
 
-from arl.api.engine import TensorSpec, WeightGroup
+from arl.api.engine import WeightGroup
 from arl.api.errors import ServerFailedError, TransportError
 from arl.api.types import new_id
 from arl.engine.local.received_weights import first_line, form_group, run_into
-from arl.engine.weights.id_groups import BACKEND, IdGroup
-from arl.engine.weights.tensor_ranges import byte_size
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
@@ -33,28 +33,8 @@ _NEVER = timedelta(days=1)
 """NCCL's own timeout would end the process, so sends over NCCL are timed here."""
 
 _POLL_S = 0.002
-
-# Tensors are sent end to end, as bytes, in ranges of one dtype.
-
-
-def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    return getattr(torch, spec.dtype)
-
-
-def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
-    return TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-
-
-def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that lie end to end in `flat` (uint8), without a copy."""
-    parts = flat.split([byte_size(spec) for spec in specs])
-    return [part.view(torch_dtype(spec)).view(spec.shape) for spec, part in zip(specs, parts, strict=True)]
-
-
-def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
-    """A rank's rows of a tensor sharded over its first dimension, by torch.chunk's rule."""
-    each = -(-num_rows // num_ranks)
-    return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
+_BY_ID = "nccl_by_id"
+"""The backend of a WeightGroup whose ranks meet by an id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +66,7 @@ class WeightSender:
         if not dist.is_backend_available(backend.partition("_")[0]):
             raise TransportError(f"this torch was built without {backend}, which weights.transport=distributed needs")
         name = f"arl-{new_id()}"
-        if backend == BACKEND:
+        if backend == _BY_ID:
             by_id = IdGroup(self._device, 1 + num_ranks)
             self._links[name] = _Link(None, num_keys=0, is_nccl=True, by_id=by_id)
             return WeightGroup(
@@ -247,3 +227,40 @@ def _listen(address: str) -> socket.socket:
         raise TransportError(f"weights.address is {address!r}, which is not an address: {error}") from error
     is_local = ipaddress.ip_address(found[0]).is_loopback
     return socket.create_server((found[0] if is_local else "", 0), family=family)
+
+
+class IdGroup:
+    """The trainer's end, rank 0, of an NCCL group whose ranks meet by an id instead of at a store, as vLLM's do.
+
+    The trainer makes the id, and a server gets it over HTTP (`/init_weight_transfer_engine`). Then all ranks enter
+    ncclCommInitRank at the same time, and sum one number before anything else: vLLM does so, and a rank that does not
+    would leave the others waiting. Nothing can end a call that waits for a rank which is gone: use a thread for each.
+    """
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        self._device = device
+        self._world_size = world_size
+        self._id: bytes = nccl.unique_id()
+        self._communicator: Any = None
+
+    @property
+    def unique_id(self) -> str:
+        """In base64."""
+        return b64encode(self._id).decode()
+
+    def meet(self) -> None:
+        """Returns when all ranks have come."""
+        with torch.cuda.device(self._device):
+            self._communicator = nccl.init_rank(self._world_size, self._id, 0)
+            number = torch.zeros(1, device=self._device)
+            nccl.all_reduce([number], comms=[self._communicator])
+            torch.cuda.synchronize(self._device)
+
+    def broadcast(self, data: torch.Tensor) -> torch.Event:
+        """Send `data` (uint8) on a stream of its own; returns an event that the GPU records once it is sent."""
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            on_gpu = data.to(self._device, non_blocking=True)
+            nccl.broadcast([on_gpu], 0, comms=[self._communicator])
+            stream = torch.cuda.current_stream()
+            on_gpu.record_stream(stream)
+            return stream.record_event()

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.engine.weights.sender import views
-from arl.engine.weights.tensor_ranges import byte_size
+from arl.engine.weights.tensor_ranges import byte_size, views
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -12,8 +12,8 @@ from arl.api.engine import TensorSpec
 from arl.api.errors import ServerFailedError
 from arl.engine.local.received_weights import WeightsError, _buffer
 from arl.engine.weights import sender as module
-from arl.engine.weights.sender import WeightSender, rows_of, views
-from arl.engine.weights.tensor_ranges import byte_size, ranges
+from arl.engine.weights.sender import WeightSender
+from arl.engine.weights.tensor_ranges import byte_size, ranges, rows_of, views
 
 
 def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
