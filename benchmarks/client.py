@@ -50,8 +50,17 @@ class Instant:
 
     def __init__(self) -> None:
         sizes = {"context_length": 1 << 20, "vocab_size": 1 << 20}
-        nothing = {"tokenizer": None, "config": None, "adapters": SimpleNamespace(loaded={})}
-        self.runner = SimpleNamespace(is_scorer=False, stored_form=SimpleNamespace(shapes={}), **sizes, **nothing)
+        nothing = {"tokenizer": None, "config": None, "tower": None, "routers": None, "eos_ids": frozenset[int]()}
+        adapters = SimpleNamespace(loaded={})
+        memory = SimpleNamespace(released=(), held_bytes=0)
+        self.runner = SimpleNamespace(
+            is_scorer=False,
+            stored_form=SimpleNamespace(shapes={}),
+            occupation=memory,
+            adapters=adapters,
+            **sizes,
+            **nothing,
+        )
         self.is_alive, self.weight_version = True, "default"
         self.is_paused, self.num_running, self.num_waiting = False, 0, 0
         self.deliver: Callable[[list[Job]], None] = lambda jobs: None
@@ -93,17 +102,20 @@ def serve(args: argparse.Namespace) -> None:
 
 
 class Bare(asyncio.Protocol):
-    """A connection that sends a request and takes whatever comes, until as many bytes as an answer has are there."""
+    """A connection that sends a request and takes whatever comes, until a whole answer is there."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: Any = transport
         self.answer: asyncio.Future[None] | None = None
-        self.missing = 0
+        self.data = b""
 
     def data_received(self, data: bytes) -> None:
-        self.missing -= len(data)
-        if self.missing <= 0 and self.answer is not None:
-            self.answer.set_result(None)
+        self.data += data
+        head, end, body = self.data.partition(b"\r\n\r\n")
+        if end and len(body) >= int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
+            self.data = b""
+            if self.answer is not None:
+                self.answer.set_result(None)
 
 
 async def bare_call(port: int, args: argparse.Namespace) -> Callable[[], Awaitable[object]]:
@@ -113,17 +125,12 @@ async def bare_call(port: int, args: argparse.Namespace) -> Callable[[], Awaitab
     payload = {"rid": "R" * 34, "input_ids": prompt_of(args), "sampling_params": sampling, "return_logprob": True}
     body = json.dumps(payload).encode()
     request = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = len(head) + int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    writer.close()
     before, _, after = request.partition(b"R" * 34)
     numbers = count()
 
     async def call() -> None:
         bare = idle.pop() if idle else (await loop.create_connection(Bare, "127.0.0.1", port))[1]
-        bare.answer, bare.missing = loop.create_future(), length
+        bare.answer = loop.create_future()
         bare.transport.write(b"%b%034d%b" % (before, next(numbers), after))
         await bare.answer
         idle.append(bare)

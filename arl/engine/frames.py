@@ -3,36 +3,30 @@
     WebSocket message = frame ..       client: CALL, CANCEL       server: RESULT
 
 A message holds whatever is to be sent at the moment. Token ids are int32, logprobs float32, all little-endian; the
-rest of a call, and of a result, is JSON. A prompt that continues a sequence which both sides keep travels as the
-number of tokens to take from it, and the tokens after them. An image travels once, and as its digest from then on.
+rest of a call, and of a result, is JSON. An image travels once, and as its digest from then on.
 Only these two programs speak it, so a server says in /model_info which FORMAT it takes.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-FORMAT = 7
+FORMAT = 8
 """To be raised when either side changes what it sends."""
 PATH = "/generate_frames"
 MAX_MESSAGE_BYTES = 128 << 20
 MAX_NAME_BYTES = 1024
-"""The longest rid, and the longest name of a session that is kept."""
+"""The longest rid."""
 GONE = 410
-"""The status of a call that builds on a sequence or an image which the server keeps no more: it is to be sent whole."""
+"""The status of a call that names an image which the server keeps no more: all of them are to be sent again."""
 
-_LEAST_KEPT = 256
-"""Shorter sequences are not kept: they cost as little as the mention of one."""
-_MAX_KEPT_TOKENS = 1 << 24
-"""64 MiB on either side."""
 _BATCH_BYTES = 1 << 20
 """A message ends when it is as long as this, however much more there is."""
-_CALL = struct.Struct("<BQQIIHHIH")
+_CALL = struct.Struct("<BQIHIH")
 _IMAGE = struct.Struct("<32sIII")
 _CANCEL = struct.Struct("<BQ")
 _RESULT = struct.Struct("<QHIIIII")
@@ -64,28 +58,21 @@ class Call:
     rid: str
     settings: bytes
     """JSON: the fields of SettingsBody."""
-    session: bytes = b""
-    """The sequence of this call is kept under this name, and replaces the last one; empty: it is not kept."""
-    base: int = 0
-    """The number of the call whose prompt and output this prompt begins with; 0: of none."""
-    num_kept: int = 0
-    """How many of the tokens of `base` it begins with."""
     ids: np.ndarray
-    """The tokens after them."""
+    """The prompt."""
     images: Sequence[FramedImage] = ()
-    """Of the whole prompt."""
 
     def encode(self) -> bytes:
         rid = self.rid.encode()
-        lengths = (self.num_kept, len(self.ids), len(rid), len(self.session), len(self.settings), len(self.images))
-        head = _CALL.pack(_IS_CALL, self.number, self.base, *lengths)
+        lengths = (len(self.ids), len(rid), len(self.settings), len(self.images))
+        head = _CALL.pack(_IS_CALL, self.number, *lengths)
         images = (image.encode() for image in self.images)
-        return b"".join((head, rid, self.session, self.settings, self.ids.astype(_IDS, copy=False).tobytes(), *images))
+        return b"".join((head, rid, self.settings, self.ids.astype(_IDS, copy=False).tobytes(), *images))
 
 
 @dataclass(slots=True)
 class Cancel:
-    """Nobody waits for this call any more. If it has not ended, its result has the tokens so far, and nothing else."""
+    """Nobody waits for this call any more. It is aborted, and has no result."""
 
     number: int
 
@@ -167,7 +154,7 @@ def calls_of(message: bytes) -> Iterator[Call | Cancel]:
 
 
 def _call(cursor: _Cursor) -> Call:
-    _, number, base, num_kept, num_ids, len_rid, len_session, len_settings, num_images = cursor.unpack(_CALL)
+    _, number, num_ids, len_rid, len_settings, num_images = cursor.unpack(_CALL)
     try:
         rid = cursor.take(len_rid).decode()
     except UnicodeDecodeError as error:
@@ -175,10 +162,7 @@ def _call(cursor: _Cursor) -> Call:
     return Call(
         number=number,
         rid=rid,
-        session=cursor.take(len_session),
         settings=cursor.take(len_settings),
-        base=base,
-        num_kept=num_kept,
         ids=cursor.numbers(_IDS, num_ids),
         images=tuple(_image(cursor) for _ in range(num_images)),
     )
@@ -219,42 +203,3 @@ def messages_of(frames: list[bytes]) -> list[bytes]:
         messages[-1].append(frame)
         size += len(frame)
     return list(map(b"".join, messages))
-
-
-class KeptSequences:
-    """The last sequence of each session: the number of its call, its prompt and its output. Each side of a connection
-    has one. The least recently used go first. Only a sequence's number tells whether both sides keep the same."""
-
-    def __init__(self, max_tokens: int = _MAX_KEPT_TOKENS) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._by_session: OrderedDict[bytes, tuple[int, np.ndarray]] = OrderedDict()
-
-    def keep(self, session: bytes, number: int, prompt: np.ndarray, output: np.ndarray) -> None:
-        if not session or len(prompt) + len(output) < _LEAST_KEPT:
-            return
-        self.forget(session)
-        ids = np.concatenate([prompt, output], dtype=np.int32, casting="unsafe")
-        self._by_session[session] = number, ids
-        self._num_tokens += len(ids)
-        while self._num_tokens > self._max_tokens:
-            self.forget(next(iter(self._by_session)))
-
-    def find(self, session: bytes) -> tuple[int, np.ndarray] | None:
-        if (kept := self._by_session.get(session)) is not None:
-            self._by_session.move_to_end(session)
-        return kept
-
-    def forget(self, session: bytes) -> None:
-        if (kept := self._by_session.pop(session, None)) is not None:
-            self._num_tokens -= len(kept[1])
-
-    def shortened(self, session: bytes, prompt: np.ndarray) -> tuple[int, int]:
-        """The call whose sequence a prompt begins with, and with how many tokens of it; (0, 0) if too few."""
-        if len(prompt) < _LEAST_KEPT or (kept := self.find(session)) is None:
-            return 0, 0
-        number, ids = kept
-        length = min(len(ids), len(prompt))
-        is_same = ids[:length] == prompt[:length]
-        num_kept = length if is_same.all() else int(is_same.argmin())
-        return (number, num_kept) if num_kept >= _LEAST_KEPT // 2 else (0, 0)

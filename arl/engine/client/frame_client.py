@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -26,16 +26,11 @@ from arl.engine.frames import (
     Call,
     Cancel,
     FramedImage,
-    KeptSequences,
     Result,
     messages_of,
     results_of,
 )
 from arl.web.connections import NotConnectedError
-
-Left = Callable[[int | None], object]
-"""Called once, after a call of generate was cancelled: with the tokens that the server had sampled for it, None if
-nobody will know."""
 
 _MOST_DIGESTS = 1 << 16
 _HEARTBEAT_S = 30.0
@@ -61,10 +56,7 @@ class FrameClient:
         self._last_number = 0
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
-        self._waiting: dict[int, tuple[asyncio.Future[Result], Left]] = {}
-        self._given_up: dict[int, Left] = {}
-        """Calls that nobody waits for, and that the server has not ended yet."""
-        self._kept = KeptSequences()
+        self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._had: set[bytes] = set()
         """The digests of images that the server has had."""
         self._is_blamed = False
@@ -120,25 +112,15 @@ class FrameClient:
         return self.is_open and is_name and 8 * num_tokens + num_image_bytes < MAX_MESSAGE_BYTES
 
     async def generate(
-        self,
-        rid: str,
-        prompt: np.ndarray,
-        settings: bytes,
-        session: bytes,
-        left: Left = lambda _: None,
-        images: Sequence[PlacedImage] = (),
+        self, rid: str, prompt: np.ndarray, settings: bytes, images: Sequence[PlacedImage] = ()
     ) -> Result:
         """The server's answer. Cancellation aborts the request. Raises ConnectionError when the connection ends."""
-        base, num_kept = self._kept.shortened(session, prompt)
-        call = Call(number=0, rid=rid, settings=settings, session=session, base=base, num_kept=num_kept, ids=prompt)
-        call.ids, call.images = prompt[num_kept:], self._framed(images)
-        result = await self._ask(call, left)
+        call = Call(number=0, rid=rid, settings=settings, ids=prompt, images=self._framed(images))
+        result = await self._ask(call)
         if result.status == GONE:
             self._had.clear()
-            call.base, call.num_kept, call.ids, call.images = 0, 0, prompt, self._framed(images)
-            result = await self._ask(call, left)
-        if result.status == 200:
-            self._kept.keep(session, call.number, prompt, result.ids)
+            call.images = self._framed(images)
+            result = await self._ask(call)
         return result
 
     def _framed(self, images: Sequence[PlacedImage]) -> tuple[FramedImage, ...]:
@@ -153,29 +135,23 @@ class FrameClient:
             self._had.clear()
         return tuple(framed)
 
-    async def _ask(self, call: Call, left: Left) -> Result:
+    async def _ask(self, call: Call) -> Result:
         """Send a call under a number of its own."""
         if not self.is_open:
             raise NotConnectedError("the connection was closed")
         self._last_number += 1
         number = call.number = self._last_number
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer, left
+        self._waiting[number] = answer
         self._send(call.encode())
         try:
             return await answer
         except asyncio.CancelledError:
-            self._give_up(number, answer, left)
+            if answer.cancelled():  # else its end came in the same moment
+                self._send(Cancel(number).encode())
             raise
         finally:
             self._waiting.pop(number, None)
-
-    def _give_up(self, number: int, answer: asyncio.Future[Result], left: Left) -> None:
-        if not answer.cancelled():  # it came in the same moment
-            left(_num_tokens(answer.result()) if answer.exception() is None else None)
-        elif number in self._waiting:  # else its end came after the cancellation, and was told
-            self._given_up[number] = left
-            self._send(Cancel(number).encode())
 
     def _send(self, frame: bytes) -> None:
         self._outgoing.append(frame)
@@ -198,27 +174,15 @@ class FrameClient:
                 return
             try:
                 for result in results_of(message.data):
-                    answer, left = self._waiting.pop(result.number, (None, None))
+                    answer = self._waiting.pop(result.number, None)
                     if answer is not None and not answer.done():
                         answer.set_result(result)
-                    elif left := left or self._given_up.pop(result.number, None):
-                        left(_num_tokens(result))
             except BrokenFrameError:
                 return
 
     def _end(self) -> None:
         self.is_open = False
-        for answer, left in self._waiting.values():
-            if answer.done():  # its caller was cancelled, and has yet to run
-                left(None)
-            else:
+        for answer in self._waiting.values():
+            if not answer.done():  # else its caller was cancelled, and has yet to run
                 answer.set_exception(ConnectionError("the connection was closed"))
         self._waiting.clear()
-        for left in self._given_up.values():
-            left(None)
-        self._given_up.clear()
-
-
-def _num_tokens(result: Result) -> int | None:
-    """None if the server failed the request, and does not say."""
-    return len(result.ids) if result.status < 500 else None

@@ -326,7 +326,7 @@ class RemoteInferenceEngine:
             async with attempt.scope:
                 if partial.may_cut and (continues_grammars or not partial.is_constrained):  # else a cut loses tokens
                     self._patience.begin(attempt)
-                answer = await server.client.generate(call, partial.session_id)
+                answer = await server.client.generate(call)
                 self._patience.answered(attempt)
         except ServerFailedError as failure:
             if not isinstance(failure, SharedFaultError):

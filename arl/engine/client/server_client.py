@@ -196,11 +196,8 @@ class ServerClient(JsonClient):
     # Tokens
 
     @abstractmethod
-    async def generate(self, call: GenerateCall, session_id: str | None = None) -> Answer:
-        """session_id: of the calls whose prompts continue one another.
-
-        A caller that is cancelled aborts the request, by `abort`.
-        """
+    async def generate(self, call: GenerateCall) -> Answer:
+        """A caller that is cancelled aborts the request, by `abort`."""
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:

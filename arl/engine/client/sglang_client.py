@@ -54,7 +54,7 @@ from arl.engine.client.server_client import (
     seconds_of,
     spans_of,
 )
-from arl.engine.frames import FORMAT, MAX_NAME_BYTES, PATH, Result
+from arl.engine.frames import FORMAT, PATH, Result
 from arl.web.client import Reply, encoded
 from arl.web.connections import Connections, NotConnectedError
 
@@ -107,11 +107,11 @@ class SGLangClient(ServerClient):
             await self._frames.aclose()
         await super().aclose()
 
-    async def generate(self, call: GenerateCall, session_id: str | None = None) -> Answer:
+    async def generate(self, call: GenerateCall) -> Answer:
         frames = await self._frame_client() if self.takes_frames else None
         payload = self._payload(call)
         if frames is not None and frames.fits(call.rid, len(call.input_ids), num_bytes(call.images)):
-            answer = await self._ask_in_frames(frames, payload, call.images, session_id)
+            answer = await self._ask_in_frames(frames, payload, call.images)
         else:
             if call.images:
                 payload |= (embedded_fields if self.is_embedded else sglang_fields)(call)
@@ -164,18 +164,11 @@ class SGLangClient(ServerClient):
             )
 
     async def _ask_in_frames(
-        self,
-        frames: FrameClient,
-        payload: Mapping[str, Any],
-        images: Sequence[PlacedImage],
-        session_id: str | None,
+        self, frames: FrameClient, payload: Mapping[str, Any], images: Sequence[PlacedImage]
     ) -> Result:
         settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
-        session = (session_id or "").encode(errors="surrogatepass")
-        if len(session) > MAX_NAME_BYTES:
-            session = b""
         try:
-            result = await frames.generate(payload["rid"], payload["input_ids"], settings, session, images=images)
+            result = await frames.generate(payload["rid"], payload["input_ids"], settings, images)
         except ConnectionError as error:
             failure = self._unreached("/generate", error)
             shared = SharedFaultError(str(failure))

@@ -81,7 +81,7 @@ class VLLMClient(ServerClient):
 
     # Tokens
 
-    async def generate(self, call: GenerateCall, session_id: str | None = None) -> Answer:
+    async def generate(self, call: GenerateCall) -> Answer:
         reply = await self.call("POST", _GENERATE, self._payload(call))
         try:
             body = reply.json_object()

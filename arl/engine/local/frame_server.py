@@ -23,13 +23,11 @@ from aiohttp import web
 from arl.api.errors import EngineClosedError
 from arl.api.types import SamplingParams
 from arl.engine.frames import (
-    GONE,
     MAX_MESSAGE_BYTES,
     MAX_NAME_BYTES,
     BrokenFrameError,
     Call,
     Cancel,
-    KeptSequences,
     Result,
     calls_of,
     messages_of,
@@ -87,21 +85,18 @@ class FrameServer:
             for connection in self._connections:
                 group.create_task(connection.finish())
 
-    def submit(self, call: Call, ids: np.ndarray, connection: _FrameConnection) -> Job:
+    def submit(self, call: Call, connection: _FrameConnection) -> Job:
         """Raises RequestError."""
-        if max(len(call.rid), len(call.session)) > MAX_NAME_BYTES:
-            raise RequestError(f"rid and session must have at most {MAX_NAME_BYTES} bytes")
+        if len(call.rid) > MAX_NAME_BYTES:
+            raise RequestError(f"rid must have at most {MAX_NAME_BYTES} bytes")
         body, sampling = _settings(call.settings)
         images = [self._generation.images.framed(image) for image in call.images]
-        job = self._generation.job(call.rid, ids, body, sampling, images)
-        self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, ids, job))
+        job = self._generation.job(call.rid, call.ids, body, sampling, images)
+        self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, job))
         return job
 
     def withdraw(self, job: Job) -> None:
         self._inflight.withdraw(self._scheduler, job)
-
-    def abort(self, job: Job) -> None:
-        self._inflight.abort(self._scheduler, job.rid)
 
     def result(self, call: Call, job: Job) -> Result:
         """Raises RequestError if the job failed."""
@@ -140,11 +135,8 @@ class _FrameConnection:
     def __init__(self, server: FrameServer, web_socket: web.WebSocketResponse) -> None:
         self._server = server
         self._socket = web_socket
-        self._kept = KeptSequences()
         self._jobs: dict[int, Job] = {}
         """The running jobs, by the number of their call."""
-        self._given_up: set[int] = set()
-        """Those of them that the client cancelled. It wants to know how many tokens they got."""
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -198,32 +190,18 @@ class _FrameConnection:
         try:
             if call.number in self._jobs:
                 raise RequestError(f"the call {call.number} is under way")
-            self._jobs[call.number] = self._server.submit(call, self._ids_of(call), self)
+            self._jobs[call.number] = self._server.submit(call, self)
         except Exception as error:  # noqa: BLE001 - the caller is told
             self._send(self._server.failure(call, error))
 
-    def _ids_of(self, call: Call) -> np.ndarray:
-        if not call.base:
-            return call.ids
-        number, ids = self._kept.find(call.session) or (0, call.ids)
-        if number != call.base or len(ids) < call.num_kept:
-            raise RequestError(f"the tokens of call {call.base} are not kept any more", GONE)
-        return np.concatenate([ids[: call.num_kept], call.ids])
-
     def _cancel(self, cancel: Cancel) -> None:
-        if (job := self._jobs.get(cancel.number)) is not None:
-            self._given_up.add(cancel.number)
-            self._server.abort(job)
+        if (job := self._jobs.pop(cancel.number, None)) is not None:
+            self._server.withdraw(job)
 
-    def answer(self, call: Call, prompt: np.ndarray, job: Job) -> None:
+    def answer(self, call: Call, job: Job) -> None:
         self._jobs.pop(call.number, None)
-        if call.number in self._given_up:
-            self._given_up.remove(call.number)
-            ids, logprobs = np.array(job.output_ids, np.int32), np.array(job.output_logprobs, np.float32)
-            return self._send(Result(number=call.number, head=b"{}", ids=ids, logprobs=logprobs))
         try:
             result = self._server.result(call, job)
-            self._kept.keep(call.session, call.number, prompt, result.ids)
         except Exception as error:  # noqa: BLE001 - the caller is told
             result = self._server.failure(call, error)
         self._send(result)

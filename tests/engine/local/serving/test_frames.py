@@ -28,7 +28,6 @@ from arl.engine.frames import (
     BrokenFrameError,
     Call,
     Cancel,
-    KeptSequences,
     Result,
     calls_of,
     messages_of,
@@ -81,14 +80,14 @@ async def test_a_response_says_what_of_its_prompt_was_cached(shared_url: str, ta
     assert 310 - 12 <= branch.cached_tokens <= 310
 
 
-async def test_answers_are_the_same_to_the_bit_and_only_new_tokens_travel(
+async def test_answers_are_the_same_to_the_bit(
     shared_url: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[tuple[int, int]] = []
+    sent: list[int] = []
     encode = Call.encode
 
     def noted(call: Call) -> bytes:
-        sent.append((call.num_kept, len(call.ids)))
+        sent.append(len(call.ids))
         return encode(call)
 
     monkeypatch.setattr(Call, "encode", noted)
@@ -100,17 +99,7 @@ async def test_answers_are_the_same_to_the_bit_and_only_new_tokens_travel(
         made = await turns(engine, "a")
     assert [replace(response, kept_ids=None) for response in made] == [replace(r, kept_ids=None) for r in wanted]
     assert list(map(sets_of, made)) == list(map(sets_of, wanted))
-    assert sent == [(0, 300), (312, 4), (328, 4), (310, 2)]
-
-
-async def test_a_prefix_that_the_server_keeps_no_more_is_sent_again(shared_url: str, client: Client) -> None:
-    async with engine_over(shared_url) as (engine, there):
-        wanted = await turns(engine, "a")
-        connection = connection_of(there)
-        connection._kept.keep(b"b", 10**6, np.arange(300, dtype=np.int32) % 31, np.empty(0))
-        await client.post("/flush_cache")
-        assert await turns(engine, "b") == wanted
-        assert connection_of(there) is connection
+    assert sent == [300, 316, 332, 312]
 
 
 async def test_stop_strings_and_refusals_are_as_over_http(shared_url: str, client: Client) -> None:
@@ -383,7 +372,7 @@ async def test_a_message_of_many_calls_lets_others_run_and_its_results_are_bound
             await asyncio.sleep(0)
 
     monkeypatch.setattr(frame_server, "_MAX_UNSENT", 1000)
-    call = Call(number=1, rid="r", settings=b"{}", base=7, ids=np.arange(3, dtype=np.int32)).encode()
+    call = Call(number=1, rid="r", settings=b"{}", ids=np.arange(3, dtype=np.int32)).encode()
     socket, turns = OneMessage(call * 5000), list[int]()
     server = frame_server.FrameServer(cast(Any, None), cast(Any, None), cast(Any, None), lambda error: {})
     connection = frame_server._FrameConnection(server, cast(Any, socket))
@@ -409,12 +398,10 @@ async def test_what_is_no_frame_ends_its_connection_alone(shared_url: str, clien
                 (result,) = results_of((await socket.receive()).data)
                 assert (result.number, result.status) == (1, 400)
                 assert b"sampling_params is missing" in result.head
-            named: tuple[dict[str, Any], ...] = {"rid": "r" * 2000}, {"rid": "", "session": b"s" * 2000}
-            for names in named:
-                ids = np.arange(3, dtype=np.int32)
-                await socket.send_bytes(Call(number=1, settings=b"{}", ids=ids, **names).encode())
-                (result,) = results_of((await socket.receive()).data)
-                assert b"at most 1024 bytes" in result.head
+            ids = np.arange(3, dtype=np.int32)
+            await socket.send_bytes(Call(number=1, rid="r" * 2000, settings=b"{}", ids=ids).encode())
+            (result,) = results_of((await socket.receive()).data)
+            assert b"at most 1024 bytes" in result.head
         async with session.ws_connect(PATH) as socket:
             await socket.send_str("text")
             await socket.receive()
@@ -450,47 +437,10 @@ async def test_pages_in_a_browser_are_refused(shared_url: str, client: Client) -
     assert (await client.get(PATH)).status == 400
 
 
-class Pipe:
-    """A WebSocket of which the test writes the messages that come."""
-
-    def __init__(self) -> None:
-        self.coming: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.sent: list[bytes] = []
-
-    async def send_bytes(self, message: bytes) -> None:
-        self.sent.append(message)
-
-    async def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
-        while (data := await self.coming.get()) is not None:
-            yield aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, data, None)
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def let_go(self) -> None: ...
-
-
-@pytest.mark.parametrize("comes", ["result", "end"])
-async def test_what_ends_between_a_cancellation_and_its_callers_next_step_is_told_once(comes: str) -> None:
-    pipe, told = Pipe(), list[int | None]()
-    frames = FrameClient(aiohttp.ClientSession(), cast(Any, pipe))
-    async with asyncio.TaskGroup() as group:
-        group.create_task(frames.run())
-        asking = group.create_task(frames.generate("a", np.arange(3, dtype=np.int32), b"{}", b"", told.append))
-        while not pipe.sent:  # noqa: ASYNC110  it is there after a few steps
-            await asyncio.sleep(0)
-        result = Result(number=1, head=b"{}", ids=np.arange(5), logprobs=np.zeros(5))
-        pipe.coming.put_nowait(result.encode() if comes == "result" else None)
-        asking.cancel()  # the reader's next step is before the caller's
-        await asyncio.wait([asking])
-        pipe.coming.put_nowait(None)
-    assert told == [5 if comes == "result" else None]
-
-
 def test_frames_are_read_as_they_were_written() -> None:
     ids = np.array([0, 5, 2**31 - 1], dtype=np.int32)
     calls = [
-        Call(number=2**40, rid="é.0", settings=b'{"a":1}', session=b"s", base=7, num_kept=9, ids=ids),
+        Call(number=2**40, rid="é.0", settings=b'{"a":1}', ids=ids),
         Cancel(3),
         Call(number=1, rid="", settings=b"", ids=ids[:0]),
     ]
@@ -512,22 +462,3 @@ def test_messages_are_bounded_and_in_order() -> None:
     assert b"".join(messages) == b"".join(frames)
     assert max(map(len, messages)) == 1 << 20
     assert messages_of([bytes(1 << 21), b"a"]) == [bytes(1 << 21), b"a"]
-
-
-def test_kept_sequences_are_bounded_and_the_least_recently_used_go_first() -> None:
-    kept, nothing = KeptSequences(max_tokens=1000), np.empty(0)
-    prompts = {session: np.arange(400, dtype=np.int32) for session in (b"a", b"b", b"c")}
-    kept.keep(b"", 9, prompts[b"a"], nothing)
-    kept.keep(b"short", 9, prompts[b"a"][:100], nothing)
-    for number, (session, prompt) in enumerate(prompts.items(), 1):
-        kept.keep(session, number, prompt, nothing)
-        kept.find(b"a")
-    assert [kept.find(session) is not None for session in (b"a", b"b", b"c", b"", b"short")] == [
-        *(True, False, True, False, False)
-    ]
-    assert kept.shortened(b"a", np.arange(500)) == (1, 400)
-    assert kept.shortened(b"a", np.r_[np.arange(200), 7, np.arange(300)]) == (1, 200)
-    assert kept.shortened(b"a", np.r_[7, np.arange(400)]) == (0, 0)
-    kept.keep(b"a", 4, np.arange(300), np.arange(50))
-    assert kept.shortened(b"a", np.arange(350)) == (4, 300)
-    assert kept._num_tokens == 750
