@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from arl.api.errors import ConfigError
 from arl.plan.costs import Costs, Deployment, Range, Record
-from arl.plan.model import Steady
+from arl.plan.steady_state import Steady
 
 _ABOUT = 1.1
 """Batches differ: a tenth more than was measured is no extrapolation."""

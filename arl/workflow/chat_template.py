@@ -7,6 +7,7 @@ import marshal
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
@@ -43,6 +44,15 @@ def _is_exact(value: Any) -> bool:
     return type(value) in (str, int, float, bool, type(None))
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Messages and tools, which are equal if their bytes are."""
+
+    packed: bytes
+    shown: list[dict[str, Any]] = field(compare=False)
+    specs: list[Any] = field(compare=False)
+
+
 class ChatTemplate:
     """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one.
 
@@ -61,7 +71,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._options = dict(options or {})
         self._special = _special_tokens(tokenizer)
-        self._rendered = lru_cache(_REMEMBERED)(self._render_packed)
+        self._rendered = lru_cache(_REMEMBERED)(self._render_said)
         self._encoded = lru_cache(_REMEMBERED)(self._encode)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,12 +115,12 @@ class ChatTemplate:
         if not is_own and not _changes(source) and _is_exact((shown, specs, self._options)):
             packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
             if len(packed) <= _LONGEST:
-                return self._rendered(source, packed, add_generation_prompt)
+                return self._rendered(source, _Said(packed, shown, specs), add_generation_prompt)
         return self._text(shown, specs, add_generation_prompt)
 
-    def _render_packed(self, source: str, packed: bytes, add_generation_prompt: bool) -> str:
-        shown, specs = marshal.loads(packed)
-        return self._text(shown, specs, add_generation_prompt)
+    def _render_said(self, source: str, said: _Said, add_generation_prompt: bool) -> str:
+        """source: a part of what is remembered, because a user may change the tokenizer's template."""
+        return self._text(said.shown, said.specs, add_generation_prompt)
 
     def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:
         try:

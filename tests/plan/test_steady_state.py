@@ -35,8 +35,8 @@ from arl.plan.costs import (
     Workload,
 )
 from arl.plan.gpus import guessed
-from arl.plan.model import Steady
 from arl.plan.prediction import Choice, Errors, Prediction, errors_of, limit_of, predict, search
+from arl.plan.steady_state import Steady
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
