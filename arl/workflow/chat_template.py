@@ -45,7 +45,7 @@ def _is_exact(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Rendered:
     """Messages and tools, which are equal if their bytes are."""
 
     packed: bytes
@@ -115,10 +115,10 @@ class ChatTemplate:
         if not is_own and not _changes(source) and _is_exact((shown, specs, self._options)):
             packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
             if len(packed) <= _LONGEST:
-                return self._rendered(source, _Said(packed, shown, specs), add_generation_prompt)
+                return self._rendered(source, _Rendered(packed, shown, specs), add_generation_prompt)
         return self._text(shown, specs, add_generation_prompt)
 
-    def _render_said(self, source: str, said: _Said, add_generation_prompt: bool) -> str:
+    def _render_said(self, source: str, said: _Rendered, add_generation_prompt: bool) -> str:
         """source: a part of what is remembered, because a user may change the tokenizer's template."""
         return self._text(said.shown, said.specs, add_generation_prompt)
 
