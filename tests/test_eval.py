@@ -59,7 +59,7 @@ def test_every_held_out_example_is_run_n_times_and_scored(script: Commands) -> N
 def test_on_a_console_of_json_the_scores_are_one_object(script: Commands) -> None:
     flags = ("--n", "4", "--k", "1,2", "--log.format", "json")
     code, out, err = script.run("eval", *flags, answers=right_every_second_time())
-    told = [json.loads(line) for line in (*out.splitlines(), *err.splitlines())]
+    told = [json.loads(line) for line in (*out.splitlines(), *err.splitlines()) if line.startswith("{")]
     (result,) = [one for one in told if one["kind"] == "result"]
     assert code == 0
     assert result["estimates"]["reward"] == {"mean": 0.5, "standard_error": 0.0, "num_examples": 3}

@@ -57,7 +57,7 @@ WAITS = {
     "Trainer._begin_saving": Wait("the previous checkpoint", "the disk"),
     "TrainThread.finish": Wait("the train engine", "the end of its call on the thread arl-train"),
     "written": Wait("a checkpoint", "the disk"),
-    "RemoteInferenceEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
+    "Line.find": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
     "SGLangClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
     "VLLMClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
     "EpisodeWorkers._choose": Wait("a worker process", "its start, rollout.episode_timeout_s"),
