@@ -6,43 +6,43 @@ its module when it is first used, so `import arl` is quick and loads no torch.
 
 from typing import TYPE_CHECKING
 
-from arl.lazy import lazy_names
+from arl.runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from arl import extending, finetuning, rewards, sandbox
-    from arl.api.algorithm import preset
-    from arl.api.config import Config
+    from arl import extending, rewards, sandbox
     from arl.api.engine import Sampler
-    from arl.api.engine_config import OptimizerConfig, TrainConfig
     from arl.api.errors import ArlError, DatasetError, ImageError, PromptTooLongError, ToolError
+    from arl.api.fakes import ScriptedEngine
     from arl.api.grammar import Grammar
     from arl.api.images import Image
-    from arl.api.installing import __version__
-    from arl.api.run_tasks import Task, TaskRecord
-    from arl.api.scripted import ScriptedEngine
+    from arl.api.settings.algorithm import preset
+    from arl.api.settings.engines import OptimizerConfig, TrainConfig
+    from arl.api.settings.run import Config
+    from arl.api.tasks import Task, TaskRecord
     from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
     from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
+    from arl.api.version import __version__
     from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
-    from arl.assembly import launch
-    from arl.cli import load_config, run
     from arl.data.loading import load_dataset, load_splits
     from arl.endpoint.proxy import OpenAIProxy
     from arl.endpoint.sdk_workflow import Command, SDKWorkflow
     from arl.endpoint.served_workflow import ServedWorkflow
     from arl.endpoint.verifiers_workflow import VerifiersWorkflow
     from arl.engine.model_files import load_tokenizer
-    from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-    from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
-    from arl.eventlog.run_record import read_run
-    from arl.experiment import Experiment, ExperimentConfig, Setup
-    from arl.rehearsal import dry_run
-    from arl.replaying.replay import replay
-    from arl.serving import serve
-    from arl.start import atrain, train
-    from arl.trainer_process import load_train_engine
+    from arl.engine.tiny import TinyShape, TinyVision, tiny_tokenizer, write_tiny_model, write_tiny_vision_model
+    from arl.observe.events.run_record import read_run
+    from arl.observe.view.showing import show
+    from arl.run import finetuning
+    from arl.run.dry_run import dry_run
+    from arl.run.experiment import Experiment, ExperimentConfig, Setup
+    from arl.run.launch import launch
+    from arl.run.learner import load_train_engine
+    from arl.run.replay.replay import replay
+    from arl.run.script import load_config, run_script
+    from arl.run.servers import serve
+    from arl.run.train import atrain, train
     from arl.training.display import progress
-    from arl.training.run_end import how_it_ended
-    from arl.view.showing import show
+    from arl.training.run_result import how_it_ended
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.compacting import CompactingConversation, Compaction
@@ -58,39 +58,38 @@ if TYPE_CHECKING:
     from arl.workflow.tools import Tool, ToolLimits, acall_tools
 
 _HOMES = {
-    "arl.api.algorithm": "preset",
-    "arl.api.config": "Config",
+    "arl.api.settings.algorithm": "preset",
+    "arl.api.settings.run": "Config",
     "arl.api.engine": "Sampler",
-    "arl.api.engine_config": "OptimizerConfig TrainConfig",
+    "arl.api.settings.engines": "OptimizerConfig TrainConfig",
     "arl.api.errors": "ArlError DatasetError ImageError PromptTooLongError ToolError",
     "arl.api.grammar": "Grammar",
     "arl.api.images": "Image",
-    "arl.api.installing": "__version__",
-    "arl.api.scripted": "ScriptedEngine",
-    "arl.api.run_tasks": "Task TaskRecord",
+    "arl.api.version": "__version__",
+    "arl.api.fakes": "ScriptedEngine",
+    "arl.api.tasks": "Task TaskRecord",
     "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
     "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",
     "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
-    "arl.assembly": "launch",
-    "arl.cli": "load_config run",
+    "arl.run.launch": "launch",
+    "arl.run.script": "load_config run_script",
     "arl.data.loading": "load_dataset load_splits",
     "arl.engine.model_files": "load_tokenizer",
-    "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
-    "arl.engine.tiny_vision": "TinyVision write_tiny_vision_model",
-    "arl.eventlog.run_record": "read_run",
-    "arl.experiment": "Experiment ExperimentConfig Setup",
+    "arl.engine.tiny": "TinyShape TinyVision tiny_tokenizer write_tiny_model write_tiny_vision_model",
+    "arl.observe.events.run_record": "read_run",
+    "arl.run.experiment": "Experiment ExperimentConfig Setup",
     "arl.extending": "",
-    "arl.finetuning": "",
-    "arl.rehearsal": "dry_run",
-    "arl.replaying.replay": "replay",
+    "arl.run.finetuning": "",
+    "arl.run.dry_run": "dry_run",
+    "arl.run.replay.replay": "replay",
     "arl.rewards": "",
     "arl.sandbox": "",
-    "arl.serving": "serve",
-    "arl.start": "atrain train",
+    "arl.run.servers": "serve",
+    "arl.run.train": "atrain train",
     "arl.training.display": "progress",
-    "arl.trainer_process": "load_train_engine",
-    "arl.training.run_end": "how_it_ended",
-    "arl.view.showing": "show",
+    "arl.run.learner": "load_train_engine",
+    "arl.training.run_result": "how_it_ended",
+    "arl.observe.view.showing": "show",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.compacting": "CompactingConversation Compaction",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from arl.api.installing import __version__
+from arl.api.version import __version__
 
 _COMMANDS = {
     "try": ("trial", "run episodes of a script's agent without training, and print them"),
@@ -23,7 +23,7 @@ _COMMANDS = {
     "servers": ("servers_command", "show the servers of a run, add some, remove some, while it trains"),
     "plan": ("planning", "predict a run with other servers, ranks and settings, before they are rented"),
 }
-"""Command -> the module in arl.commands whose `main` takes the arguments after it, and what `arl --help` says."""
+"""Command -> the module in arl.cli whose `main` takes the arguments after it, and what `arl --help` says."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
         module, _ = _COMMANDS[arguments[0]]
-        import_module(f"arl.commands.{module}").main(arguments[1:])
+        import_module(f"arl.cli.{module}").main(arguments[1:])
     else:
         _parser().parse_args(arguments)
 

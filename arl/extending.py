@@ -6,46 +6,41 @@ when it is needed.
 
 from typing import TYPE_CHECKING
 
-from arl.lazy import lazy_names
+from arl.runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from arl.algorithm.losses.reinforcement import PolicyLoss
     from arl.algorithm.trained_tokens import LossReport, packed_tokens, unpacked
-    from arl.api.engine import (
+    from arl.api.custom_engines import OwnEngines, TrainEngineLoader
+    from arl.api.engine import InferenceEngine, UpdateStats, WeightServer, WeightTransport, WeightUpdate
+    from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, ModelError, TransportError
+    from arl.api.train_engine import (
         Head,
-        InferenceEngine,
         ModelLimits,
         Output,
         PackedTokens,
         Saving,
         Snapshot,
+        TensorPrint,
         TokenLoss,
         TokenLosses,
         TokenOutputs,
         TrainEngine,
-        UpdateStats,
-        WeightServer,
+        TrainSequence,
         WeightSource,
-        WeightTransport,
-        WeightUpdate,
     )
-    from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, ModelError, TransportError
-    from arl.api.own_engines import OwnEngines, TrainEngineLoader
-    from arl.api.train_sequence import TrainSequence
     from arl.api.types import Group, ModelResponse
-    from arl.api.weight_prints import TensorPrint
     from arl.training.learner import Learner
 
 _HOMES = {
     "arl.algorithm.losses.reinforcement": "PolicyLoss",
     "arl.algorithm.trained_tokens": "LossReport packed_tokens unpacked",
-    "arl.api.engine": "Head InferenceEngine ModelLimits Output PackedTokens Saving Snapshot TokenLoss TokenLosses "
-    "TokenOutputs TrainEngine UpdateStats WeightServer WeightSource WeightTransport WeightUpdate",
+    "arl.api.engine": "InferenceEngine UpdateStats WeightServer WeightTransport WeightUpdate",
     "arl.api.errors": "CheckpointError ConfigError EngineClosedError ModelError TransportError",
-    "arl.api.own_engines": "OwnEngines TrainEngineLoader",
-    "arl.api.train_sequence": "TrainSequence",
+    "arl.api.custom_engines": "OwnEngines TrainEngineLoader",
     "arl.api.types": "Group ModelResponse",
-    "arl.api.weight_prints": "TensorPrint",
+    "arl.api.train_engine": "Head ModelLimits Output PackedTokens Saving Snapshot TensorPrint TokenLoss TokenLosses "
+    "TokenOutputs TrainEngine TrainSequence WeightSource",
     "arl.training.learner": "Learner",
 }
 

@@ -40,18 +40,18 @@ from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import Sampler
-from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ArlError
-from arl.api.presets import PRESETS
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.settings.presets import PRESETS
 from arl.api.types import Example, Group, SamplingParams, Trajectory
-from arl.assembly import launch
-from arl.cli import load_config
 from arl.engine.model_files import load_tokenizer
 from arl.rewards import InlineReward
 from arl.rollout.buffer import ReplayBuffer
-from arl.training.run_files import read_jsonl, write_atomically
+from arl.run.launch import launch
+from arl.run.script import load_config
+from arl.training.metrics_log import read_jsonl, write_atomically
 from arl.training.trainer import Trainer
 from arl.workflow.teachers import DistillationWorkflow
 

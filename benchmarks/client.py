@@ -33,14 +33,14 @@ from typing import Any
 
 import numpy as np
 
-from arl.api.engine_config import ClientConfig
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams, new_id
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.local import app
 from arl.engine.local.generate import Inflight
 from arl.engine.local.sequences import Job
-from arl.web.process import allow_many_connections
-from arl.web.server import bind, serving
+from arl.runtime.http.process import allow_many_connections
+from arl.runtime.http.server import bind, serving
 
 _NEW_IN_TURN = 100
 

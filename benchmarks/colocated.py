@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 
 import arl
-from arl.api.config import Config
+from arl.api.settings.run import Config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.training.run_files import read_jsonl
+from arl.training.metrics_log import read_jsonl
 
 
 class Speaking(arl.RolloutWorkflow):

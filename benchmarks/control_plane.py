@@ -33,22 +33,22 @@ from fleet import fakes
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.config import Config, RolloutConfig
 from arl.api.engine import InferenceEngine, Sampler
-from arl.api.engine_config import ClientConfig
+from arl.api.settings.engines import ClientConfig
+from arl.api.settings.run import Config, RolloutConfig
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.offload import TrainThread
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.watches import LagMonitor
-from arl.trainer_process import host_learner, load_learner
-from arl.training.remote_learner import RemoteLearner
-from arl.web.process import allow_many_connections
-from arl.workers.episode_workers import EpisodeWorkers
+from arl.rollout.monitors import LagMonitor
+from arl.rollout.workers.pool import EpisodeWorkers
+from arl.run.learner import host_learner, load_learner
+from arl.runtime.http.process import allow_many_connections
+from arl.runtime.threads import TrainThread
+from arl.training.learner_process import RemoteLearner
 
 GROUP_SIZE, BATCH_SIZE = 8, 32
 

@@ -40,12 +40,12 @@ from safetensors.torch import load_file, save_file
 
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.api.algorithm import preset
-from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.algorithm import preset
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
-from arl.engine.weights.package import (
+from arl.engine.weights.delta_format import (
     BLOCK_HEADER,
     PREAMBLE,
     PackageHeader,
@@ -56,7 +56,7 @@ from arl.engine.weights.package import (
     spans,
     survey,
 )
-from arl.finetuning.chats import to_demonstrations
+from arl.run.finetuning.chats import to_demonstrations
 
 BATCH_SIZE = 64
 T = TypeVar("T")

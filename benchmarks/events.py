@@ -25,7 +25,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.config import EventsConfig
 from arl.api.events import (
     BatchTaken,
     BatchTrained,
@@ -36,11 +35,12 @@ from arl.api.events import (
     RunBegan,
     TrainedSummary,
 )
+from arl.api.settings.run import EventsConfig
 from arl.api.types import ModelRequest, ModelResponse, Trajectory, TurnSpan
-from arl.eventlog.batches import frames_of
-from arl.eventlog.files import SegmentFiles
-from arl.eventlog.writer import EventLog
-from arl.rollout.report import EpisodeReport
+from arl.observe.events.batches import frames_of
+from arl.observe.events.files import SegmentFiles
+from arl.observe.events.writer import EventLog
+from arl.rollout.episode_events import EpisodeReport
 
 GROUP, BATCH = 8, 32
 """Episodes of a group, and groups of a batch."""

@@ -33,13 +33,13 @@ from nursery import Forked, Nursery
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.config import Config
 from arl.api.engine import Sampler
+from arl.api.settings.run import Config
 from arl.api.types import Example, Trajectory
-from arl.assembly import launch
-from arl.engine.client.processes import reserved_ports
+from arl.engine.client.server_processes import reserved_ports
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.training.run_files import read_jsonl
+from arl.run.launch import launch
+from arl.training.metrics_log import read_jsonl
 
 TESTS = Path(__file__).parents[1] / "tests"
 NUM_SERVERS = 3

@@ -37,13 +37,13 @@ from typing import Any, cast
 import httptools
 
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
+from arl.engine.client.discovery import RosterFiles
 from arl.engine.client.remote_engine import RemoteInferenceEngine
-from arl.engine.client.roster import RosterFiles
-from arl.web.process import allow_many_connections
-from arl.web.server import bind
+from arl.runtime.http.process import allow_many_connections
+from arl.runtime.http.server import bind
 
 ILLS = ("refuses", "hangs", "slow", "dies")
 _SLOW_S, _LOAD_S, _AWAY_S = 1.5, 0.05, 3.0

@@ -42,16 +42,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.engine import WeightTransport
-from arl.api.engine_config import (
+from arl.api.settings.algorithm import preset
+from arl.api.settings.engines import (
     DiskWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
     OptimizerConfig,
     TrainConfig,
 )
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TrainSequence
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.policy import token_logprobs
@@ -59,7 +59,7 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
-from arl.engine.weights.sender import WeightSender
+from arl.engine.weights.process_groups import WeightSender
 
 PARTS = ("train", "logprobs", "publish", "serve")
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}

@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from arl.api.engine_config import ClientConfig
 from arl.api.grammar import Grammar
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.policy import token_logprobs

@@ -24,9 +24,9 @@ from rich.table import Table
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.prefix_tree import prefix_order
-from arl.api.algorithm import preset
-from arl.api.engine_config import TrainConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.algorithm import preset
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 

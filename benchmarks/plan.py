@@ -44,16 +44,16 @@ from rich.table import Table
 
 import arl
 from arl import load_tokenizer
-from arl.api.config import Config
 from arl.api.events import CpuUsed, ServerWorked
+from arl.api.settings.run import Config
 from arl.api.types import Example, SamplingParams, StepStats
-from arl.assembly import launch
+from arl.cluster.plan.costs import Costs, read_costs, write_costs
+from arl.cluster.plan.fitting import fitted
+from arl.cluster.plan.prediction import Prediction, predict
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.plan.costs import Costs, read_costs, write_costs
-from arl.plan.fitting import fitted
-from arl.plan.prediction import Prediction, predict
 from arl.rewards import InlineReward
-from arl.training.run_files import write_atomically
+from arl.run.launch import launch
+from arl.training.metrics_log import write_atomically
 from arl.workflow.agent import MultiTurnWorkflow
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=32)

@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightTransport
-from arl.api.engine_config import (
+from arl.api.engine import WeightTransport
+from arl.api.settings.engines import (
     ClientConfig,
     DiskWeightsConfig,
     DistributedWeightsConfig,
@@ -33,10 +33,10 @@ from arl.api.engine_config import (
     SGLangProcessesConfig,
     TrainConfig,
 )
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs, TrainSequence
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.processes import started_here
 from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.server_processes import started_here
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.engine.weights.disk import DiskTransport

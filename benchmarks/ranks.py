@@ -24,9 +24,9 @@ import torch
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.api.algorithm import preset
-from arl.api.engine_config import TrainConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.algorithm import preset
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.minibatch import divide
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine

@@ -19,13 +19,13 @@ from typing import Any, get_args
 
 import torch
 
-from arl.api.config import Config
-from arl.api.engine_config import TrainConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import TrainConfig
+from arl.api.settings.run import Config
+from arl.api.train_engine import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import Family, TinyShape, write_tiny_model
-from arl.serving import connect, open_servers
+from arl.run.servers import connect, open_servers
 
 ARGUMENTS = Path(__file__).parents[1] / "scripts" / "sglang_cpu" / "arguments"
 SHAPE = TinyShape(num_layers=6, num_experts=32, experts_per_token=4, initializer_range=0.1)

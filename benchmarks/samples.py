@@ -35,13 +35,13 @@ from rich.console import Console
 from rich.table import Table
 
 from arl import load_tokenizer
-from arl.api.config import Config
+from arl.api.settings.run import Config
 from arl.api.types import Example, SamplingParams, StepStats
 from arl.api.workflow import RolloutWorkflow
-from arl.assembly import launch
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.rewards import InlineReward
-from arl.rollout.watches import LagMonitor
+from arl.rollout.monitors import LagMonitor
+from arl.run.launch import launch
 from arl.workflow.agent import MultiTurnWorkflow, SingleTurnWorkflow
 
 SHAPE = TinyShape(hidden_size=64, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16)

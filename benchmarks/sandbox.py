@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.rewards import CallTests, run_unit_tests
-from arl.rollout.watches import LagMonitor
+from arl.rollout.monitors import LagMonitor
 from arl.sandbox import Sandbox, find_sandbox
 
 PROGRAM = "print(sum(range(1000)))"

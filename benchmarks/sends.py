@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.engine.weights.delta import MirrorClient
-from arl.engine.weights.package import package, survey
-from arl.offload import offload
+from arl.engine.weights.delta_format import package, survey
+from arl.runtime.threads import offload
 
 ROOT = Path(__file__).parents[1]
 PORT, KEY = 30900, "benchmark"

@@ -32,11 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.api.types import SamplingParams
-from arl.assembly import launch
-from arl.cli import load_config
 from arl.engine.model_files import load_tokenizer
 from arl.rewards import InlineReward
-from arl.training.run_files import read_jsonl, write_atomically
+from arl.run.launch import launch
+from arl.run.script import load_config
+from arl.training.metrics_log import read_jsonl, write_atomically
 
 WINDOW = 5
 ROOT = Path(__file__).parents[1]

@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import Example, ModelRequest
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import InlineReward, ThreadReward
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.watches import LagMonitor
+from arl.rollout.monitors import LagMonitor
 from arl.workflow.agent import AgentWorkflow, SingleTurnWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
 

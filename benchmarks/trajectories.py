@@ -21,9 +21,9 @@ from rich.table import Table
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch, loss_weights
-from arl.api.algorithm import AlgorithmConfig
+from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.types import Group, Trajectory
-from arl.training.flat_groups import flatten, restore
+from arl.training.batch_codec import flatten, restore
 
 GROUP_SIZE = 8
 

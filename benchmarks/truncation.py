@@ -25,8 +25,8 @@ import numpy as np
 from grammars import serving
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from arl.api.engine_config import ClientConfig
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model

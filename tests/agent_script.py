@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Sequence
 
-from arl.api.config import Config
 from arl.api.engine import Sampler
+from arl.api.settings.run import Config
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.assembly import launch
-from arl.cli import run
 from arl.engine.tiny import tiny_tokenizer
+from arl.run.launch import launch
+from arl.run.script import run_script
 from arl.workflow.conversation import Conversation
 
 TOKENIZER = tiny_tokenizer(["Say a number"])
@@ -36,4 +36,4 @@ async def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run_script(main, Config)

@@ -19,9 +19,9 @@ from nursery import Forked, Nursery
 
 from arl.engine.local.__main__ import application, load_scheduler, parse_arguments
 from arl.engine.local.generate import Inflight
-from arl.web.server import bind, serving
+from arl.runtime.http.server import bind, serving
 
-IMPORTED_BY_SERVERS = ("arl.engine.local.app", "arl.engine.local.scheduler")
+IMPORTED_BY_SERVERS = ("arl.engine.local.app", "arl.engine.local.model_thread")
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

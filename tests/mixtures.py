@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arl.api.routes import Routes
+from arl.api.routed_experts import Routes
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from arl.api.engine_config import TrainConfig
+from arl.api.settings.engines import TrainConfig
 from arl.engine.fsdp.policy import trained_parameters
 from arl.engine.model_files import model_digest
 from arl.engine.tiny import TinyShape
-from arl.trainer_process import load_train_engine
-from arl.training.checkpoint import Checkpoints, RunState
+from arl.run.learner import load_train_engine
+from arl.training.checkpoints import Checkpoints, RunState
 
 SMALL = TinyShape(hidden_size=16, num_layers=1)
 

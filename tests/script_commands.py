@@ -12,7 +12,7 @@ import pytest
 from scripted_launch import use_fakes
 
 from arl.__main__ import main
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest
 from arl.engine.tiny import tiny_tokenizer
 

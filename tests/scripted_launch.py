@@ -7,19 +7,19 @@ from typing import Any, Self
 
 import pytest
 
-import arl.run_engines
-import arl.serving
-import arl.trainer_process
+import arl.run.engines
+import arl.run.learner
+import arl.run.servers
 import arl.training.learner  # with torch: processes that tests fork find it loaded
-from arl.api.config import Config
 from arl.api.engine import ServedModel
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.settings import laid_over
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.api.settings.run import Config
+from arl.api.settings.sections import laid_over
 from arl.api.types import Group
-from arl.serving import OpenedServers
-from arl.training.flat_groups import FlatBatch
-from arl.training.kept_tokens import reported
+from arl.run.servers import OpenedServers
+from arl.training.batch_codec import FlatBatch
 from arl.training.learner import PreparedBatch
+from arl.training.token_log import reported
 
 
 class ScriptedServers:
@@ -85,15 +85,15 @@ def use_scripted_servers(
     monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine | Callable[[], ScriptedEngine]
 ) -> None:
     """Let `launch` train as it does, and sample from `engine`."""
-    monkeypatch.setattr(arl.serving, "RemoteInferenceEngine", ScriptedServers(engine))
-    for module in (arl.serving, arl.run_engines):
+    monkeypatch.setattr(arl.run.servers, "RemoteInferenceEngine", ScriptedServers(engine))
+    for module in (arl.run.servers, arl.run.engines):
         monkeypatch.setattr(module, "open_servers", _no_addresses)
-    monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
+    monkeypatch.setattr(arl.run.servers, "served_model", lambda name, **_: ServedModel(name=name))
 
 
 def use_scripted_training(
     monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any] = lambda *_, **__: ScriptedTrainEngine()
 ) -> None:
     """Let `launch` train in this process, with what `load` gives in the place of a train engine."""
-    monkeypatch.setattr(arl.run_engines, "RemoteLearner", _learner_here)
-    monkeypatch.setattr(arl.trainer_process, "load_train_engine", load)
+    monkeypatch.setattr(arl.run.engines, "RemoteLearner", _learner_here)
+    monkeypatch.setattr(arl.run.learner, "load_train_engine", load)

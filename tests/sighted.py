@@ -14,9 +14,15 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from arl.api.images import Image, PlacedImage
-from arl.engine.tiny import TinyShape
-from arl.engine.tiny_vision import IMAGE_PAD, TinyVision, VisionFamily, tiny_vision_tokenizer, write_tiny_vision_model
-from arl.vision.processor import ImageProcessor
+from arl.data.image_processor import ImageProcessor
+from arl.engine.tiny import (
+    IMAGE_PAD,
+    TinyShape,
+    TinyVision,
+    VisionFamily,
+    tiny_vision_tokenizer,
+    write_tiny_vision_model,
+)
 
 SEEING_FAMILIES: tuple[VisionFamily, ...] = ("qwen2_5_vl", "qwen3_vl")
 START, END = 268, 269

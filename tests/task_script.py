@@ -31,4 +31,4 @@ async def main(config: arl.Config) -> None:
 
 
 if __name__ == "__main__":
-    arl.run(main, arl.Config)
+    arl.run_script(main, arl.Config)

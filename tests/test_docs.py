@@ -27,29 +27,29 @@ from arl.__main__ import main as arl_main
 from arl.algorithm.advantages import arranged
 from arl.algorithm.batch import Batch
 from arl.algorithm.comparisons import comparison_metrics
-from arl.algorithm.implicit_rewards import ImplicitRewardLoss
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
-from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import Config, EventsConfig, LogConfig
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.engine_config import ClientConfig
+from arl.algorithm.process_rewards import ImplicitRewardLoss
 from arl.api.errors import SandboxError
-from arl.api.presets import PRESETS
-from arl.api.run_tasks import Task
-from arl.api.scripted import ScriptedEngine
-from arl.api.settings import settings_of
-from arl.assembly import launch
-from arl.cli import load_config
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.settings.engines import ClientConfig
+from arl.api.settings.presets import PRESETS
+from arl.api.settings.run import Config, EventsConfig, LogConfig
+from arl.api.settings.sections import settings_of
+from arl.api.tasks import Task
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.endpoint.anthropic import MessagesRequest
 from arl.endpoint.chat import ChatRequest
 from arl.endpoint.completions import CompletionRequest
 from arl.endpoint.responses import ResponsesRequest
-from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_pool import ServerPool
-from arl.engine.client.server_watch import ServerWatch
+from arl.engine.client.server_processes import ServerProcesses
+from arl.engine.client.watchdog import ServerWatch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
-from arl.training.run_files import read_jsonl
+from arl.run.launch import launch
+from arl.run.script import load_config
+from arl.training.metrics_log import read_jsonl
 from arl.workflow.teachers import ModelServer, TeacherClient
 
 ROOT = Path(__file__).parents[1]

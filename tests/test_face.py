@@ -11,12 +11,12 @@ import pytest
 
 import arl
 import arl.extending
-import arl.finetuning
 import arl.rewards
+import arl.run.finetuning
 import arl.sandbox
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (arl, arl.extending, arl.finetuning, arl.rewards, arl.sandbox)
+PACKAGES = (arl, arl.extending, arl.run.finetuning, arl.rewards, arl.sandbox)
 PAGE = (ROOT / "docs" / "api.md").read_text()
 TAUGHT = [
     ROOT / "README.md",
@@ -47,7 +47,7 @@ def test_editors_see_the_names_where_they_are_loaded_from(package: ModuleType) -
 def test_importing_it_loads_none_of_its_modules() -> None:
     script = "import sys, arl; print(*sorted(name for name in sys.modules if name.startswith('arl')))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert run.stdout.split() == ["arl", "arl.lazy"]
+    assert run.stdout.split() == ["arl", "arl.runtime", "arl.runtime.lazy_names"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -1,6 +1,7 @@
 """Who may import whom, read from the sources; and what stays light to import."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,20 +15,40 @@ import sources
 from sources import ROOT, trees
 
 HEAVY = ("torch", "transformers", "aiohttp", "numpy")
-ON_LAUNCH = ("arl.experiment", "arl.start")
-"""What runs whole experiments."""
-COMPOSERS = (
-    "arl.assembly",
-    "arl.examining",
-    "arl.exporting",
-    "arl.policy_engines",
-    "arl.rehearsal",
-    "arl.run_engines",
-    "arl.server_checks",
-    "arl.serving",
-    "arl.trainer_process",
-)
-"""The composition root."""
+WINGS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "cli": (
+        7,
+        ("api", "runtime", "data", "engine", "rollout", "observe", "training", "cluster", "run"),
+    ),
+    "run": (
+        6,
+        (
+            *("api", "algorithm", "data", "runtime", "engine", "rollout", "observe"),
+            *("training", "rewards", "cluster", "endpoint", "workflow"),
+        ),
+    ),
+    "cluster": (5, ("api", "runtime", "rollout", "observe")),
+    "endpoint": (5, ("api", "runtime", "data", "rewards", "sandbox", "workflow")),
+    "workflow": (5, ("api", "runtime", "data", "rewards", "sandbox")),
+    "training": (4, ("api", "runtime", "algorithm", "rollout", "observe")),
+    "rewards": (4, ("api", "runtime", "sandbox")),
+    "engine": (3, ("api", "runtime", "algorithm", "data")),
+    "rollout": (3, ("api", "runtime")),
+    "observe": (3, ("api", "runtime")),
+    "sandbox": (3, ("api", "runtime")),
+    "algorithm": (2, ("api",)),
+    "data": (2, ("api",)),
+    "runtime": (2, ("api",)),
+    "api": (1, ()),
+}
+"""Each wing, its floor, and the wings that it may import. docs/architecture.md shows the same table."""
+WITHIN_ENGINE = {
+    "local": ("frames", "routers"),
+    "client": ("frames", "fsdp.ray_cluster"),
+    "weights": ("local.weight_receiver",),
+    "fsdp": ("weights", "model_files", "routers"),
+}
+"""The embedded server is a separate program: it sees neither its client nor the trainer."""
 IO = frozenset(
     (
         "asyncio", "concurrent", "ctypes", "fcntl", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",
@@ -75,151 +96,41 @@ def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]
     return [f"{module} imports {i}" for module, found in own.items() for i in found if not is_in(i, allowed)]
 
 
-SHOWN = (
-    "arl.training.evaluator",
-    "arl.training.metrics",
-    "arl.training.display",
-    "arl.training.run_dir",
-    "arl.training.run_end",
-    "arl.training.run_facts",
-)
-"""What commands see of training: no trainer."""
-CALLS = ("arl.offload", "arl.remote_calls", "arl.object_process")
-"""Calls in other threads and processes."""
-ALLOWED = {
-    "arl.api": (),
-    "arl.algorithm": ("arl.api",),
-    "arl.web": ("arl.api",),
-    "arl.eventlog": ("arl.api",),
-    "arl.digest": (),
-    "arl.remarks": ("arl.digest",),
-    "arl.view": ("arl.api", "arl.eventlog", "arl.web", "arl.offload", "arl.digest", "arl.remarks"),
-    "arl.rollout": ("arl.api",),
-    "arl.training": (
-        "arl.api",
-        "arl.algorithm",
-        "arl.rollout",
-        "arl.stopping",
-        "arl.json_console",
-        "arl.digest",
-        "arl.remarks",
-        *CALLS,
-    ),
-    "arl.finetuning": (
-        "arl.api",
-        "arl.algorithm",
-        "arl.workflow",
-        "arl.data",
-        "arl.training",
-        "arl.engine.tiny",
-        "arl.engine.tiny_vision",
-        "arl.engine.model_files",
-        "arl.trainer_process",
-        "arl.lazy",
-        "arl.offload",
-        "arl.stopping",
-    ),
-    "arl.vision": ("arl.api",),
-    "arl.engine.frames": (),
-    "arl.engine.routers": ("arl.api",),
-    "arl.engine.local": ("arl.api", "arl.vision", "arl.web", "arl.engine.frames", "arl.engine.routers"),
-    "arl.engine.client": (
-        "arl.api",
-        "arl.vision",
-        "arl.web",
-        "arl.engine.frames",
-        "arl.engine.fsdp.ray_cluster",
-        "arl.cluster.servers_file",
-        "arl.offload",
-        "arl.child_process",
-        "arl.object_process",
-    ),
-    "arl.engine.weights": ("arl.api", "arl.web", "arl.engine.local.received_weights", "arl.offload"),
-    "arl.engine.fsdp": (
-        "arl.api",
-        "arl.vision",
-        "arl.algorithm",
-        "arl.engine.weights",
-        "arl.engine.model_files",
-        "arl.engine.routers",
-        *CALLS,
-    ),
-    "arl.engine.tiny": (),
-    "arl.engine.tiny_vision": ("arl.engine.tiny",),
-    "arl.engine.model_files": ("arl.api", "arl.engine.routers"),
-    "arl.extending": ("arl.api", "arl.algorithm", "arl.training", "arl.lazy"),
-    "arl.sandbox": ("arl.api", "arl.lazy", "arl.offload"),
-    "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),
-    "arl.workflow": ("arl.api", "arl.vision", "arl.web", "arl.sandbox", "arl.rewards"),
-    "arl.endpoint": ("arl.api", "arl.web", "arl.sandbox", "arl.rewards", "arl.workflow"),
-    "arl.workers": (
-        "arl.api",
-        "arl.web.watch",
-        "arl.rollout",
-        "arl.remote_calls",
-        "arl.object_process",
-        "arl.child_process",
-        "arl.sent_object",
-    ),
-    "arl.policies": ("arl.api", "arl.training"),
-    "arl.tracking": ("arl.api", "arl.remote_calls"),
-    "arl.plan": ("arl.api", "arl.eventlog"),
-    "arl.replaying": (
-        "arl.api",
-        "arl.training",
-        "arl.trainer_process",
-        "arl.object_process",
-        "arl.engine.model_files",
-        "arl.engine.fsdp.watched_engine",
-    ),
-    "arl.cluster": ("arl.api", "arl.web.addresses"),
-    "arl.cli": ("arl.api", "arl.in_cell", "arl.stopping", "arl.json_console", "arl.rehearsal"),
-    "arl.in_cell": ("arl.api", "arl.stopping"),
-    "arl.lazy": (),
-    "arl.stopping": (),
-    "arl.json_console": (),
-    "arl.log_files": (),
-    "arl.metrics_endpoint": ("arl.api", "arl.web", "arl.training", "arl.offload"),
-    "arl.offload": (),
-    "arl.remote_calls": ("arl.api",),
-    "arl.sent_object": ("arl.api",),
-    "arl.child_process": (),
-    "arl.object_process": ("arl.api", "arl.remote_calls", "arl.child_process", "arl.web.watch"),
-    "arl.data": ("arl.api",),
-    "arl.given_tasks": ("arl.api", "arl.data", "arl.rollout", "arl.offload"),
-    "arl.doctor": ("arl.api", "arl.web", "arl.offload"),
-    "arl.commands": (
-        "arl.api",
-        "arl.rollout",
-        "arl.data.lazy_rows",
-        "arl.experiment",
-        "arl.given_tasks",
-        "arl.assembly",
-        "arl.doctor",
-        "arl.examining",
-        "arl.exporting",
-        "arl.serving",
-        "arl.cli",
-        "arl.cluster",
-        "arl.offload",
-        "arl.json_console",
-        "arl.eventlog",
-        "arl.view",
-        "arl.web",
-        "arl.plan",
-        "arl.replaying",
-        "arl.finetuning",
-        *SHOWN,
-    ),
-    "arl.__main__": ("arl.api", "arl.commands"),
-}
-"""Each wing, and the wings that it may import. The embedded server is a separate program: it sees neither its client
-nor the trainer."""
-
-
-@pytest.mark.parametrize("wing", ALLOWED)
+@pytest.mark.parametrize("wing", WINGS)
 def test_a_wing_imports_only_what_lies_below_it(wing: str) -> None:
-    assert breaches(wing, allowed=(wing, *ALLOWED[wing])) == []
+    allowed = WINGS[wing][1]
+    assert breaches(f"arl.{wing}", [f"arl.{name}" for name in (wing, *allowed)]) == []
+
+
+def test_imports_lead_downwards_or_to_a_neighbour() -> None:
+    floors = {wing: floor for wing, (floor, _) in WINGS.items()}
+    upwards = {
+        (wing, other) for wing, (_, allowed) in WINGS.items() for other in allowed if floors[other] > floors[wing]
+    }
+    assert upwards == set()
+    assert {(w, o) for w, (_, allowed) in WINGS.items() for o in allowed if floors[o] == floors[w]} == {
+        ("endpoint", "workflow")
+    }
+
+
+@pytest.mark.parametrize("part", WITHIN_ENGINE)
+def test_the_parts_of_the_engine_know_only_these_of_each_other(part: str) -> None:
+    others = [f"arl.{name}" for name in WINGS["engine"][1]]
+    allowed = [f"arl.engine.{name}" for name in (part, *WITHIN_ENGINE[part])]
+    assert breaches(f"arl.engine.{part}", [*others, *allowed]) == []
+
+
+def test_the_root_holds_the_face_the_command_and_the_contracts_for_other_engines() -> None:
+    assert {m for m in SOURCES if m.count(".") < 2 and m.removeprefix("arl.") not in WINGS} == {
+        *("arl", "arl.__main__", "arl.extending")
+    }
+
+
+def test_the_table_in_the_architecture_is_this_one() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Wings, and who may import whom")[2]
+    rows = re.findall(r"^\| (\d) \| `arl\.(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
+    shown = {wing: (int(floor), tuple(re.findall(r"`(\w+)`", allowed))) for floor, wing, allowed in rows}
+    assert shown == WINGS
 
 
 def test_the_algorithm_does_no_io_and_imports_no_library_but_torch_and_numpy() -> None:
@@ -228,16 +139,10 @@ def test_the_algorithm_does_no_io_and_imports_no_library_but_torch_and_numpy() -
     assert {(m, i) for m, i in found if i not in allowed} == set()
 
 
-def test_every_module_has_a_place_in_these_rules() -> None:
-    known = (*ALLOWED, *ON_LAUNCH, *COMPOSERS)
-    assert [m for m in SOURCES if m not in ("arl", "arl.engine") and not is_in(m, known)] == []
-
-
 def test_only_the_composition_root_names_concrete_engines() -> None:
-    """The face names them for editors."""
+    """The face names the tiny models for editors, and a command the file of servers."""
     named = {m for m, found in imports().items() if any(is_in(i, "arl.engine") for i in found)}
-    allowed = {*COMPOSERS, "arl", "arl.finetuning.job", "arl.finetuning.warm_starts", "arl.start"}
-    assert {m for m in named if not is_in(m, ("arl.engine", "arl.replaying"))} == allowed
+    assert {m for m in named if not is_in(m, ("arl.engine", "arl.run"))} == {"arl", "arl.cli.servers_command"}
 
 
 def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
@@ -252,12 +157,11 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
     assert [f"{module} imports {name} from {home}" for module, home, name in names if (home, name) in borrowed] == []
 
 
-def test_a_file_name_and_a_class_name_occur_once() -> None:
-    stems = Counter(source.stem for source in SOURCES.values() if not source.stem.startswith("__"))
+def test_a_class_name_occurs_once() -> None:
     classes = Counter(
         node.name for source in SOURCES.values() for node in ast.walk(trees()[source]) if isinstance(node, ast.ClassDef)
     )
-    assert [name for name, count in (stems + classes).items() if count > 1] == []
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -268,15 +172,15 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_importing_loads_nothing_heavy_before_it_is_needed() -> None:
-    flow = ("arl", "arl.api", "arl.cli", "arl.data.loading", "arl.data.given", "arl.rollout.controller")
-    light = (*flow, "arl.workflow.conversation", "arl.workflow.tools", "arl.experiment", "arl.commands.scoring")
+    flow = ("arl", "arl.api", "arl.run.script", "arl.data.loading", "arl.data.inputs", "arl.rollout.controller")
+    light = (*flow, "arl.workflow.conversation", "arl.workflow.tools", "arl.run.experiment", "arl.cli.scoring")
     script = f"""
 import sys
 for module in {light}:
     __import__(module)
     print(*(f"{{module}} loads {{name}}" for name in {HEAVY} if name in sys.modules), sep="\\n", end="")
-import arl.assembly  # what a run's own process runs: training is in another
-print(*(f"arl.assembly loads {{name}}" for name in ("torch", "transformers", "pyarrow") if name in sys.modules))
+import arl.run.launch  # what a run's own process runs: training is in another
+print(*(f"arl.run.launch loads {{name}}" for name in ("torch", "transformers", "pyarrow") if name in sys.modules))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == ""

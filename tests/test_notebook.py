@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 from scripted_launch import use_fakes
 
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"

@@ -12,11 +12,11 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl
-from arl.api.config import Config
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.run import Config
 from arl.api.types import ModelRequest
-from arl.cli import load_config
 from arl.engine.tiny import TURN_END, tiny_tokenizer
+from arl.run.script import load_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -16,17 +16,17 @@ import pytest
 from aiohttp import web
 from sources import trees
 
-from arl.api.config import Config
-from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError
+from arl.api.settings.engines import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig, SGLangProcessesConfig
+from arl.api.settings.run import Config
 from arl.api.types import ModelRequest, SamplingParams
-from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.serving import serve
-from arl.web import server as module
-from arl.web.bodies import BodyError, RequestBody, parse
-from arl.web.process import add_key_option, key_of
-from arl.web.server import bind, body_of, serving
+from arl.run.script import load_config
+from arl.run.servers import serve
+from arl.runtime.http import server as module
+from arl.runtime.http.bodies import BodyError, RequestBody, parse
+from arl.runtime.http.process import add_key_option, key_of
+from arl.runtime.http.server import bind, body_of, serving
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""
@@ -147,10 +147,10 @@ def test_data_is_never_read_as_code() -> None:
     arguments = [(stem, word) for stem, node in nodes if isinstance(node, ast.Call) for word in node.keywords]
     assert not [(stem, word.arg) for stem, word in arguments if word.arg == "trust_remote_code"]
     pickles = [(stem, ast.unparse(word.value)) for stem, word in arguments if word.arg == "allow_pickle"]
-    assert set(pickles) == {("flat_groups", "False"), ("vllm_client", "False")}
-    assert callers("np.load") == {"flat_groups", "vllm_client"}
+    assert set(pickles) == {("batch_codec", "False"), ("vllm_client", "False")}
+    assert callers("np.load") == {"batch_codec", "vllm_client"}
     assert callers("torch.load", "yaml.load", "unsafe_load", "marshal.loads", "shelve.open", "joblib.load") == set()
-    pickled = {"pool", "remote_calls", "object_process", "pipe", "sent_object", "worker"}
+    pickled = {"pool", "rpc", "actor", "messages", "pickled_object", "worker"}
     assert callers("pickle.loads", "pickle.load") == pickled, "by arl's own processes, which began one another"
     evaluated = callers("eval", "exec") - {"model", "runner", "lora", "reference_model"}  # models' own eval()
     assert evaluated == {"examiner"}, "in the sandbox"
@@ -159,10 +159,10 @@ def test_data_is_never_read_as_code() -> None:
 def test_one_place_compares_keys_and_few_listen() -> None:
     assert callers("compare_digest") == {"server"}
     assert callers("is_same") == {"server", "proxy", "episodes_api"}
-    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "proxy", "metrics_endpoint"}
+    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "proxy", "prometheus"}
     assert callers("answer_until") == {"mirror", "viewing"}
     listeners = callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app")
-    assert listeners == {"sender", "rank_actor", "node_probe"}
+    assert listeners == {"process_groups", "rank_actor", "node_probe"}
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from embedded_server import free_port
 from protocol_client import Answer, Client
 
 from arl.api.engine import WeightGroup
-from arl.engine.local.received_weights import join_group
+from arl.engine.local.weight_receiver import join_group
 
 TIMEOUT = timedelta(seconds=60)
 _names = (f"trainer-{i}" for i in itertools.count())

@@ -14,7 +14,7 @@ import torch
 
 from arl.algorithm.batch import Batch, token_rewards
 from arl.algorithm.comparisons import compared, reference_points
-from arl.algorithm.peers import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
+from arl.algorithm.groups import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
 from arl.algorithm.returns import (
     TrainedTokens,
     gae_advantages,
@@ -23,18 +23,19 @@ from arl.algorithm.returns import (
     turn_advantages,
     turn_starts,
 )
-from arl.api.algorithm import AlgorithmConfig
 from arl.api.errors import TrajectoryError
-from arl.api.objective import (
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.objective import (
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,
+    LabelsAdvantage,
     MaxLikelihoodAdvantage,
+    PairsAdvantage,
     PassAtKAdvantage,
     RejectionAdvantage,
     ReturnsAdvantage,
 )
-from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
 
 SUCCESS = 0.5
 """A reward above this is a success. Rewards should be 0 and 1, but penalties may have moved them."""

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from arl.algorithm.flat_sequences import TENSORS, FlatSequences, arrays_of, images_of, of_each
-from arl.api.algorithm import Aggregation
-from arl.api.kept_ids import KeptIds
-from arl.api.objective import OverlongConfig
-from arl.api.routes import Routes
-from arl.api.train_sequence import TrainSequence
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.algorithm import Aggregation
+from arl.api.settings.objective import OverlongConfig
+from arl.api.train_engine import TrainSequence
 from arl.api.types import Group, Trajectory
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from arl.algorithm.batch import Batch
-from arl.algorithm.peers import Peers, mean, peers_of, spread_of
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
+from arl.algorithm.groups import Peers, mean, peers_of, spread_of
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.objective import LabelsAdvantage, PairsAdvantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from arl.api.custom_arrays import Arrays
 from arl.api.images import PlacedImage
-from arl.api.kept_ids import KeptIds
-from arl.api.own_arrays import Arrays
-from arl.api.routes import Routes
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
+from arl.api.train_engine import TOKEN_FIELDS, TrainSequence
 from arl.api.types import Trajectory
 
 TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)

@@ -12,7 +12,7 @@ from math import inf
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TrainSequence
 
 _TOLERANCE = 0.01
 """The relative precision of the search for the smallest budget."""

@@ -20,7 +20,7 @@ import torch
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.images import Image
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TrainSequence
 
 MIN_SHARED_TOKENS = 8
 """Shorter common beginnings are forwarded once for each sequence: separate attention costs more than it saves. Those

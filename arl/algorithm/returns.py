@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from arl.algorithm.batch import Batch, joined, token_rewards
-from arl.algorithm.peers import Peers, Spread, kl_penalties, spread_of
-from arl.api.objective import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
+from arl.algorithm.groups import Peers, Spread, kl_penalties, spread_of
+from arl.api.settings.objective import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
 from arl.api.types import Trajectory
 
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from arl.api.engine import PackedTokens, TokenLosses
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLosses, TrainSequence
 
 
 def packed_tokens(sequences: Sequence[TrainSequence]) -> PackedTokens:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence, fill_unset, unset
 from arl.api.types import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
-    from arl.api.routes import Routing
-    from arl.api.weight_prints import TensorPrint
+    from arl.api.routed_experts import Routing
+
+from arl.api.train_engine import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,28 +253,6 @@ class ColocatedServers(Protocol):
         ...
 
 
-Output = Literal["logprobs", "reference_logprobs", "values"]
-"""The number that a forward pass of a train engine returns for each token."""
-
-Head = Literal["policy", "value"]
-"""The head of a train engine's model: the language-model head, or a value head [H -> 1]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """The limits of a model's input."""
-
-    vocab_size: int
-    """Token ids are below this."""
-    context_length: int | None = None
-    """The most tokens that a sequence may have. None: unlimited."""
-    image_ids: frozenset[int] = frozenset()
-    """Ids that mean something only around an image or a video: their placeholders and tags."""
-    arrays: frozenset[str] = frozenset()
-    """The names in Trajectory.arrays that the model needs. A trajectory without one of them fails, as does one with
-    others."""
-
-
 MODEL_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads")
 """Keys of config.json that distinguish models of one type."""
 
@@ -294,178 +271,6 @@ class ServedModel:
     """The values of MODEL_SIZES in its config.json."""
     routing: Routing | None = None
     """Set for a mixture of experts whose routes are wanted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenOutputs:
-    """The model's outputs for a microbatch's trained tokens: float32[M], with gradient; 0 without the head for it."""
-
-    logprobs: torch.Tensor
-    """The token's logprob under the current weights."""
-    entropy: torch.Tensor
-    """The entropy of the sampling distribution, in nats."""
-    values: torch.Tensor
-    """The value of the context in which the token was sampled, without the token itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackedTokens:
-    """The trained tokens of one microbatch, flat: every field has length M = number of tokens with loss_mask 1.
-
-    The other fields are TrainSequence's. An unset tensor becomes zeros.
-    """
-
-    behavior_logprobs: torch.Tensor
-    proximal_logprobs: torch.Tensor = field(default_factory=unset)
-    reference_logprobs: torch.Tensor = field(default_factory=unset)
-    advantages: torch.Tensor = field(default_factory=unset)
-    values: torch.Tensor = field(default_factory=unset)
-    returns: torch.Tensor = field(default_factory=unset)
-    selected: torch.Tensor = field(default_factory=unset)
-    turn_starts: torch.Tensor = field(default_factory=unset)
-    loss_weights: torch.Tensor = field(default_factory=unset)
-    versions: torch.Tensor = field(default_factory=unset)
-    sequence_ids: torch.Tensor = field(default_factory=unset)
-    """int64[M], ascending: the number of each token's sequence in the microbatch, 0..S-1."""
-    unit_ids: torch.Tensor = field(default_factory=unset)
-    """int64[M]: the number of each token's unit, 0..U-1 among those with trained tokens in the microbatch. Unit -1
-    becomes a unit of one sequence."""
-
-    def __post_init__(self) -> None:
-        names = (*TOKEN_FIELDS, "sequence_ids", "unit_ids")
-        fill_unset(self, names, len(self.behavior_logprobs), self.behavior_logprobs.device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenLosses:
-    """The result of a loss: a loss for each trained token of a microbatch, and metrics.
-
-    Metrics are detached, each a name -> float[M]. They are reported over all tokens of the minibatch, so they do not
-    depend on how it was split.
-    """
-
-    loss: torch.Tensor
-    """float32[M], with gradient, not yet weighted by loss_weights."""
-    means: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
-    """Reported: the mean."""
-    maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
-    """Reported: the largest."""
-    weighted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
-    """Reported: the sum, weighted as the loss is."""
-    quotients: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict[str, "tuple[torch.Tensor, torch.Tensor]"]
-    )
-    """name -> (a, b). Reported: sum(a) / sum(b), unless sum(b) is 0."""
-    kept: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
-    """Not reported, but kept for TrainEngine.kept."""
-    sample_sizes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
-    """name -> weights w. Reported: the effective sample size sum(w)^2 / (N sum(w^2)) of N tokens (Kish 1965), 1 for
-    equal weights."""
-
-
-class TokenLoss(Protocol):
-    """A loss as a pure, picklable function of one microbatch's trained tokens."""
-
-    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses: ...
-
-
-class Snapshot(Protocol):
-    """A copy of one version's weights. Methods block, and any thread may call them during training."""
-
-    @property
-    def version(self) -> int: ...
-
-    def write(self, directory: Path) -> int:
-        """Write a Hugging Face model directory (weights, config, tokenizer), whole or not at all; return its bytes."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory. Idempotent."""
-        ...
-
-
-class Saving(Protocol):
-    """A checkpoint that is written while training goes on."""
-
-    def wait(self) -> None:
-        """Block until the checkpoint is on the disk. Raises CheckpointError and then leaves earlier ones untouched."""
-        ...
-
-
-class WeightSource(Protocol):
-    """Weights being trained, as a transport takes them. Calls block. Make them all from one thread."""
-
-    @property
-    def version(self) -> int:
-        """The number of batches trained."""
-        ...
-
-    def snapshot(self) -> Snapshot:
-        """Copy the weights, in the form that servers hold. Later steps do not change the copy."""
-        ...
-
-
-class TrainEngine(WeightSource, Protocol):
-    """Trains a model. Calls block. Make them all from one thread."""
-
-    @property
-    def limits(self) -> ModelLimits:
-        """The limits of the model's input."""
-        ...
-
-    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
-        """The model's `output` for each token, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient.
-
-        Logprobs and values come from the current weights, reference_logprobs from the reference's. Raises ConfigError
-        if the engine lacks the head or the reference.
-        """
-        ...
-
-    def update_reference(self, share: float = 1.0) -> None:
-        """Move the reference policy's weights towards the current ones: reference += share * (current - reference).
-
-        The first call creates the reference, a copy of the current weights, in as much memory. `save` keeps it.
-        """
-        ...
-
-    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
-        """One optimizer step for each minibatch, then version += 1. Metrics are means over the minibatches."""
-        ...
-
-    @property
-    def kept(self) -> Sequence[Mapping[str, torch.Tensor]]:
-        """The values that the loss of the last train_batch kept: for each minibatch, name -> float32[T] over all its
-        tokens, NaN where loss_mask is 0."""
-        ...
-
-    def offload(self) -> None:
-        """Leave the device: weights, optimizer state and reference move to the CPU's memory. Idempotent.
-
-        Until `onload`, snapshots are taken, and checkpoints saved and loaded; the other calls raise TrainingError.
-        """
-        ...
-
-    def onload(self) -> None:
-        """Move everything back onto the device. Idempotent."""
-        ...
-
-    def fingerprint(self) -> Mapping[str, TensorPrint]:
-        """A few numbers of each trained tensor, by its name. Equal weights have equal prints, however they are shared
-        among ranks."""
-        ...
-
-    def save(self, directory: Path) -> Saving:
-        """Copy everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
-
-        `directory` is written during later steps. It is complete when the saving has ended.
-        """
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Continue from a directory that `save` wrote. Raises CheckpointError, which names the mismatch."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class WeightTransport(Protocol):

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from asyncio import CancelledError, TaskGroup
 from collections.abc import Awaitable
-from typing import NoReturn, cast
+from pathlib import Path
+from typing import NoReturn, TypeVar, cast
 
-from arl.api.notebook import brief_traceback, users_frames
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+def brief_traceback(error: BaseException) -> list[str]:
+    """For IPython, of an error whose message says enough: the user's frames, and the message."""
+    shown = traceback.format_list(users_frames(error))
+    return [part.rstrip("\n") for part in (*shown, *traceback.format_exception_only(error))]
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of its traceback that are neither arl's nor a library's."""
+    paths = sysconfig.get_paths()
+    libraries = (str(Path(__file__).parents[1]), *{paths[name] for name in ("stdlib", "purelib", "platlib")}, "<")
+    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
 
 
 class ArlError(Exception):

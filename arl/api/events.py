@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
-from arl.api.placed import Finding, PlacedPart, SharedPath
+from arl.api.placement import Finding, PlacedPart, SharedPath
 
 if TYPE_CHECKING:
     import numpy as np
@@ -474,7 +474,7 @@ class TokenFrame(msgspec.Struct, frozen=True, kw_only=True):
     """As in TokensKept."""
     num_tokens: int
     frame: bytes
-    """A stream of Arrow with one batch (arl.eventlog.batches)."""
+    """A stream of Arrow with one batch (arl.observe.events.batches)."""
     is_renamed: bool = False
     """Whether the batch has other names than `rows`: the log writes these."""
     images: Sequence[Image] = ()

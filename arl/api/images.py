@@ -4,7 +4,7 @@
     images                       [start ------------------ stop)                                 a PlacedImage
 
 A model with a vision tower replaces the placeholders of an image by what its tower makes of the pixels, one vector for
-each. How many placeholders an image needs depends on its size alone (arl/vision/).
+each. How many placeholders an image needs depends on its size alone (arl/data/).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import ImageError
-from arl.api.image_places import ImagePlace
-from arl.api.installing import install_command
+from arl.api.image_marks import ImagePlace
+from arl.api.version import install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from arl.api.custom_arrays import Arrays, arrays_flaw, kept_arrays, no_arrays
 from arl.api.errors import TrajectoryError
 from arl.api.grammar import Grammar
 from arl.api.images import PlacedImage, placement_flaw
-from arl.api.own_arrays import Arrays, arrays_flaw, kept_arrays, no_arrays
 
 if TYPE_CHECKING:
-    from arl.api.columns import BoolColumn, FloatColumn, IntColumn, OptionalColumn
-    from arl.api.kept_ids import KeptIds
-    from arl.api.routes import Routes
+    from arl.api.routed_experts import Routes
+    from arl.api.sampling_mask import KeptIds
+    from arl.api.token_arrays import BoolColumn, FloatColumn, IntColumn, OptionalColumn
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -221,9 +221,9 @@ class TurnSpan:
 def _check_number(name: str, value: Any, limit: float) -> None:
     """Raise TrajectoryError unless it is a finite number within ±limit."""
     if not (type(value) in (int, float) and -limit <= value <= limit):
-        from arl.api import columns
+        from arl.api import token_arrays
 
-        columns.check_number(name, value, limit)
+        token_arrays.check_number(name, value, limit)
 
 
 def _make_plain(record: object, name: str, kind: type[int | float]) -> None:
@@ -325,7 +325,7 @@ class Trajectory:
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
     def __eq__(self, other: object) -> bool:
-        from arl.api.columns import are_equal
+        from arl.api.token_arrays import are_equal
 
         if not isinstance(other, Trajectory):
             return NotImplemented
@@ -336,19 +336,19 @@ class Trajectory:
         return _trajectory_of, tuple(getattr(self, name) for name in self.__slots__)
 
     def _build_columns(self) -> None:
-        from arl.api import columns
+        from arl.api import token_arrays
 
         put = object.__setattr__
-        put(self, "token_ids", columns.integers("token_ids", self.token_ids, 0, _MOST, _TOKEN_ID))
+        put(self, "token_ids", token_arrays.integers("token_ids", self.token_ids, 0, _MOST, _TOKEN_ID))
         if self.token_rewards is not None:
-            put(self, "token_rewards", columns.rewards("token_rewards", self.token_rewards, MAX_REWARD))
-        logprobs = columns.logprobs(
+            put(self, "token_rewards", token_arrays.rewards("token_rewards", self.token_rewards, MAX_REWARD))
+        logprobs = token_arrays.logprobs(
             "behavior_logprobs", self.behavior_logprobs, MAX_NUMBER, may_be_positive=bool(self.arrays)
         )
         put(self, "behavior_logprobs", logprobs)
-        mask = columns.integers("loss_mask", self.loss_mask, 0, 1, "0 or 1")
+        mask = token_arrays.integers("loss_mask", self.loss_mask, 0, 1, "0 or 1")
         put(self, "loss_mask", mask)
-        versions = columns.integers("versions", self.versions, NOT_SAMPLED, _MOST, _VERSION)
+        versions = token_arrays.integers("versions", self.versions, NOT_SAMPLED, _MOST, _VERSION)
         put(self, "versions", versions)
         trained = versions[mask]
         put(self, "num_trained_tokens", trained.size)
@@ -401,7 +401,7 @@ class Trajectory:
 
     def _repr_html_(self) -> str:
         """For a notebook. `arl.show` knows the text of the tokens, too."""
-        from arl.api.notebook import trajectory_html
+        from arl.api.html import trajectory_html
 
         return trajectory_html(self)
 
@@ -463,7 +463,7 @@ class Group:
 
     def html(self, pieces: Sequence[Sequence[str]] | None = None) -> str:
         """The HTML that a notebook shows. pieces: the text of each trajectory's first tokens, if it is known."""
-        from arl.api.notebook import several_html
+        from arl.api.html import several_html
 
         facts = {
             **({"task": self.task} if self.task else {}),

@@ -8,15 +8,15 @@ import socket
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from arl.api.config import Config
-from arl.api.engine_config import (
+from arl.api.placement import Finding, PlacedPart, gpus_text
+from arl.api.settings.engines import (
     DeltaWeightsConfig,
     LocalEngineConfig,
     RunningServersConfig,
     ServerProcessesConfig,
 )
-from arl.api.placed import Finding, PlacedPart, gpus_text
-from arl.web.addresses import is_here
+from arl.api.settings.run import Config
+from arl.runtime.http.process import is_here
 
 _MEMORY_FLAGS = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
 """What limits the memory of servers that arl starts."""

@@ -6,5 +6,8 @@
 | lazy_rows | rows that are made when they are read |
 | streamed_rows | a stream of `datasets`, read in chunks |
 | row_digests | whether a dataset is the one that it was |
-| given | what a user gives as a dataset, checked |
+| inputs | what a user gives as a dataset, checked |
+| image_processor | images to pixels, the number of an image's placeholders, the positions of tokens around images |
+
+May import arl.api. The event loop of a run, workflows, servers and the trainer all use it.
 """

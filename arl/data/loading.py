@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from arl.api.errors import DatasetError
-from arl.api.installing import install_command
+from arl.api.version import install_command
 from arl.data.lazy_rows import Chosen, Columns, Joined, JsonlRows, WithColumns, stamp_of
 
 if TYPE_CHECKING:

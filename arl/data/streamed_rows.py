@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from arl.api.errors import DatasetError
-from arl.api.stream import StreamChunk
+from arl.api.tasks import StreamChunk
 from arl.api.types import Example
 from arl.data.lazy_rows import Columns, WithColumns
 from arl.data.row_digests import digest_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arl.api.grammar import SCHEMAS_BY_NAME, Grammar, GrammarKind, unenforced
-from arl.web.bodies import BodyError, refused, shown, wrong
+from arl.runtime.http.bodies import BodyError, refused, shown, wrong
 from arl.workflow.call_formats import CallSyntax
 from arl.workflow.messages import ToolSpecs
 

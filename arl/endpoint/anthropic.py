@@ -24,8 +24,8 @@ from arl.endpoint.calls import (
     tool_call,
 )
 from arl.endpoint.exchange import CallBody, Endpoint, Exchange, completing
-from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
-from arl.web.server import event
+from arl.runtime.http.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
+from arl.runtime.http.server import event
 from arl.workflow.content import text_part
 from arl.workflow.messages import Message
 

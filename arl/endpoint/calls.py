@@ -19,7 +19,7 @@ from arl.api.errors import ArlError, ConfigError, ImageError, ModelError, Prompt
 from arl.api.images import Image
 from arl.api.types import ModelResponse, SamplingParams
 from arl.endpoint.answer_forms import Asked, Form, Thought, form_of
-from arl.web.bodies import BodyError, RequestError, refused, shown, wrong
+from arl.runtime.http.bodies import BodyError, RequestError, refused, shown, wrong
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of, syntax_of
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.content import Content, image_part, text_part

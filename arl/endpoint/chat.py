@@ -28,8 +28,8 @@ from arl.endpoint.calls import (
     usage,
 )
 from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
-from arl.web.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
-from arl.web.server import DONE, event
+from arl.runtime.http.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
+from arl.runtime.http.server import DONE, event
 from arl.workflow.messages import arguments_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

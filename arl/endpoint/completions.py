@@ -13,8 +13,8 @@ from arl.endpoint.answer_forms import Asked
 from arl.endpoint.calls import ONLY_SAMPLED, CallAnswer, CallPolicy, ChatCall, GivenText, usage
 from arl.endpoint.chat import UNALTERED, WHY_UNALTERED, SampledBody
 from arl.endpoint.exchange import Exchange, completing, openai_error, openai_error_event
-from arl.web.bodies import refused, wrong
-from arl.web.server import DONE, event
+from arl.runtime.http.bodies import refused, wrong
+from arl.runtime.http.server import DONE, event
 
 
 class CompletionRequest(

@@ -23,8 +23,8 @@ from aiohttp import web
 from pydantic import Field
 
 from arl.endpoint.played_episodes import Outcome, PlayedEnd, PlayedEpisode, PlayedEpisodes
-from arl.web.bodies import RequestBody, RequestError, parse
-from arl.web.server import answering, body_of, is_same, json_response
+from arl.runtime.http.bodies import RequestBody, RequestError, parse
+from arl.runtime.http.server import answering, body_of, is_same, json_response
 
 PATH = "episodes"
 _MAX_BODY_BYTES = 4 << 20

@@ -24,8 +24,8 @@ from arl.api.errors import (
 )
 from arl.endpoint.calls import CallAnswer, ChatCall, RefusedCallError
 from arl.endpoint.session import EpisodeSession
-from arl.web.bodies import BodyError, RequestBody, RequestError, dropped, loaded, validated
-from arl.web.server import EventStream, event, json_response, request_error
+from arl.runtime.http.bodies import BodyError, RequestBody, RequestError, dropped, loaded, validated
+from arl.runtime.http.server import EventStream, event, json_response, request_error
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two comments in a stream that still waits for its answer."""

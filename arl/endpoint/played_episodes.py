@@ -27,12 +27,12 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, PlainValidator
 
-from arl.api.episode_clock import CLOCK, off_the_clock
 from arl.api.errors import ProgramError, TrajectoryError
 from arl.api.events import EPISODE
 from arl.api.types import Example, Trajectory
 from arl.endpoint.session import EpisodeSession
-from arl.web.bodies import Name, RequestBody, RequestError, must_be
+from arl.runtime.clocks import CLOCK, off_the_clock
+from arl.runtime.http.bodies import Name, RequestBody, RequestError, must_be
 
 _REMEMBERED = 10_000
 """Episodes that are over, of which programs can still learn what became of them."""

@@ -19,17 +19,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
-from arl.api.endpoint import EndpointConfig, endpoint_to_open
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError
+from arl.api.settings.endpoint import EndpointConfig, endpoint_to_open
 from arl.api.types import AGENT, SamplingParams
 from arl.api.workflow import Shared
 from arl.endpoint import anthropic, chat, completions, responses
 from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError
 from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
 from arl.endpoint.session import EpisodeSession, is_role
-from arl.web.endpoint_socket import endpoint_socket, tls_of, warn_if_open
-from arl.web.server import Handler, body_of, is_same, json_response, serving
+from arl.runtime.http.server import (
+    Handler,
+    body_of,
+    endpoint_socket,
+    is_same,
+    json_response,
+    serving,
+    tls_of,
+    warn_if_open,
+)
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting

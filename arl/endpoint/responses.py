@@ -29,8 +29,8 @@ from arl.endpoint.calls import (
     tool_call,
 )
 from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error
-from arl.web.bodies import RequestBody, RequestError, refused, shown, validated, wrong
-from arl.web.server import event
+from arl.runtime.http.bodies import RequestBody, RequestError, refused, shown, validated, wrong
+from arl.runtime.http.server import event
 from arl.workflow.messages import Message
 
 Stored = dict[str, Sequence[Message]]

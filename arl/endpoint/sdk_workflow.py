@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
@@ -23,6 +22,7 @@ from arl.endpoint.proxy import OpenAIProxy, proxy_of
 from arl.endpoint.session import EpisodeSession
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
+from arl.runtime.clocks import off_the_clock
 from arl.sandbox.streams import drop
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from arl.api.types import AGENT, ModelRequest, ModelResponse, Trajectory, new_id
 from arl.endpoint.answer_forms import grammar_of
 from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError, GivenText, Spoken
 from arl.rewards.threads import together
-from arl.web.bodies import RequestError
+from arl.runtime.http.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Shown, Turn
 from arl.workflow.messages import Message, history_key

@@ -16,8 +16,8 @@ from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ArlError, EnvironmentFailedError
-from arl.api.installing import install_command
 from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.version import install_command
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.endpoint.proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
 from arl.endpoint.session import EpisodeSession

@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arl.api.engine import MODEL_SIZES, ModelLimits, ServedModel
+from arl.api.engine import MODEL_SIZES, ServedModel
 from arl.api.errors import ConfigError, ModelError
+from arl.api.train_engine import ModelLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from arl.api.errors import ModelError
-from arl.api.routes import Routes, Routing
+from arl.api.routed_experts import Routes, Routing
 
 _Weights = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """(router, logits [N, experts], chosen experts int64[N, k]) -> their weights [N, k]."""

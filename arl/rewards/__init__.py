@@ -12,12 +12,12 @@
 | unit_tests | code run against unit tests, in a sandbox (examiner: the program inside) |
 | judge | a language model's score, over any OpenAI-compatible URL |
 
-This package may import arl.api, arl.web and arl.sandbox, but no workflow and no engine.
+This package may import arl.api, arl.runtime and arl.sandbox, but no workflow and no engine.
 """
 
 from typing import TYPE_CHECKING
 
-from arl.lazy import lazy_names
+from arl.runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward

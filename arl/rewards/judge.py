@@ -24,9 +24,9 @@ from arl.api.errors import (
 )
 from arl.api.types import Example
 from arl.api.workflow import Shared
-from arl.offload import offload
 from arl.rewards.score import Score, reported, shown
-from arl.web.client import JsonClient
+from arl.runtime.http.client import JsonClient
+from arl.runtime.threads import offload
 
 
 class AnswerCache:

@@ -21,8 +21,8 @@ from pebble import ProcessExpired, ProcessPool
 from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.types import Example
 from arl.api.workflow import Shared
-from arl.offload import finished, offload
 from arl.rewards.score import ResultT, check_example, check_limits, checked, name_of, ran_too_long, reported
+from arl.runtime.threads import finished, offload
 
 log = logging.getLogger(__name__)
 

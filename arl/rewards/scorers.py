@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.errors import DatasetError, RewardError
-from arl.api.installing import install_command
 from arl.api.types import Example
+from arl.api.version import install_command
 from arl.rewards.pool import RewardPool
 from arl.rewards.score import Score, shown
 

@@ -25,19 +25,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-from arl.api.config import RolloutConfig
 from arl.api.engine import Sampler
 from arl.api.errors import first_error
 from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
-from arl.api.token_records import Fate
+from arl.api.settings.run import RolloutConfig
+from arl.api.token_accounting import Fate
 from arl.api.types import Example, Group
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
+from arl.rollout.episode_events import Candidate, EpisodeReport, FirstFailures, HeldOut, shown, told
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
 from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue, Ledger
 from arl.rollout.length_bias import LengthWatch
-from arl.rollout.report import Candidate, EpisodeReport, FirstFailures, HeldOut, shown, told
-from arl.rollout.watches import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch, collect_garbage
+from arl.rollout.monitors import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch, collect_garbage
 
 log = logging.getLogger(__name__)
 

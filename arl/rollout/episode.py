@@ -15,13 +15,13 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
-from arl.api.engine import ModelLimits, Sampler
-from arl.api.episode_clock import CLOCK, EpisodeClock
+from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RoleError, TrajectoryError
 from arl.api.events import NOWHERE, Events
+from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.constrained import (
+from arl.rollout.episode_checks import (
     TrainedPolicies,
     check_images,
     check_response,
@@ -29,9 +29,10 @@ from arl.rollout.constrained import (
     check_trajectory,
     check_versions,
 )
+from arl.rollout.episode_events import EpisodeReport
 from arl.rollout.failure_log import FailureLog
-from arl.rollout.report import EpisodeReport
 from arl.rollout.token_ledger import TokenLedger
+from arl.runtime.clocks import CLOCK, EpisodeClock
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 

@@ -11,7 +11,7 @@ from math import fsum, isclose
 from statistics import fmean
 from typing import Any
 
-from arl.api.config import RolloutConfig
+from arl.api.settings.run import RolloutConfig
 from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role

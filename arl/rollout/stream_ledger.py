@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from arl.api.errors import CheckpointError, DatasetError
-from arl.api.stream import Stream, StreamChunk
+from arl.api.tasks import Stream, StreamChunk
 from arl.api.types import Example
 from arl.rollout.ledger import ExampleId, GroupNumbers, GroupOutcome, Issue, packed, unpacked
 

@@ -10,15 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.run_tasks import (
-    FixedMixture,
-    MixtureConfig,
-    SuccessMixture,
-    TaskCurriculum,
-    TaskRecord,
-    TemperatureMixture,
-    check_weight,
-)
+from arl.api.settings.mixture import FixedMixture, MixtureConfig, SuccessMixture, TemperatureMixture
+from arl.api.tasks import TaskCurriculum, TaskRecord, check_weight
 from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger
 

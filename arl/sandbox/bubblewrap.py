@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arl.api.errors import SandboxError
-from arl.offload import offload
+from arl.runtime.threads import offload
 from arl.sandbox.cgroup import Cgroups
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from arl.api.errors import SandboxError
-from arl.offload import offload
+from arl.runtime.threads import offload
 from arl.sandbox import one_command
 from arl.sandbox.bubblewrap import BubblewrapSandbox, RawOutcome
 from arl.sandbox.contract import NO_FILES, EndedBy, Limits, laid_out, not_open

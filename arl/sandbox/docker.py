@@ -17,7 +17,7 @@ from typing import Any
 
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
-from arl.offload import offload
+from arl.runtime.threads import offload
 from arl.sandbox import container
 from arl.sandbox.bubblewrap_terminal import CommandOutcome, TerminalFiles, checked_path, packed
 from arl.sandbox.contract import MAIN, NO_FILES, Limits, LocalSandbox, ProgramOutcome, laid_out

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from arl.api.errors import SandboxError
-from arl.offload import offload
+from arl.runtime.threads import offload
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, Sandbox
 from arl.sandbox.docker import DockerSandbox

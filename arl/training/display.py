@@ -27,11 +27,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from arl.api.config import ConsoleConfig
-from arl.api.notebook import Point, ShownWork, curve_svg, kernel_shell, progress_html
+from arl.api.html import Point, ShownWork, curve_svg, progress_html
+from arl.api.settings.run import ConsoleConfig
 from arl.api.types import Evaluation, StepStats
-from arl.json_console import is_json, tell
-from arl.training.console_log import copy_line, copy_prints
+from arl.runtime.console import copy_line, copy_prints, is_json, tell
+from arl.runtime.notebook import kernel_shell
 from arl.training.evaluator import with_error
 
 ROWS_SHOWN = 16

@@ -12,12 +12,12 @@ from statistics import fmean, stdev
 
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ConfigError, FailureBudgetError
-from arl.api.evaluation_config import EvaluationConfig
 from arl.api.events import EvaluationEnded
+from arl.api.settings.evaluation import EvaluationConfig
 from arl.api.types import NOT_SAMPLED, Evaluation
 from arl.rollout.controller import Dataset, EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
-from arl.rollout.watches import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
+from arl.rollout.monitors import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
 from arl.training.metrics import mean_metrics, mean_rewards, role_rewards
 
 log = logging.getLogger(__name__)

@@ -5,12 +5,22 @@ groups --> sequences --> logprobs, values --> advantages --> minibatches | --> c
                          forward passes                      weighed     |
 `prepare`, which changes no weights, but those of a reward model         | `train`
 that learns before it is asked
+
+The implicit process reward model (PRIME) learns beside the policy:
+
+after:    batch --> process rewards | --> learn, policy          one forward pass of each token, beside the reference's
+before:   batch --> learn --> process rewards | --> policy       two: PRIME's double forward
+          `judge`                             | `train`
+
+Its version is one ahead of the policy's between both updates. So a batch that is judged again, after an interruption
+or from a checkpoint, is not learned from twice.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,15 +32,127 @@ from arl.algorithm.comparisons import comparison_metrics
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.config import EventsConfig
-from arl.api.engine import Saving, TrainEngine
-from arl.api.train_sequence import TrainSequence
+from arl.algorithm.process_rewards import (
+    ImplicitRewardLoss,
+    implicit_rewards,
+    lesson_of,
+    outcomes_of,
+    read_sequences,
+)
+from arl.api.errors import CheckpointError
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.objective import RewardModelConfig
+from arl.api.settings.run import EventsConfig
+from arl.api.train_engine import Saving, TensorPrint, TrainEngine, TrainSequence
 from arl.api.types import Group
-from arl.api.weight_prints import TensorPrint
-from arl.training.kept_tokens import KeptBatch, TrainedBatch, kept_batch
-from arl.training.reward_model import Judged, RewardModel
-from arl.training.train_engines import TrainEngines
+from arl.training.token_log import KeptBatch, TrainedBatch, kept_batch
+
+BESIDE = ("critic", "reward_model")
+"""The roles of models that are trained beside the policy; each is a section of `algorithm`, too."""
+
+
+class TrainEngines:
+    """The policy's engine, and those of the models beside it. A checkpoint holds either the policy's own files, or a
+    directory for each role."""
+
+    def __init__(self, policy: TrainEngine, beside: Mapping[str, TrainEngine | None]) -> None:
+        """beside: role -> its engine, None if the run has none."""
+        self._beside = {role: engine for role, engine in beside.items() if engine is not None}
+        self.by_role: Mapping[str, TrainEngine] = {"policy": policy, **self._beside}
+
+    def offload(self) -> None:
+        """Leave the device; see TrainEngine."""
+        for engine in self.by_role.values():
+            engine.offload()
+
+    def onload(self) -> None:
+        for engine in self.by_role.values():
+            engine.onload()
+
+    def fingerprint(self) -> dict[str, TensorPrint]:
+        """The fingerprints of all trained tensors; those of models beside the policy are named `ROLE.NAME`."""
+        prints = dict(self.by_role["policy"].fingerprint())
+        for role, engine in self._beside.items():
+            prints |= {f"{role}.{name}": one for name, one in engine.fingerprint().items()}
+        return prints
+
+    def save(self, directory: Path) -> Saving:
+        if not self._beside:
+            return self.by_role["policy"].save(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        return _Savings(tuple(engine.save(directory / role) for role, engine in self.by_role.items()))
+
+    def load(self, directory: Path) -> None:
+        """Raises CheckpointError, which names the mismatch."""
+        for role in BESIDE:
+            was_there = (directory / role).is_dir()
+            if was_there != (role in self._beside):
+                wrote, has = ("with", "none") if was_there else ("without", "one")
+                raise CheckpointError(
+                    f"{directory} was written {wrote} a {role.replace('_', ' ')}, and this run has {has}: set "
+                    f"algorithm.{role} as it was, or use another run_dir"
+                )
+        for role, engine in self.by_role.items():
+            engine.load(directory / role if self._beside else directory)
+
+    def close(self) -> None:
+        """Close all, whichever fails."""
+        with ExitStack() as stack:
+            for engine in reversed([*self.by_role.values()]):
+                stack.callback(engine.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Savings:
+    parts: tuple[Saving, ...]
+
+    def wait(self) -> None:
+        with ExitStack() as stack:
+            for saving in reversed(self.parts):
+                stack.callback(saving.wait)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """What a reward model says of a batch."""
+
+    batch: Batch
+    """With process rewards."""
+    lesson: list[FlatSequences] = field(default_factory=list[FlatSequences])
+    """The minibatches that it has yet to learn from."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Of what it has learned."""
+
+
+class RewardModel:
+    """The frozen reference is the model with which the run began."""
+
+    def __init__(self, engine: TrainEngine, config: RewardModelConfig) -> None:
+        self._engine = engine
+        self._config = config
+        engine.update_reference()
+
+    def judge(self, batch: Batch, minibatches: Iterable[Sequence[int]], version: int) -> Judged:
+        """Give a batch its process rewards, and learn from it first if the update is `before`.
+
+        minibatches: the groups of each. version: the policy's. Raises TrajectoryError for rewards beyond 0 and 1.
+        """
+        outcomes, texts = batch.over_tokens(outcomes_of(batch)).float(), read_sequences(batch)
+        reference = torch.cat(self._engine.forward(texts, "reference_logprobs"))
+        read = replace(batch, reference_logprobs=reference, returns=outcomes)
+        is_new = self._engine.version == version
+        lesson, metrics = [lesson_of(read.take(groups)) for groups in minibatches] if is_new else [], {}
+        if self._config.update == "before":
+            metrics, lesson = self.learn(lesson), []
+        rewards = implicit_rewards(self._engine.forward(texts), reference, self._config.beta)
+        return Judged(batch=replace(batch, implicit_rewards=rewards), lesson=lesson, metrics=metrics)
+
+    def learn(self, lesson: Sequence[FlatSequences]) -> dict[str, float]:
+        """One optimizer step for each minibatch. Returns the metrics."""
+        if not lesson:
+            return {}
+        metrics = self._engine.train_batch(lesson, ImplicitRewardLoss(beta=self._config.beta))
+        return {f"reward_model/{name}": value for name, value in metrics.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """Records everything on which a step's numbers depend, so that the step can be trained again: run_dir/recording.
 
-run_dir/recording/step-00000017.npz    the batch that was trained on the weights of version 17 (flat_groups.py), and
+run_dir/recording/step-00000017.npz    the batch that was trained on the weights of version 17 (batch_codec.py), and
                                        `about`: settings, versions of packages, weights before and after, metrics;
                                        its images are in run_dir/images
 """
@@ -20,16 +20,16 @@ from zlib import crc32
 
 import numpy as np
 
-from arl.api.config import Config
 from arl.api.errors import ImageError, RecordingError
-from arl.api.image_store import ImageStore
-from arl.api.installing import __version__
-from arl.api.settings import settings_without_masked
-from arl.api.weight_prints import TensorPrint
-from arl.training.checkpoint import UNREADABLE
-from arl.training.flat_groups import FlatBatch, images_named
-from arl.training.kept_tokens import ReportedBatch
+from arl.api.settings.run import Config
+from arl.api.settings.sections import settings_without_masked
+from arl.api.train_engine import TensorPrint
+from arl.api.version import __version__
+from arl.observe.events.image_store import ImageStore
+from arl.training.batch_codec import FlatBatch, images_named
+from arl.training.checkpoints import UNREADABLE
 from arl.training.run_dir import usable
+from arl.training.token_log import ReportedBatch
 
 DIRECTORY = "recording"
 FORMAT = 1
@@ -71,7 +71,7 @@ class RecordedStep:
     """The digest of the run's first model (arl.engine.model_files.model_digest); None if it could not be read."""
     build: Build
     before: str
-    """The digest of the weights before the step (arl.api.weight_prints); empty if it was lost with a process."""
+    """The digest of the weights before the step (arl.api.train_engine); empty if it was lost with a process."""
     after: Mapping[str, TensorPrint]
     """The fingerprints of the weights after the step; also empty in that case."""
     metrics: Mapping[str, float]

@@ -22,6 +22,8 @@ from arl.api.errors import ConfigError, RunFileError
 log = logging.getLogger(__name__)
 
 LOCK, THIS_ONE = "run.lock", ", which is this one"
+BEST = "best"
+"""A link to the directory of a version, which is replaced in one step."""
 _TRIES, _TRY_AGAIN_S = 3, 0.02
 
 

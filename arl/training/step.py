@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from arl.api.events import BatchTrained, Events, TrainedSummary
-from arl.api.token_records import TokensCounted
+from arl.api.token_accounting import TokensCounted
 from arl.api.types import Group, StepStats
-from arl.rollout.report import Candidate
-from arl.training.kept_tokens import ReportedBatch, named
+from arl.rollout.episode_events import Candidate
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
-from arl.training.run_files import RunLog
+from arl.training.metrics_log import RunLog
+from arl.training.token_log import ReportedBatch, named
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

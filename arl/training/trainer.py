@@ -20,7 +20,8 @@
 
 `step` and then `stop` run in the task that iterates the trainer; with max_staleness 0, `step` waits for its delivery,
 too. The others are tasks of the run's TaskGroup. Blocking work (training, snapshots, checkpoints, file writes) crosses
-to threads in `TrainThread` and `offload`, here, in delivery.py and saver.py. The watchdog has a thread of its own.
+to threads in `TrainThread` and `offload`, here, in weight_sync.py and checkpoints.py. The watchdog has a
+thread of its own.
 """
 
 from __future__ import annotations
@@ -34,29 +35,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from arl.api.config import Config
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, ProcessLostError, end_with, first_error
 from arl.api.events import NOWHERE, BatchTaken, EventStore
-from arl.api.notebook import run_html
-from arl.api.settings import settings_without_keys
+from arl.api.html import run_html
+from arl.api.settings.run import Config
+from arl.api.settings.sections import settings_without_keys
 from arl.api.types import Evaluation, Group, StepStats
-from arl.offload import TrainThread, offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
-from arl.training.best_model import BestModel
-from arl.training.checkpoint import Checkpoints, RunState
-from arl.training.delivery import Delivery
-from arl.training.device_turns import DeviceTurns
-from arl.training.evaluations import Evaluations
+from arl.runtime.threads import TrainThread, offload
+from arl.training.checkpoints import Checkpoints, RunState, Saver, written
+from arl.training.colocation import DeviceTurns
+from arl.training.evaluation_loop import BestModel, Evaluations
+from arl.training.evaluation_weights import MovingWeights, Pin, hold_weights
 from arl.training.evaluator import Evaluator
+from arl.training.learner_process import RunLearner
 from arl.training.metrics import RunTotals, publish_metrics
-from arl.training.pinned_weights import MovingWeights, Pin, hold_weights
-from arl.training.run_files import RunLog, read_jsonl
-from arl.training.run_learner import RunLearner
-from arl.training.saver import Saver, written
+from arl.training.metrics_log import RunLog, read_jsonl
 from arl.training.step import Step, log_step, report_step
 from arl.training.watchdog import Watchdog
+from arl.training.weight_sync import Delivery
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from arl.api.config import StallConfig
 from arl.api.errors import StalledError
+from arl.api.settings.run import StallConfig
 
 log = logging.getLogger(__name__)
 

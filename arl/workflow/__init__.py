@@ -9,6 +9,6 @@
 | openenv_workflow, harbor | environments of OpenEnv; tasks in Harbor's format |
 | teachers | distillation, and clients of teachers and reward models |
 
-Users import these names from `arl`. This package may import arl.api, arl.web, arl.sandbox and arl.rewards, but never
-arl.engine (a workflow sees the model only as a Sampler) nor arl.endpoint, which stands on it.
+Users import these names from `arl`. This package may import arl.api, arl.runtime, arl.data, arl.sandbox and
+arl.rewards, but never arl.engine (a workflow sees the model only as a Sampler) nor arl.endpoint, which stands on it.
 """

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from arl.api.errors import ArlError, ConfigError, ImageError, ServerError, ToolError, first_error
 from arl.api.images import Image
-from arl.api.installing import install_command
+from arl.api.version import install_command
 from arl.rewards.threads import THREADS
 from arl.workflow.tools import Tool
 

@@ -18,10 +18,10 @@ from arl.api.images import Image, PlacedImage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arl.vision.processor import ImageProcessor
+    from arl.data.image_processor import ImageProcessor
 
 PLACEHOLDER = "<|image_pad|>"
-"""What the chat templates of arl.vision's FAMILIES write for an image: a special token."""
+"""What the chat templates of arl.data's FAMILIES write for an image: a special token."""
 
 
 def placed(
@@ -81,7 +81,7 @@ def check_places_as(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
 
 @lru_cache(maxsize=8)
 def _processor(model: str) -> ImageProcessor:
-    from arl.vision.processor import ImageProcessor
+    from arl.data.image_processor import ImageProcessor
 
     return ImageProcessor(model)
 

@@ -26,7 +26,7 @@ from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rewards.score import is_finite
 from arl.rewards.threads import together
-from arl.web.client import JsonClient
+from arl.runtime.http.client import JsonClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

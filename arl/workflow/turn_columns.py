@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arl.api import columns
+from arl.api import token_arrays
 from arl.api.errors import TrajectoryError
-from arl.api.kept_ids import KeptIds
-from arl.api.routes import Routes
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
 from arl.api.types import MAX_NUMBER, NOT_SAMPLED, ModelResponse
 
 Ids = npt.NDArray[np.int32]
@@ -33,9 +33,9 @@ def columns_of(given_ids: Sequence[int], response: ModelResponse) -> Columns:
         return np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
     versions = (*(NOT_SAMPLED,) * n, *response.output_versions)
     return (
-        columns.integers("token_ids", ids, 0, _MOST, "a token id, an integer of at least 0, below 2^31"),
-        columns.logprobs("behavior_logprobs", (*(0.0,) * n, *response.output_logprobs), MAX_NUMBER),
-        columns.integers("versions", versions, NOT_SAMPLED, _MOST, "a policy version, below 2^31"),
+        token_arrays.integers("token_ids", ids, 0, _MOST, "a token id, an integer of at least 0, below 2^31"),
+        token_arrays.logprobs("behavior_logprobs", (*(0.0,) * n, *response.output_logprobs), MAX_NUMBER),
+        token_arrays.integers("versions", versions, NOT_SAMPLED, _MOST, "a policy version, below 2^31"),
     )
 
 

@@ -10,7 +10,7 @@ from PIL import Image as Pictures
 from PIL import ImageDraw
 
 from arl import Example, TinyShape, TinyVision, Tool
-from arl.finetuning import tool_call
+from arl.run.finetuning import tool_call
 
 SIDE = 96
 """The table, in pixels. The model sees it scaled down to a third, in which pips are a smear."""

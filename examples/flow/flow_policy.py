@@ -90,4 +90,4 @@ async def main(config: FlowConfig) -> None:
 
 
 if __name__ == "__main__":
-    arl.run(main, FlowConfig)
+    arl.run_script(main, FlowConfig)

@@ -11,7 +11,7 @@ from records import grouped
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.settings.algorithm import AlgorithmConfig, preset
 from arl.api.types import Group, Trajectory, TurnSpan
 
 Settings = dict[str, Any]

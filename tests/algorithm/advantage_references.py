@@ -12,18 +12,19 @@ from typing import Any
 from comparison_references import Rated, lambdas, signs_of, turns_of
 
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.objective import (
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.objective import (
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,
+    LabelsAdvantage,
     MaxLikelihoodAdvantage,
+    PairsAdvantage,
     PassAtKAdvantage,
     RejectionAdvantage,
     ReturnsAdvantage,
 )
-from arl.api.preference_config import LabelsAdvantage, PairsAdvantage
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TrainSequence
 from arl.api.types import COLUMNS, Group, Trajectory
 
 EPSILON = 1e-6

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arl.api.preference_config import DPOLossConfig, KTOLossConfig, LabelsAdvantage, PairsAdvantage
+from arl.api.settings.objective import DPOLossConfig, KTOLossConfig, LabelsAdvantage, PairsAdvantage
 
 Numbers = Sequence[float]
 

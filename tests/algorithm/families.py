@@ -5,7 +5,7 @@ import random
 import torch
 from hypothesis import strategies as st
 
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TrainSequence
 
 Family = list[list[int]]
 

@@ -14,9 +14,15 @@ from typing import Any
 
 import torch
 
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.engine import PackedTokens
-from arl.api.objective import ClipCovSelection, KLCovSelection, RejectionPart, SecondMomentSelection, WeightPart
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.objective import (
+    ClipCovSelection,
+    KLCovSelection,
+    RejectionPart,
+    SecondMomentSelection,
+    WeightPart,
+)
+from arl.api.train_engine import PackedTokens
 
 Logprobs = Sequence[float]
 Signs = Sequence[int]

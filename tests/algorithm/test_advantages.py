@@ -28,14 +28,14 @@ from hypothesis import strategies as st
 
 from arl.algorithm.advantages import max_likelihood_advantages, pass_at_k_advantages, with_advantages
 from arl.algorithm.batch import Batch
+from arl.algorithm.groups import spread_of, whitened
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.algorithm.peers import spread_of, whitened
 from arl.algorithm.returns import gae_advantages
-from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.engine import PackedTokens, TokenOutputs
 from arl.api.errors import TrajectoryError
-from arl.api.objective import GAEAdvantage
-from arl.api.presets import PRESETS
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.settings.objective import GAEAdvantage
+from arl.api.settings.presets import PRESETS
+from arl.api.train_engine import PackedTokens, TokenOutputs
 from arl.api.types import Group
 
 seeds = st.integers(0, 2**20)

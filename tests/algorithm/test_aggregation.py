@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.batch import Batch, loss_weights
-from arl.api.algorithm import Aggregation
+from arl.api.settings.algorithm import Aggregation
 from arl.api.types import Group
 
 

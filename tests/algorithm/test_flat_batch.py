@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.batch import Batch, token_rewards
-from arl.api.objective import OverlongConfig
+from arl.api.settings.objective import OverlongConfig
 
 
 def test_sequences_carry_the_samplers_numbers():

@@ -15,16 +15,16 @@ from test_preference_losses import total
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
-from arl.algorithm.implicit_rewards import (
+from arl.algorithm.process_rewards import (
     ImplicitRewardLoss,
     implicit_rewards,
     lesson_of,
     outcomes_of,
     read_sequences,
 )
-from arl.api.algorithm import preset
 from arl.api.errors import TrajectoryError
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.algorithm import preset
 from arl.api.types import Group
 
 BETA = 0.4

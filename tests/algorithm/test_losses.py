@@ -11,9 +11,9 @@ from loss_references import Tokens, gradient, joined, packed, policy_loss, rando
 
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.losses.supervised import SFTLoss
-from arl.api.algorithm import preset
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.objective import KLCovSelection
+from arl.api.settings.algorithm import preset
+from arl.api.settings.objective import KLCovSelection
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 
 VERSION, MAX_STALENESS = 7, 4
 SURROGATES: dict[str, dict[str, Any]] = {

@@ -17,9 +17,8 @@ from arl.algorithm.batch import Batch, loss_weights
 from arl.algorithm.comparisons import comparison_metrics, reference_points
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.trained_tokens import packed_tokens
-from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.train_sequence import TOKEN_FIELDS
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLosses, TokenOutputs
 from arl.api.types import Group
 
 RANKS = {"advantage": {"pairing": "ranks"}}

@@ -10,8 +10,7 @@ import torch
 from loss_references import gradient
 
 from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, paired
-from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenOutputs, TrainSequence
 
 Numbers = list[float]
 PlainPair = tuple[Numbers, Numbers, Numbers, Numbers]

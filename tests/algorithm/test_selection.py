@@ -10,7 +10,7 @@ from advantage_cases import group, trajectory
 
 from arl.algorithm.batch import Batch
 from arl.algorithm.losses.selection import selected_tokens
-from arl.api.objective import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
+from arl.api.settings.objective import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
 
 SECOND_MOMENT = SecondMomentSelection(limit=0.04)
 CLIP_COV = ClipCovSelection(share=0.1, low=0.2, high=2.0)

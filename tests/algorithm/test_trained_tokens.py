@@ -11,9 +11,8 @@ import torch
 
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.trained_tokens import LossReport, packed_tokens, unpacked
-from arl.api.algorithm import preset
-from arl.api.engine import PackedTokens, TokenOutputs
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.settings.algorithm import preset
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenOutputs, TrainSequence
 from arl.engine.fsdp import minibatch as tallies
 from arl.engine.fsdp.minibatch import MinibatchTally, build_microbatch, mean_of_minibatches
 

@@ -7,7 +7,7 @@ import torch
 from loss_references import clip, gradient
 
 from arl.algorithm.losses.reinforcement import ValueLoss
-from arl.api.engine import PackedTokens, TokenOutputs
+from arl.api.train_engine import PackedTokens, TokenOutputs
 
 
 def outputs_of(values: list[float]) -> TokenOutputs:

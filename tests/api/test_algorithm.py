@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import Config
 from arl.api.errors import ConfigError
-from arl.api.presets import BASE, PRESETS
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.settings.presets import BASE, PRESETS
+from arl.api.settings.run import Config
 
 IN_REWARD = {"coefficient": 0.1, "place": "reward"}
 WHOLE: dict[str, Any] = {"aggregation": "sequence_mean", "weights": ["none"], "rejections": []}

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from pydantic import Field, SecretStr, ValidationError
 
-from arl.api.config import Config
-from arl.api.engine_config import (
+from arl.api.settings.engines import (
     DeltaWeightsConfig,
     DiskWeightsConfig,
     EngineConfig,
@@ -16,7 +15,8 @@ from arl.api.engine_config import (
     TrainConfig,
     WeightsConfig,
 )
-from arl.api.settings import settings_without_keys
+from arl.api.settings.run import Config
+from arl.api.settings.sections import settings_without_keys
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from arl.api.errors import ImageError
-from arl.api.image_store import ImageStore
 from arl.api.images import Image
+from arl.observe.events.image_store import ImageStore
 
 
 def image(number: int) -> Image:

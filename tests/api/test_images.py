@@ -11,7 +11,7 @@ import pytest
 from PIL import Image as Pictures
 
 from arl.api.errors import ImageError, TrajectoryError
-from arl.api.image_places import num_drawn
+from arl.api.image_marks import num_drawn
 from arl.api.images import Image, PlacedImage
 from arl.api.types import ModelRequest, Trajectory
 

@@ -12,8 +12,8 @@ import pytest
 from sources import ROOT, SOURCES
 
 import arl
-from arl.api import installing
-from arl.api.installing import DISTRIBUTION, install_command
+from arl.api import version
+from arl.api.version import DISTRIBUTION, install_command
 from arl.cluster.node_probe import NodeProbe
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,13 +27,13 @@ def install(directory: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, 
     if origin is not None:
         (metadata / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.syspath_prepend(directory)
-    monkeypatch.setattr(installing, "__file__", str(directory / "arl/api/installing.py"))
+    monkeypatch.setattr(version, "__file__", str(directory / "arl/api/version.py"))
 
 
 def test_from_a_checkout_it_is_installed_in_editable_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command("rewards") == f"pip install -e '{ROOT}[rewards]'"
     (tmp_path / "pyproject.toml").touch()
-    monkeypatch.setattr(installing, "__file__", str(tmp_path / "arl/api/installing.py"))
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "arl/api/version.py"))
     assert install_command("ray") == f"pip install -e '{tmp_path}[ray]'"
 
 
@@ -84,4 +84,4 @@ def test_nothing_tells_anybody_to_install_the_other_project() -> None:
     told += [file for folder in ("examples", "scripts", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     other = re.compile(r"(?<![\w.-])arl\[\w|pip install (-\S+ )*['\"]?arl\b(?!-)")
     assert [file for file in (*told, *SOURCES) if other.search(file.read_text())] == []
-    assert [file.name for file in SOURCES if "pip install" in file.read_text()] == ["installing.py"]
+    assert [file.name for file in SOURCES if "pip install" in file.read_text()] == ["version.py"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
 
 VOCAB = 12
 Sets = list[list[int] | None]

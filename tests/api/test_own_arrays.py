@@ -12,9 +12,9 @@ from records import grouped, trajectory
 
 from arl.algorithm.batch import Batch
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.api.algorithm import preset
 from arl.api.errors import TrajectoryError
-from arl.api.scripted import ScriptedTrainEngine
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.algorithm import preset
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.training.learner import Learner
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from arl.api.routes import Routes, Routing
+from arl.api.routed_experts import Routes, Routing
 
 NumExperts = int
 

@@ -7,7 +7,7 @@ import pytest
 
 from arl.api.errors import FailureBudgetError, ImageError, says_all
 from arl.api.images import Image
-from arl.commands.command import users_traceback
+from arl.cli.command import users_traceback
 
 
 def caught(call: Any, *arguments: Any) -> Exception:

@@ -8,7 +8,7 @@ import pytest
 
 from arl.api.engine import DiskWeights
 from arl.api.errors import EngineClosedError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.tiny import tiny_tokenizer
 

@@ -12,7 +12,7 @@ from functools import partial
 from one_run import STALL_S, Run, kill
 from promises import processes, promised
 
-LEARNER = "arl.object_process"
+LEARNER = "arl.runtime.processes.actor"
 """A part of the command line of the process in which the trainer computes."""
 
 
@@ -121,7 +121,7 @@ ON_SERVERS = (*signals("server", end_server, signal.SIGKILL, signal.SIGTERM), Fa
 OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))
 RANK = Fault("rank: SIGKILL", lambda run: kill_one(run, "ray::RankActor"))
 WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "spawn_main", "keeper"))
-EPISODE_WORKER = Fault("episode worker: SIGKILL", lambda run: kill_one(run, "arl.workers.worker"))
+EPISODE_WORKER = Fault("episode worker: SIGKILL", lambda run: kill_one(run, "arl.rollout.workers.worker"))
 FAULTS = (*ON_TRAINER, *ON_SERVERS, OWN_SERVER, RANK, WORKER, EPISODE_WORKER)
 
 

@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import arl.assembly
 import arl.engine.fsdp.train_engine
 import arl.engine.local.__main__
 import arl.engine.local.app
-import arl.engine.local.scheduler
-import arl.run_engines
-from arl.api.config import Config
-from arl.api.engine import Sampler, Saving, TokenLoss
-from arl.api.train_sequence import TrainSequence
+import arl.engine.local.model_thread
+import arl.run.engines
+import arl.run.launch
+from arl.api.engine import Sampler
+from arl.api.settings.run import Config
+from arl.api.train_engine import Saving, TokenLoss, TrainSequence
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.cli import run
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.rewards import RewardPool
+from arl.run.learner import host_learner
+from arl.run.script import run_script
 from arl.sandbox import BubblewrapSandbox
-from arl.trainer_process import host_learner
-from arl.training.remote_learner import LearnerHost
+from arl.training.learner_process import LearnerHost
 
 NUM_EXAMPLES = 23
 SEEN = "seen.json"
@@ -120,15 +120,15 @@ def train(config: str, *, has_workers: bool, weather: str | None, seed: str) -> 
     async def main(settings: Config) -> None:
         workflow = TwoTurns(has_workers=has_workers)
         examples = [{"number": n} for n in range(NUM_EXAMPLES)]
-        async with arl.assembly.launch(settings, workflow=workflow, dataset=examples) as trainer:
+        async with arl.run.launch.launch(settings, workflow=workflow, dataset=examples) as trainer:
             async for step in trainer:
                 sys.stdout.write(f"trained {step.version}\n")
                 sys.stdout.flush()
 
-    arl.run_engines.host_learner = remembering
+    arl.run.engines.host_learner = remembering
     if weather is not None:
         {"jumping_clock": jumping_clock, "slow_files": slow_files}[weather](random.Random(seed))
-    run(main, Config, ["--config", config])
+    run_script(main, Config, ["--config", config])
 
 
 def jumping_clock(rng: random.Random) -> None:

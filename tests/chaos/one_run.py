@@ -26,8 +26,8 @@ from promises import (
 )
 from recovery.invariants import newest_checkpoint
 
-from arl.api.settings import laid_over
-from arl.engine.client.processes import reserved_ports
+from arl.api.settings.sections import laid_over
+from arl.engine.client.server_processes import reserved_ports
 
 BATCH_SIZE, MAX_STALENESS = 2, 2
 SETTINGS = {

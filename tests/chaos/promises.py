@@ -14,10 +14,10 @@ from life import NUM_EXAMPLES, SEEN
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 
 from arl.api.events import Lost, RunEnded, TurnEnded
-from arl.api.token_records import TokensCounted
-from arl.eventlog.records import EpisodeRecord, GroupRecord
-from arl.eventlog.run_record import RunRecord
-from arl.training.run_end import how_it_ended
+from arl.api.token_accounting import TokensCounted
+from arl.observe.events.records import EpisodeRecord, GroupRecord
+from arl.observe.events.run_record import RunRecord
+from arl.training.run_result import how_it_ended
 
 MARK = "ARL_CHAOS"
 UNTIDY = (

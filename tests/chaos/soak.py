@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from scripted_launch import small, use_fakes
 
-import arl.assembly
-from arl.api.config import Config
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+import arl.run.launch
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.api.settings.run import Config
 from arl.api.types import ModelRequest
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
@@ -117,7 +117,7 @@ async def watched(config: Config, workflow: TwoTurns | OneTurn, num_examples: in
             samples.append(sample())
 
     examples = [{"number": n} for n in range(num_examples)]
-    async with arl.assembly.launch(config, workflow=workflow, dataset=examples, eval_dataset=examples[:4]) as trainer:
+    async with arl.run.launch.launch(config, workflow=workflow, dataset=examples, eval_dataset=examples[:4]) as trainer:
         watching, deadline = asyncio.create_task(watch()), time.monotonic() + seconds
         async for _ in trainer:
             if time.monotonic() > deadline:
@@ -224,7 +224,7 @@ async def train_on(run_dir: Path, steps: int, version: int) -> Cost:
     now = time.process_time
     settings = {**SETTINGS, "evaluation": {"every": None}, "checkpoint": {"every": 10**9}}
     config, began = small(run_dir, **settings), now()
-    async with arl.assembly.launch(config, workflow=OneTurn(), dataset=Numbers()) as trainer:
+    async with arl.run.launch.launch(config, workflow=OneTurn(), dataset=Numbers()) as trainer:
         if version:
             age(trainer.rollout.ledger)
         start_s, times = now() - began, [now()]

@@ -18,13 +18,13 @@ from promises import check_end, check_error, check_output, check_run_dir, rows_o
 from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_fakes
 
-import arl.assembly
+import arl.run.launch
 from arl.api.events import BatchTrained, EpisodeEnded, GroupAdmitted, TokensKept
-from arl.api.scripted import ScriptedEngine
-from arl.api.token_records import TokensCounted
-from arl.eventlog.batches import packed, records_batch
-from arl.eventlog.files import LogFiles
-from arl.eventlog.run_record import read_run
+from arl.api.fakes import ScriptedEngine
+from arl.api.token_accounting import TokensCounted
+from arl.observe.events.batches import packed, records_batch
+from arl.observe.events.files import LogFiles
+from arl.observe.events.run_record import read_run
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def train() -> None:
         examples = [{"number": n} for n in range(NUM_EXAMPLES)]
-        async with arl.assembly.launch(config, workflow=TwoTurns(has_workers=False), dataset=examples) as trainer:
+        async with arl.run.launch.launch(config, workflow=TwoTurns(has_workers=False), dataset=examples) as trainer:
             _ = [step async for step in trainer]
 
     run_dir = tmp_path_factory.mktemp("whole") / "run"

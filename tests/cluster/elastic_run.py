@@ -9,9 +9,9 @@ from pathlib import Path
 
 from one_turn import OneTurn
 
-from arl.api.config import Config
-from arl.assembly import launch
-from arl.cli import run
+from arl.api.settings.run import Config
+from arl.run.launch import launch
+from arl.run.script import run_script
 
 
 async def main(config: Config) -> None:
@@ -26,4 +26,4 @@ async def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config, ["--config", sys.argv[1]])
+    run_script(main, Config, ["--config", sys.argv[1]])

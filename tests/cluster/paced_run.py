@@ -15,10 +15,10 @@ from typing import Any
 from nodes import REPOSITORY, Cluster, Node
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 
-from arl.api.settings import laid_over
+from arl.api.settings.sections import laid_over
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.eventlog.run_record import RunRecord
-from arl.training.run_files import read_jsonl
+from arl.observe.events.run_record import RunRecord
+from arl.training.metrics_log import read_jsonl
 
 PATIENCE_S = 150.0
 PORT = 30000

@@ -6,12 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from cluster.plan.made_log import MadeRun, known_costs
 from nodes import REPOSITORY
-from plan.made_log import MadeRun, known_costs
 
 from arl.__main__ import main
-from arl.cli import load_config
-from arl.rehearsal import dry_run
+from arl.run.dry_run import dry_run
+from arl.run.script import load_config
 
 PAGE = REPOSITORY / "docs" / "cluster.md"
 EXAMPLES = REPOSITORY / "examples"

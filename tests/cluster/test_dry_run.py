@@ -13,22 +13,22 @@ from one_turn import OneTurn
 from scripted_launch import small, use_fakes, use_scripted_training
 
 import arl
-import arl.assembly
-import arl.serving
-import arl.trainer_process
-from arl.api.config import Config
+import arl.run.launch
+import arl.run.learner
+import arl.run.servers
 from arl.api.engine import ServedModel
 from arl.api.errors import ConfigError, ProcessLostError, ServerError
 from arl.api.events import RunPlaced
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.assembly import launch
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.api.settings.run import Config
 from arl.cluster.node_checks import NodeReport
-from arl.cluster.servers_file import SERVERS
-from arl.eventlog.run_record import RunRecord
-from arl.experiment import Experiment, ExperimentConfig
-from arl.rehearsal import _asked, _own_directories, check_start, rehearse
+from arl.engine.client.servers_file import SERVERS
+from arl.observe.events.run_record import RunRecord
+from arl.run.dry_run import _asked, _own_directories, check_start, rehearse
+from arl.run.experiment import Experiment, ExperimentConfig
+from arl.run.launch import launch
 from arl.training.run_dir import RunLock
-from arl.training.run_end import how_it_ended
+from arl.training.run_result import how_it_ended
 
 
 def sglang(*addresses: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ async def mistakes_of(tmp_path: Path, **settings: Any) -> list[str]:
 
 
 def test_a_script_prints_the_table_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arl.run(_unreachable, Config, ["--model", "none", "--dry-run", "--run_dir", str(tmp_path / "a" / "run")])
+    arl.run_script(_unreachable, Config, ["--model", "none", "--dry-run", "--run_dir", str(tmp_path / "a" / "run")])
     said = capsys.readouterr().out
     assert "what runs where:\n  controller" in said
     assert f"process {os.getpid()}" in said
@@ -52,7 +52,7 @@ def test_a_script_prints_the_table_and_runs_nothing(tmp_path: Path, capsys: pyte
 def test_a_mistake_ends_it_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dry-run", "--model", "none", "--run_dir", "/proc/run", "--engine.kind", "sglang_processes"]
     with pytest.raises(SystemExit, match="1"):
-        arl.run(_unreachable, Config, [*flags, "--train.device", "cuda", "--log.format", "json"])
+        arl.run_script(_unreachable, Config, [*flags, "--train.device", "cuda", "--log.format", "json"])
     (line,) = capsys.readouterr().out.splitlines()
     record = json.loads(line)
     assert record["kind"] == "placement"
@@ -171,7 +171,7 @@ async def test_a_run_shows_and_records_what_runs_where(
 
 
 async def test_a_start_looks_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arl.assembly, "open_engines", _unreachable)
+    monkeypatch.setattr(arl.run.launch, "open_engines", _unreachable)
     config = small(tmp_path, train={"device": "cuda"}, engine={"kind": "sglang_processes"})
     with pytest.raises(ConfigError, match=r"set engine\.first_gpu to 1.*\n.*--dry-run"):
         async with launch(config, workflow=OneTurn(), dataset=[{"number": 1}]):
@@ -191,7 +191,7 @@ async def test_a_recovery_takes_the_nodes_that_there_are(tmp_path: Path, monkeyp
                 raise losses.pop()
             return super().train_batch(*args)
 
-    monkeypatch.setattr(arl.trainer_process, "_checked_nodes", looked)
+    monkeypatch.setattr(arl.run.learner, "_checked_nodes", looked)
     use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)), load=lambda *_, **__: Lossy())
     async with launch(small(tmp_path), workflow=OneTurn(), dataset=[{"number": 1}] * 4) as trainer:
         assert [step.version async for step in trainer] == [1, 2]
@@ -203,7 +203,7 @@ async def test_a_run_of_several_machines_that_fails_points_to_the_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_scripted_training(monkeypatch)
-    monkeypatch.setattr(arl.serving, "served_model", lambda name, **_: ServedModel(name=name))
+    monkeypatch.setattr(arl.run.servers, "served_model", lambda name, **_: ServedModel(name=name))
     config = small(tmp_path, engine=sglang(f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(ServerError):
         async with launch(config, workflow=OneTurn(), dataset=[{"number": 1}]):

@@ -11,7 +11,7 @@ from nodes import REPOSITORY, Cluster, ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-SCRIPT = "import arl; arl.run(None, arl.Config)"
+SCRIPT = "import arl; arl.run_script(None, arl.Config)"
 OTHER_CLOCK = "import time; true = time.time; time.time = lambda: true() + 7200\n"
 WITHOUT_ARL = """
 import sys
@@ -67,7 +67,7 @@ def test_a_server_that_does_not_reach_rank_0_is_a_mistake(cluster: Cluster) -> N
 
 def test_a_real_start_finds_the_same_before_it_loads_anything(cluster: Cluster) -> None:
     script = (
-        "from arl.api.config import Config; from arl.trainer_process import host_learner; "
+        "from arl.api.settings.run import Config; from arl.run.learner import host_learner; "
         "host_learner(Config(model='none', run_dir='/tmp/own/run', train={'num_ranks': 2, 'ray_address': 'auto'}), "
         "looks_at_nodes=True)"
     )

@@ -17,7 +17,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start
 from ray.scripts.symmetric_run import curate_and_validate_ray_start_args, symmetric_run
 
-from arl.cli import load_config
+from arl.run.script import load_config
 
 EXAMPLES = REPOSITORY / "examples" / "cluster"
 SBATCH = (EXAMPLES / "slurm.sbatch").read_text()

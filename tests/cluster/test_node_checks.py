@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from free_port import free_port
 
-from arl.api.config import Config
+from arl.api.settings.run import Config
 from arl.cluster.node_checks import NodeReport, check_nodes, clock_text, differences, written
 from arl.cluster.node_probe import NodeProbe
 from arl.cluster.ray_nodes import ClusterNode

@@ -13,7 +13,7 @@ ON_A_NODE_WITHOUT_CPUS = """
 import sys
 from pathlib import Path
 import pytest
-from arl.api.engine_config import DiskWeightsConfig, TrainConfig
+from arl.api.settings.engines import DiskWeightsConfig, TrainConfig
 from arl.api.errors import ConfigError, TransportError
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.weights.disk import DiskTransport

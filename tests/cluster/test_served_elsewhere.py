@@ -16,7 +16,7 @@ import asyncio
 import sys
 
 from arl import ScriptedEngine, ServedWorkflow, tiny_tokenizer
-from arl.api.endpoint import EndpointConfig, entered
+from arl.api.settings.endpoint import EndpointConfig, entered
 
 
 async def main() -> None:

@@ -11,8 +11,8 @@ from nodes import NOTICES_SOON, Cluster
 from paced_run import PacedRun
 
 from arl.api.events import ProcessRestarted, RunPlaced, ServerFenced
-from arl.cluster.servers_file import read_state
-from arl.eventlog.run_record import RunRecord
+from arl.engine.client.servers_file import read_state
+from arl.observe.events.run_record import RunRecord
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -20,9 +20,9 @@ from servers import Server, VLLMWatch, sglang, sglang_python, vllm, vllm_python
 from sighted import SEEING_WIDE, WIDE_VISION, write_sighted
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from arl.api.engine_config import TrainConfig
+from arl.api.settings.engines import TrainConfig
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.finetuning import warm_starts
+from arl.run.finetuning import warm_starts
 
 CONTEXT_LENGTH = 8192
 # Weights so large that the next token is seldom nearly a tie, and that other weights say something else.

@@ -18,7 +18,7 @@ import pytest
 from embedded_server import environment, free_port
 from protocol_client import DEADLINE_S
 
-from arl.api.engine_config import ClientConfig, VLLMEngineConfig
+from arl.api.settings.engines import ClientConfig, VLLMEngineConfig
 
 SGLANG_PYTHON = "ARL_SGLANG_PYTHON"
 """The environment variable that names the Python interpreter which has SGLang."""

@@ -13,11 +13,11 @@ from protocol_client import Client
 from reference import Reference, close
 from servers import Server
 
-from arl.api.config import Config
 from arl.api.engine import DiskWeights
+from arl.api.settings.run import Config
 from arl.api.types import ModelRequest, SamplingParams
-from arl.assembly import launch
 from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.run.launch import launch
 
 SERVERS = [
     pytest.param("embedded", marks=pytest.mark.runs),

@@ -9,10 +9,10 @@ import pytest
 from protocol_client import Client
 from servers import Server
 
-from arl.api.config import Config
+from arl.api.settings.run import Config
 from arl.api.types import SamplingParams
-from arl.assembly import launch
 from arl.engine.tiny import tiny_tokenizer
+from arl.run.launch import launch
 from arl.workflow.agent import SingleTurnWorkflow
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]

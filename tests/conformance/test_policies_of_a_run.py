@@ -10,12 +10,12 @@ from embedded_server import server_process
 from reference import Reference
 from servers import Server
 
-from arl.api.config import Config
 from arl.api.engine import Sampler
+from arl.api.settings.run import Config
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.assembly import launch
 from arl.engine.tiny import tiny_tokenizer
+from arl.run.launch import launch
 from arl.workflow.conversation import Conversation
 
 pytestmark = pytest.mark.usefixtures("client")  # the server begins with the model, and ends with it

@@ -10,8 +10,8 @@ from reference import close, logprobs_across
 from servers import Server
 
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import PauseMode
 from arl.api.errors import PromptTooLongError
+from arl.api.settings.engines import PauseMode
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 

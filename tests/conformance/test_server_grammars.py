@@ -16,9 +16,9 @@ from servers import Server
 
 from arl.algorithm.batch import Batch
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import ClientConfig, PauseMode, TrainConfig
 from arl.api.errors import ServerError
 from arl.api.grammar import Grammar
+from arl.api.settings.engines import ClientConfig, PauseMode, TrainConfig
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.endpoint.proxy import OpenAIProxy
 from arl.engine.client.remote_engine import RemoteInferenceEngine

@@ -14,7 +14,7 @@ from servers import Server
 from weight_trainer import succeeds
 
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import RELEASED, PauseMode
+from arl.api.settings.engines import RELEASED, PauseMode
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.server_client import MIXTURE
@@ -23,7 +23,7 @@ PROMPT = torch.randint(256, (32,), generator=torch.Generator().manual_seed(5)).t
 GREEDY = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
 GREEDY_TURN = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
-NUM_TOKENS = {"embedded": 200, "sglang": 400, "vllm": 4000}
+NUM_TOKENS = {"embedded": 800, "sglang": 400, "vllm": 4000}
 """Enough that both turns come in the middle."""
 ALL = {"tags": ["kv_cache", "weights"]}
 

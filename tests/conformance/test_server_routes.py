@@ -14,9 +14,9 @@ from mixtures import load_mixture, own_routes, write_mixture
 from servers import Server
 
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import TrainConfig
-from arl.api.routes import Routes
-from arl.api.train_sequence import TrainSequence
+from arl.api.routed_experts import Routes
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -15,7 +15,7 @@ import pytest
 from protocol_client import Client
 from servers import Server
 
-from arl.eventlog.run_record import read_run
+from arl.observe.events.run_record import read_run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

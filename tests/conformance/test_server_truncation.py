@@ -17,7 +17,7 @@ from servers import Server
 
 from arl.algorithm.batch import Batch
 from arl.api.engine import DiskWeights
-from arl.api.engine_config import ClientConfig, PauseMode, TrainConfig
+from arl.api.settings.engines import ClientConfig, PauseMode, TrainConfig
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -13,13 +13,13 @@ from servers import Server, VLLMWatch
 from arl.api.engine import DiskWeights, ServedModel
 from arl.api.errors import RefusedRequestError, ServerError
 from arl.api.grammar import Grammar
-from arl.api.routes import Routing
+from arl.api.routed_experts import Routing
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.server_client import greet
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.vllm_client import VLLMClient
-from arl.web.connections import Connections
+from arl.runtime.http.connections import Connections
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 ON_VLLM = pytest.mark.parametrize("server", ["vllm"], indirect=True)

@@ -11,7 +11,7 @@ import pytest
 from conformance.test_server_training import MAX_STALENESS, NUM_STEPS, SCRIPT, check_versions, rows
 from servers import VLLM_PYTHON, vllm_python
 
-from arl.eventlog.run_record import read_run
+from arl.observe.events.run_record import read_run
 
 pytestmark = [
     pytest.mark.vllm,

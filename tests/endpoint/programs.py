@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from workflow import scripted_answers
 from workflow.scripted_answers import TOKENIZER, calling, decode
 
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.session import EpisodeSession

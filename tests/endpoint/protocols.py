@@ -8,7 +8,7 @@ import anthropic
 import openai
 from programs import ADD, CERTIFICATES, client_of
 
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import SamplingParams
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.session import EpisodeSession

@@ -12,8 +12,8 @@ from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import calling
 
 from arl.api.errors import RefusedRequestError
+from arl.api.fakes import ScriptedEngine
 from arl.api.grammar import Grammar
-from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
 from arl.workflow.call_formats import ParsedAnswer
 

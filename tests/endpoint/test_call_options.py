@@ -13,7 +13,7 @@ from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import decode, encode
 
 from arl.api.errors import ConfigError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.endpoint.proxy import OpenAIProxy
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}

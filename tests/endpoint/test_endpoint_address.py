@@ -14,15 +14,15 @@ from programs import ASK, saying
 from pydantic import ValidationError
 from workflow.scripted_answers import TOKENIZER
 
-from arl.api.config import Config
-from arl.api.endpoint import EndpointConfig, entered
 from arl.api.errors import ConfigError
-from arl.cli import load_config
+from arl.api.settings.endpoint import EndpointConfig, entered
+from arl.api.settings.run import Config
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.rewards import InlineReward
-from arl.web.endpoint_socket import check_endpoint
-from arl.workers.episode_workers import EpisodeWorkers
+from arl.rollout.workers.pool import EpisodeWorkers
+from arl.run.script import load_config
+from arl.runtime.http.server import check_endpoint
 
 
 async def asked(proxy: OpenAIProxy, base_url: str | None = None, tls: ssl.SSLContext | bool = True) -> int:

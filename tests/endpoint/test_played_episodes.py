@@ -17,7 +17,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
 from arl.endpoint.session import EpisodeSession
 from arl.rollout.episode import Episode, EpisodeRunner
-from arl.web.bodies import RequestError
+from arl.runtime.http.bodies import RequestError
 
 POLICY: Any = None
 """No call of these episodes reaches the model."""

@@ -9,7 +9,7 @@ from embedded_server import server_here
 from programs import ADD, opened
 from workflow.scripted_answers import TOKENIZER
 
-from arl.api.engine_config import ClientConfig
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import TinyShape, write_tiny_model

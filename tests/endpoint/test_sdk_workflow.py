@@ -13,14 +13,14 @@ from programs import ADD, ASK, CALL_ADD, Gated, opened, saying
 from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import TOKENIZER, ended
 
-from arl.api.episode_clock import CLOCK, EpisodeClock
 from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import Example, SamplingParams
 from arl.endpoint import sdk_workflow
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.sdk_workflow import Command, SDKWorkflow
 from arl.rewards import InlineReward
+from arl.runtime.clocks import CLOCK, EpisodeClock
 
 PROGRAM = Command(arguments=[sys.executable, str(Path(__file__).with_name("chat_program.py"))], env={"MODEL": "mine"})
 QUESTION: Example = {"question": "Why?", "answer": "Yes."}

@@ -8,8 +8,8 @@ import pytest
 from protocols import TOKENIZER, asked, told_by
 from workflow.sighted_chats import SMALL, TALL, seeing, their_tokens
 
+from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.api.scripted import ScriptedEngine
 from arl.workflow.content import image_part
 
 SEES = seeing("qwen3_vl")

@@ -17,9 +17,9 @@ import pytest
 from programs import saying
 from workflow.scripted_answers import TOKENIZER
 
-from arl.api.endpoint import EndpointConfig
 from arl.api.errors import ArlError, ConfigError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.endpoint import EndpointConfig
 from arl.api.types import Example, SamplingParams
 from arl.endpoint import episodes_api, played_episodes
 from arl.endpoint.proxy import OpenAIProxy
@@ -27,8 +27,8 @@ from arl.endpoint.served_workflow import ServedWorkflow
 from arl.rewards import InlineReward
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
+from arl.rollout.workers.pool import EpisodeWorkers
 from arl.training.watchdog import waits
-from arl.workers.episode_workers import EpisodeWorkers
 
 KEY = "an-operators-key-of-32-characters"
 CHAT = {"messages": [{"role": "user", "content": "Why?"}]}

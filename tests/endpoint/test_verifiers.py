@@ -19,9 +19,9 @@ from verifiers.v1.dialects import ChatDialect
 from workflow.scripted_answers import TOKENIZER, calling, encode, ended, response_of
 
 from arl.api.errors import ArlError, EnvironmentFailedError, ServerError
-from arl.api.installing import install_command
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.version import install_command
 from arl.endpoint.proxy import KEY_HEADER, OpenAIProxy
 from arl.endpoint.verifiers_workflow import VerifiersWorkflow, local_environment
 

@@ -14,10 +14,10 @@ import pytest
 from free_port import free_port
 
 from arl.api.errors import EnvironmentFailedError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import SamplingParams, Trajectory
 from arl.engine.tiny import tiny_tokenizer
-from arl.finetuning.warm_starts import tool_call
+from arl.run.finetuning.warm_starts import tool_call
 from arl.workflow.openenv_workflow import OpenEnvWorkflow
 
 pytestmark = [pytest.mark.environments, pytest.mark.timeout(240)]

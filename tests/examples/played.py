@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import tiny_tokenizer

@@ -24,12 +24,12 @@ from played import TOKENIZER, played
 
 from arl.api.errors import DatasetError
 from arl.api.types import Example, SamplingParams
-from arl.cli import load_config
-from arl.commands.command import load_experiment
+from arl.cli.command import load_experiment
 from arl.engine.model_files import load_tokenizer
-from arl.experiment import ExperimentConfig, Setup
-from arl.finetuning import warm_starts
-from arl.finetuning.warm_starts import tool_call
+from arl.run.experiment import ExperimentConfig, Setup
+from arl.run.finetuning import warm_starts
+from arl.run.finetuning.warm_starts import tool_call
+from arl.run.script import load_config
 from arl.workflow.call_formats import parse_tool_calls
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"

@@ -20,9 +20,9 @@ from guides import python_blocks
 
 import arl
 from arl import extending
-from arl.api.algorithm import preset
+from arl.api.settings.algorithm import preset
 from arl.extending import Group, Learner
-from arl.training.flat_groups import FlatBatch
+from arl.training.batch_codec import FlatBatch
 
 
 @pytest.fixture(scope="module")

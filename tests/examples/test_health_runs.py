@@ -9,9 +9,9 @@ import pytest
 from scripted_launch import use_fakes
 
 from arl import load_tokenizer, read_run
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer, write_tiny_model
-from arl.view.findings import findings
+from arl.observe.view.findings import findings
 
 TOLD = {
     "healthy": [],

@@ -10,10 +10,10 @@ from long_tasks import NO_MORE, Teacher, book, noted
 from played import played
 
 from arl.api.types import Example
-from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
-from arl.finetuning.chats import to_demonstrations
-from arl.finetuning.warm_starts import _phrases, tool_call
+from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.warm_starts import _phrases, tool_call
+from arl.run.script import load_config
 from arl.workflow.call_formats import parse_tool_calls
 
 CONFIG = load_config(LongAgentConfig, [])

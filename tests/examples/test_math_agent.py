@@ -7,8 +7,8 @@ from math_agent import MathAgent, MathAgentConfig, answer_score, questions
 from played import TOKENIZER, played
 
 from arl.api.types import SamplingParams
-from arl.finetuning.warm_starts import tool_call
 from arl.rewards import InlineReward
+from arl.run.finetuning.warm_starts import tool_call
 from arl.workflow.tools import Tool
 
 HELD_OUT = math_tasks.held_out(200)

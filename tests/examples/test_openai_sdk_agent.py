@@ -15,13 +15,13 @@ from openai_sdk_agent import KINDS, MIX, demonstration, lessons, phrases, progra
 from order_desk import shop
 from played import played
 
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams, Trajectory
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.engine.tiny import tiny_tokenizer
-from arl.finetuning.chats import to_demonstrations
-from arl.finetuning.warm_starts import tool_call
 from arl.rewards import NumericMatch
+from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.warm_starts import tool_call
 
 TOKENIZER = tiny_tokenizer(phrases())
 ROWS = [next(row for row in questions("training") if row["kind"] == kind) for kind in range(len(KINDS))]

@@ -22,8 +22,8 @@ from search_server import Document, Index, SearchEngine
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.finetuning.warm_starts import tool_call
 from arl.rewards import InlineReward
+from arl.run.finetuning.warm_starts import tool_call
 
 CONTEXT = [
     ["Amber Harp", ["Amber Harp is a novel.", " It was written by Mira Tovel."]],

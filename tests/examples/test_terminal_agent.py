@@ -13,11 +13,11 @@ from terminal_agent import TerminalAgentConfig, prepare, prompt, rows
 from terminal_tasks import JOBS, TerminalTask, tasks
 
 from arl.api.errors import SandboxError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import SamplingParams
-from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.finetuning.warm_starts import tool_call
+from arl.run.finetuning.warm_starts import tool_call
+from arl.run.script import load_config
 from arl.workflow.harbor.harbor_task import harbor_tasks
 from arl.workflow.harbor.harbor_workflow import HarborWorkflow
 

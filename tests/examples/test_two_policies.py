@@ -6,8 +6,8 @@ import pytest
 import two_policies
 
 import arl
-from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
+from arl.run.script import load_config
 
 FILE = Path(two_policies.__file__)
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from verifiers_env import VerifiersEnvConfig, lessons, slip, spelling
 
 from arl.api.types import SamplingParams, Trajectory
-from arl.cli import load_config
 from arl.endpoint.verifiers_workflow import VerifiersWorkflow, local_environment
+from arl.run.script import load_config
 
 ENV = {"taskset": {"id": "backwards_env"}}
 

@@ -11,11 +11,11 @@ from vision_tasks import FACES, NUM_CAREFUL, NUM_MIXED, PARTS, SEEN, SHAPE, VISI
 
 from arl.api.images import Image
 from arl.api.types import Example
-from arl.cli import load_config
 from arl.engine.model_files import load_tokenizer
-from arl.engine.tiny_vision import write_tiny_vision_model
-from arl.finetuning.chats import to_demonstrations
-from arl.finetuning.warm_starts import tool_call
+from arl.engine.tiny import write_tiny_vision_model
+from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.warm_starts import tool_call
+from arl.run.script import load_config
 
 
 def pictures_of(row: Example) -> list[Image]:

@@ -12,8 +12,8 @@ import pytest
 from embedded_server import server_here
 from workflow.scripted_answers import calling, saying
 
-from arl.api.engine_config import ClientConfig
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import SamplingParams
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.sdk_workflow import Command

@@ -9,7 +9,7 @@ from engine.fsdp.train_models import MakeEngine
 from engine.fsdp.train_ranks import Ranks, Report
 from engine.fsdp.train_sequences import LOSS, assert_same_rows, random_sequences
 
-from arl.api.engine_config import OptimizerConfig, TrainConfig
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)

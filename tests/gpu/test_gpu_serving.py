@@ -9,14 +9,14 @@ from engine.fsdp.train_models import MakeEngine
 from engine.fsdp.train_sequences import LOSS, random_sequences
 
 from arl.api.engine import WeightTransport
-from arl.api.engine_config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
+from arl.api.train_engine import TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
-from arl.engine.weights.sender import WeightSender
+from arl.engine.weights.process_groups import WeightSender
 
 PROMPT = [30, 40, 50, 60]
 

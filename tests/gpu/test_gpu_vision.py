@@ -8,7 +8,7 @@ from engine.fsdp.train_models import MakeEngine
 from engine.fsdp.train_sequences import LOSS, assert_same_rows
 from engine.fsdp.vision_sequences import FAMILIES, seeing_sequences, write_seeing_model
 
-from arl.vision.processor import ImageProcessor
+from arl.data.image_processor import ImageProcessor
 
 
 @pytest.mark.parametrize("options", [{}, {"freeze_vision_tower": True}, {"cpu_offload": True}], ids=str)

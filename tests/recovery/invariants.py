@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.events import BatchTrained, RunBegan
-from arl.api.image_store import ImageStore
-from arl.eventlog.records import GroupRecord
-from arl.eventlog.run_record import RunRecord
+from arl.observe.events.image_store import ImageStore
+from arl.observe.events.records import GroupRecord
+from arl.observe.events.run_record import RunRecord
 from arl.rollout.ledger import ExampleLedger
-from arl.training.checkpoint import Checkpoints
-from arl.training.flat_groups import read_groups
+from arl.training.batch_codec import read_groups
+from arl.training.checkpoints import Checkpoints
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, Path]:

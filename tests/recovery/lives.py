@@ -20,12 +20,12 @@ import pytest
 from one_turn import OneTurn
 from scripted_launch import small, use_fakes
 
-import arl.assembly
-from arl.api.config import Config
+import arl.run.launch
 from arl.api.engine import Sampler
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.images import Image, PlacedImage
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.run import Config
+from arl.api.train_engine import TrainSequence
 from arl.api.types import Example, ModelRequest, Trajectory
 
 NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
@@ -119,7 +119,7 @@ def config(run_dir: Path, steps: int) -> Config:
 async def live(run_dir: Path, steps: int) -> None:
     use_fakes(pytest.MonkeyPatch(), slow_engine(), Remembering())
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]
-    async with arl.assembly.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
+    async with arl.run.launch.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
         async for _ in trainer:
             pass
 

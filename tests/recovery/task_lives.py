@@ -9,8 +9,8 @@ import pytest
 from recovery.lives import Moody, Remembering, config, killing_at, slow_engine
 from scripted_launch import use_fakes
 
-import arl.assembly
-from arl.api.run_tasks import Task
+import arl.run.launch
+from arl.api.tasks import Task
 
 SIZES = {"long": 17, "short": 5}
 WEIGHTS = {"long": 2.0, "short": 1.0}
@@ -26,7 +26,7 @@ def tasks() -> list[Task]:
 
 async def live(run_dir: Path, steps: int) -> None:
     use_fakes(pytest.MonkeyPatch(), slow_engine(), Remembering())
-    async with arl.assembly.launch(config(run_dir, steps), tasks=tasks()) as trainer:
+    async with arl.run.launch.launch(config(run_dir, steps), tasks=tasks()) as trainer:
         async for _ in trainer:
             pass
 

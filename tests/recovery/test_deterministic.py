@@ -19,15 +19,15 @@ from one_turn import OneTurn
 from scripted_launch import small, use_fakes, use_scripted_servers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import arl.assembly
+import arl.run.launch
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.events import TrainerRecovered
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.eventlog.run_record import read_run
-from arl.trainer_process import load_train_engine
-from arl.training.run_files import read_jsonl
+from arl.observe.events.run_record import read_run
+from arl.run.learner import load_train_engine
+from arl.training.metrics_log import read_jsonl
 
 STEPS = 7
 
@@ -103,7 +103,7 @@ async def launched(model: Path, run_dir: Path) -> AsyncIterator[Any]:
     # Without a seed of its own: each episode of a group gets one, whenever the group runs.
     workflow = OneTurn(lambda first: {"reward": float(first % 2)})
     examples = [{"number": n} for n in range(11)]
-    async with arl.assembly.launch(config, workflow=workflow, dataset=examples) as trainer:
+    async with arl.run.launch.launch(config, workflow=workflow, dataset=examples) as trainer:
         yield trainer
 
 

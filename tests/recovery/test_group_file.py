@@ -14,11 +14,11 @@ from PIL import Image as Pictures
 from records import grouped, trajectory
 
 from arl.api.images import Image, PlacedImage
-from arl.api.kept_ids import KeptIds
-from arl.api.routes import Routes
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
 from arl.api.types import COLUMNS, MAX_REWARD, Group, Trajectory, TurnSpan
-from arl.training.checkpoint import UNREADABLE
-from arl.training.flat_groups import FlatBatch, flatten, read_groups, restore, write_groups
+from arl.training.batch_codec import FlatBatch, flatten, read_groups, restore, write_groups
+from arl.training.checkpoints import UNREADABLE
 
 numbers = st.floats(-MAX_REWARD, MAX_REWARD)
 

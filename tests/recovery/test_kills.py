@@ -11,11 +11,11 @@ from nursery import Nursery
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 from recovery.lives import seen_of
 
-from arl.api.image_store import ImageStore
 from arl.api.types import Group
-from arl.eventlog.run_record import read_run
-from arl.training.flat_groups import read_groups
-from arl.training.run_files import read_jsonl
+from arl.observe.events.image_store import ImageStore
+from arl.observe.events.run_record import read_run
+from arl.training.batch_codec import read_groups
+from arl.training.metrics_log import read_jsonl
 
 HERE = Path(__file__).parent
 NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2

@@ -18,13 +18,13 @@ from engine.weights.mirrors import mirror_here
 from one_turn import OneTurn
 from scripted_launch import small
 
-import arl.assembly
+import arl.run.launch
 from arl.api.engine import InferenceEngine, WeightUpdate
 from arl.api.events import Published, ServerFenced, ServerReturned, TrainerRecovered
-from arl.api.settings import laid_over
+from arl.api.settings.sections import laid_over
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.eventlog.run_record import read_run
-from arl.training.run_files import read_jsonl
+from arl.observe.events.run_record import read_run
+from arl.training.metrics_log import read_jsonl
 from arl.training.trainer import Trainer
 
 STEPS = 6
@@ -86,7 +86,7 @@ async def test_a_server_that_comes_back_gets_weights_whose_process_is_lost_thoug
             "engine": {"kind": "sglang", "addresses": [server.address]},
         }
         config = small(tmp_path / "run", **laid_over(given, settings))
-        async with arl.assembly.launch(
+        async with arl.run.launch.launch(
             config, workflow=OneTurn(), dataset=[{"number": n} for n in range(9)]
         ) as trainer:
             async for step in trainer:
@@ -115,7 +115,7 @@ async def test_servers_get_every_version_from_whichever_process_holds_it(
         config = small(tmp_path / "run", **laid_over(given, settings))
         workflow = OneTurn(lambda first: {"reward": float(first % 2)})
         examples = [{"number": n} for n in range(64)]
-        async with arl.assembly.launch(config, workflow=workflow, dataset=examples) as trainer:
+        async with arl.run.launch.launch(config, workflow=workflow, dataset=examples) as trainer:
             kill_within_a_delivery(trainer, 4)
             async for step in trainer:
                 if step.version == 2:

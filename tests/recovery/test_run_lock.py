@@ -18,11 +18,11 @@ import pytest
 from one_turn import OneTurn
 from scripted_launch import small, use_fakes
 
-import arl.assembly
-import arl.serving
+import arl.run.launch
+import arl.run.servers
 from arl.api.errors import RunFileError
-from arl.api.scripted import ScriptedEngine
-from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.api.fakes import ScriptedEngine
+from arl.run.experiment import Experiment, ExperimentConfig, Setup
 from arl.training.run_dir import RunLock
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ EXAMPLES = [{"number": n} for n in range(40)]
 
 @asynccontextmanager
 async def launched(run_dir: Path, steps: int) -> AsyncIterator[Any]:
-    async with arl.assembly.launch(small(run_dir, steps=steps), workflow=OneTurn(), dataset=EXAMPLES) as trainer:
+    async with arl.run.launch.launch(small(run_dir, steps=steps), workflow=OneTurn(), dataset=EXAMPLES) as trainer:
         yield trainer
 
 
@@ -82,7 +82,7 @@ async def test_two_runs_of_one_process_exclude_each_other_and_the_next_follows_t
         await anext(trainer)
         with pytest.raises(RunFileError, match=f"process {os.getpid()} .*, which is this one"):
             await trained(tmp_path, 2)
-        async with arl.serving.serve(small(tmp_path)):
+        async with arl.run.servers.serve(small(tmp_path)):
             pass  # serving goes on beside a run
     assert await trained(tmp_path, 2) == [2]
     assert (tmp_path / "run.lock").read_bytes() == b""

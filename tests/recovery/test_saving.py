@@ -15,14 +15,14 @@ from one_turn import OneTurn
 from recovery.invariants import with_outcomes
 from scripted_launch import small, use_fakes
 
-import arl.assembly
+import arl.run.launch
 from arl.api.engine import Sampler
 from arl.api.errors import CheckpointError, RunFileError, ServerError
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.training.checkpoint import Checkpoints
-from arl.training.run_files import read_jsonl
+from arl.training.checkpoints import Checkpoints
+from arl.training.metrics_log import read_jsonl
 
 
 @dataclass
@@ -71,7 +71,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
         use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)), Engine(act, on_train))
         due = {"every": 1, **when}
         config = small(tmp_path / "run", steps=steps, checkpoint=due, rollout={"shuffle": shuffle})
-        return arl.assembly.launch(config, workflow=workflow or OneTurn(), dataset=[{"number": n} for n in range(40)])
+        return arl.run.launch.launch(config, workflow=workflow or OneTurn(), dataset=[{"number": n} for n in range(40)])
 
     return start
 

@@ -11,10 +11,10 @@ from nursery import Nursery
 from recovery.invariants import newest_checkpoint
 from recovery.task_lives import FIRST_NUMBER, SIZES, WEIGHTS
 
-from arl.api.image_store import ImageStore
-from arl.eventlog.run_record import read_run
+from arl.observe.events.image_store import ImageStore
+from arl.observe.events.run_record import read_run
 from arl.rollout.ledger import ExampleLedger
-from arl.training.flat_groups import read_groups
+from arl.training.batch_codec import read_groups
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ import sympy
 from pydantic import BaseModel
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
-from arl.api.installing import install_command
+from arl.api.version import install_command
 from arl.rewards import (
     ChoiceMatch,
     ExactMatch,

@@ -17,7 +17,7 @@ from workflow.served import BREAK, Served
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.rewards import ChatServer, JudgeReward, Score, WeightedReward
 from arl.rewards.judge import AnswerCache
-from arl.web import client as web_client
+from arl.runtime.http import client as web_client
 
 PATH = "/v1/chat/completions"
 EXAMPLE = {"question": "2 + 2 = ?", "answer": "4"}

@@ -6,8 +6,8 @@ import gc
 import sys
 import weakref
 
-from arl.rollout import watches
-from arl.rollout.watches import collect_garbage
+from arl.rollout import monitors
+from arl.rollout.monitors import collect_garbage
 
 
 class Cycle:
@@ -23,7 +23,7 @@ def abandoned_cycle() -> asyncio.Event:
 
 
 async def young_and_old_garbage_is_collected_until_cancelled() -> None:
-    watches._YOUNG_EVERY_S, watches._ALL_EVERY_S = 0.001, 0.05
+    monitors._YOUNG_EVERY_S, monitors._ALL_EVERY_S = 0.001, 0.05
     before = gc.get_threshold()
     task = asyncio.create_task(collect_garbage())
     await asyncio.sleep(0)
@@ -31,7 +31,7 @@ async def young_and_old_garbage_is_collected_until_cancelled() -> None:
     old = abandoned_cycle()
     gc.collect(1)  # from here on it is old
     await asyncio.wait_for(old.wait(), 10)
-    watches._ALL_EVERY_S = 1e9
+    monitors._ALL_EVERY_S = 1e9
     await asyncio.wait_for(abandoned_cycle().wait(), 10)
     task.cancel()
     await asyncio.wait([task])

@@ -13,9 +13,9 @@ from typing import Any
 from one_turn import OneTurn
 
 from arl.api.engine import Sampler
-from arl.api.episode_clock import off_the_clock
 from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError
 from arl.api.types import Example, ModelRequest, Trajectory
+from arl.runtime.clocks import off_the_clock
 
 log = logging.getLogger("arl.tests.errands")
 

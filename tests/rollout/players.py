@@ -9,11 +9,11 @@ from typing import Any
 
 from virtual_time import run_in_virtual_time
 
-from arl.api.config import RolloutConfig
 from arl.api.engine import DiskWeights, Sampler
+from arl.api.fakes import ScriptedEngine
 from arl.api.grammar import Grammar
 from arl.api.images import Image, PlacedImage
-from arl.api.scripted import ScriptedEngine
+from arl.api.settings.run import RolloutConfig
 from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.rollout.buffer import ReplayBuffer

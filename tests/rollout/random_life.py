@@ -16,8 +16,8 @@ from typing import Any
 from players import TwoTurns, as_json, examples
 from records import trajectory
 
-from arl.api.config import RolloutConfig
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.run import RolloutConfig
 from arl.api.types import Group
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 from arl.rollout.controller import RolloutController

@@ -14,19 +14,20 @@ from players import Scripted, TwoTurns, engine_with_latency, examples, trained
 from records import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api.engine import ModelLimits, Sampler
-from arl.api.episode_clock import off_the_clock
+from arl.api.engine import Sampler
 from arl.api.errors import ArlError, TrajectoryError, first_error
+from arl.api.fakes import ScriptedEngine
 from arl.api.grammar import Grammar
 from arl.api.images import Image, PlacedImage
-from arl.api.kept_ids import KeptIds
-from arl.api.routes import Routes
-from arl.api.scripted import ScriptedEngine
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
+from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.failure_log import FailureLog
+from arl.runtime.clocks import off_the_clock
 
 ONE = trajectory((0,), reward=1.0)
 

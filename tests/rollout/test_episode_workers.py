@@ -20,7 +20,6 @@ from msgspec import structs
 from players import InLetters, Moody, Sees, TwoTurns, controlled, train
 
 from arl import MCPTools, OpenAIProxy
-from arl.api.episode_clock import EpisodeClock
 from arl.api.errors import (
     ArlError,
     ConfigError,
@@ -41,20 +40,21 @@ from arl.api.events import (
     ToolEnded,
     TurnEnded,
 )
-from arl.api.kept_ids import KeptIds
-from arl.api.routes import Routes
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
 from arl.api.types import Group, ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import tiny_tokenizer
-from arl.remote_calls import OtherTracebackError
 from arl.rewards import NumericMatch
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
-from arl.rollout.report import EpisodeReport
-from arl.workers import episode_workers, worker, worker_process
-from arl.workers.episode_workers import EpisodeWorkers
-from arl.workers.pipe import Pipe
-from arl.workers.worker_process import WorkerProcess
+from arl.rollout.episode_events import EpisodeReport
+from arl.rollout.workers import pool, process, worker
+from arl.rollout.workers.messages import Pipe
+from arl.rollout.workers.pool import EpisodeWorkers
+from arl.rollout.workers.process import WorkerProcess
+from arl.runtime.clocks import EpisodeClock
+from arl.runtime.processes.rpc import OtherTracebackError
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tools import Tool
@@ -113,14 +113,14 @@ async def test_while_an_episode_waits_for_a_place_in_a_worker_its_time_limit_sta
 
 @pytest.fixture
 def restarts_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode_workers, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(pool, "_FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture
 def impatient(restarts_soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is silent for 2 s is killed: as short as a busy machine allows."""
-    monkeypatch.setattr(worker_process, "_BEAT_S", 0.05)
-    monkeypatch.setattr(worker_process, "_SILENT_S", 1.0)
+    monkeypatch.setattr(process, "_BEAT_S", 0.05)
+    monkeypatch.setattr(process, "_SILENT_S", 1.0)
 
 
 @pytest.mark.parametrize("workflow", [TwoTurns(), Moody(), InLetters(), Sees()])
@@ -229,7 +229,7 @@ async def test_the_episodes_of_a_worker_that_is_killed_or_stopped_run_again_and_
 async def test_a_worker_whose_cancelled_episode_does_not_end_is_killed_and_named(
     restarts_soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(episode_workers, "_STOPPING_S", 0.1)
+    monkeypatch.setattr(pool, "_STOPPING_S", 0.1)
     script = Waits()
     async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away, asyncio.TaskGroup() as tasks:
         task = tasks.create_task(run(away, "linger", script=script))
@@ -245,7 +245,7 @@ async def test_a_worker_whose_cancelled_episode_does_not_end_is_killed_and_named
 
 async def test_an_episode_that_ended_while_the_event_loop_was_blocked_has_ended_in_time() -> None:
     async with asyncio.TaskGroup() as calls:
-        episode = episode_workers._Episode(ScriptedEngine(Waits()), calls, print)
+        episode = pool._Episode(ScriptedEngine(Waits()), calls, print)
         loop, limit_s = asyncio.get_running_loop(), 0.01
         loop.call_soon(time.sleep, 2 * limit_s)
         loop.call_later(limit_s / 2, episode.end, WorkerError("it ended"))
@@ -264,8 +264,8 @@ class Stopped(WorkerProcess):
 async def test_a_worker_that_is_stopped_before_its_first_sign_of_life_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_workers, "WorkerProcess", Stopped)
-    monkeypatch.setattr(worker_process, "_STARTING_S", 0.05)
+    monkeypatch.setattr(pool, "WorkerProcess", Stopped)
+    monkeypatch.setattr(process, "_STARTING_S", 0.05)
     with pytest.raises(WorkerError, match=r"worker 0 did not start: it gave no sign of life for 0.1 s and was killed"):
         async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path):
             pass
@@ -275,14 +275,14 @@ async def test_a_process_that_cannot_be_killed_is_left_behind_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits for a disk that has failed."""
-    monkeypatch.setattr(worker_process, "_STARTING_S", 0.05)
-    monkeypatch.setattr(worker_process, "_REAPING_S", 0.05)
-    process, kill = Stopped(tmp_path / "log", print), os.killpg
+    monkeypatch.setattr(process, "_STARTING_S", 0.05)
+    monkeypatch.setattr(process, "_REAPING_S", 0.05)
+    stopped, kill = Stopped(tmp_path / "log", print), os.killpg
     monkeypatch.setattr(os, "killpg", lambda group, number: None)
-    how = await process.run(b"")
+    how = await stopped.run(b"")
     assert how.startswith("gave no sign of life for 0.1 s and was killed, but has not ended 0.05 s later (process ")
-    kill(process.spawned.pid, signal.SIGKILL)
-    await process.spawned.wait()
+    kill(stopped.spawned.pid, signal.SIGKILL)
+    await stopped.spawned.wait()
 
 
 async def test_an_episode_gets_the_worker_that_starts_only_at_the_second_try(
@@ -338,7 +338,7 @@ async def test_a_workers_log_shows_where_its_event_loop_is_blocked(
 async def test_a_worker_that_dies_too_often_ends_the_run(
     restarts_soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
+    monkeypatch.setattr(pool, "_MAX_RESTARTS", 0)
 
     async def play() -> None:
         async with EpisodeWorkers(Errands(tmp_path), 2, tmp_path) as away:
@@ -353,7 +353,7 @@ async def test_a_worker_that_dies_too_often_ends_the_run(
 async def test_a_second_worker_that_dies_too_often_while_the_run_saves_does_not_end_the_third(
     restarts_soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
+    monkeypatch.setattr(pool, "_MAX_RESTARTS", 0)
 
     async def play() -> None:
         async with EpisodeWorkers(Errands(tmp_path), 3, tmp_path) as away:
@@ -373,7 +373,7 @@ async def test_an_episode_that_no_worker_can_take_any_more_does_not_fail_while_t
     restarts_soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would count as a failure for good, and its example would not run again after a resume."""
-    monkeypatch.setattr(episode_workers, "_MAX_RESTARTS", 0)
+    monkeypatch.setattr(pool, "_MAX_RESTARTS", 0)
 
     async def play() -> None:
         async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path) as away, asyncio.TaskGroup() as tasks:
@@ -406,7 +406,7 @@ async def test_what_entering_and_leaving_the_workflow_raises_in_a_worker_is_rais
 async def test_a_worker_that_does_not_leave_the_workflow_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(episode_workers, "_CLOSING_S", 0.1)
+    monkeypatch.setattr(pool, "_CLOSING_S", 0.1)
     async with EpisodeWorkers(Errands(tmp_path), 1, tmp_path):
         (tmp_path / "stay").touch()
     assert "episode worker 0 ended before it had left the workflow" in caplog.text

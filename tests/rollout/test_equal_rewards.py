@@ -10,10 +10,10 @@ from records import grouped, trajectory
 
 from arl.algorithm.advantages import arranged
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import preset
+from arl.api.settings.algorithm import preset
 from arl.api.types import TurnSpan
-from arl.given_tasks import RunTask, group_rules
 from arl.rollout.group import GroupRules, has_equal_rewards, why_not_comparable
+from arl.run.inputs import RunTask, group_rules
 
 ONE = trajectory((0, 0, 0), reward=1.0)
 TURNS = (TurnSpan(start=1, stop=2, state="a"), TurnSpan(start=2, stop=3, state="b"))

@@ -9,9 +9,9 @@ import pytest
 
 from arl.api.errors import FailureBudgetError, PromptTooLongError, RunFileError
 from arl.api.types import SamplingParams
-from arl.remote_calls import OtherTracebackError
 from arl.rollout.failure_log import FailureLog, place_of_error
-from arl.rollout.watches import FailureBudget
+from arl.rollout.monitors import FailureBudget
+from arl.runtime.processes.rpc import OtherTracebackError
 
 
 def raised(error: Exception) -> Exception:

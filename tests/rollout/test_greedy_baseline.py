@@ -7,7 +7,7 @@ from players import trained
 from records import trajectory
 
 from arl.api.engine import Sampler
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.ledger import GroupOutcome

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from arl.api.images import Image, PlacedImage
-from arl.workers.pipe import Close, Drop, HeldImages, Pipe, Ready, SentImages, frame
+from arl.rollout.workers.messages import Close, Drop, HeldImages, Pipe, Ready, SentImages, frame
 
 
 async def test_what_the_other_end_said_before_it_was_closed_is_read_although_a_write_fails() -> None:

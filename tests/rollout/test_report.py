@@ -11,21 +11,21 @@ import pytest
 from PIL import Image as Pictures
 from records import trajectory
 
-from arl.api.config import EventsConfig
 from arl.api.engine import Sampler
 from arl.api.errors import TrajectoryError
 from arl.api.events import EPISODE, EpisodeContext, RewardEnded, ToolEnded
+from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.api.scripted import ScriptedEngine
+from arl.api.settings.run import EventsConfig
 from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory, TurnSpan
 from arl.api.workflow import RolloutWorkflow
-from arl.eventlog.run_record import RunRecord, read_run
-from arl.eventlog.writer import EventLog
+from arl.observe.events.run_record import RunRecord, read_run
+from arl.observe.events.writer import EventLog
+from arl.observe.view.episode_table import row_of
 from arl.rewards.score import Score, reported
 from arl.rollout.controller import EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.report import EpisodeReport, shown
-from arl.view.episode_table import row_of
+from arl.rollout.episode_events import EpisodeReport, shown
 from arl.workflow.call_formats import ToolCall
 from arl.workflow.tools import arun_tools
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from players import as_json
 
 from arl.api.errors import CheckpointError, DatasetError
-from arl.api.stream import StreamChunk
-from arl.data.given import examples_of
+from arl.api.tasks import StreamChunk
+from arl.data.inputs import examples_of
 from arl.data.streamed_rows import CHUNK, StreamedRows
 from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger

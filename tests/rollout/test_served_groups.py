@@ -12,8 +12,8 @@ import pytest
 from players import controlled, train
 from workflow.scripted_answers import TOKENIZER, ended
 
-from arl.api.endpoint import EndpointConfig
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.endpoint import EndpointConfig
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.served_workflow import ServedWorkflow
 from arl.rollout.ledger import GroupOutcome

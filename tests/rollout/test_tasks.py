@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from players import as_json
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.run_tasks import MixtureConfig, SuccessMixture, TaskCurriculum, TaskRecord, TemperatureMixture
+from arl.api.settings.mixture import MixtureConfig, SuccessMixture, TemperatureMixture
+from arl.api.tasks import TaskCurriculum, TaskRecord
 from arl.rollout.ledger import ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.task_ledger import TaskLedger, Turns
 

@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 from records import trajectory
 
-from arl.api.engine import ModelLimits, Sampler
+from arl.api.engine import Sampler
 from arl.api.errors import RoleError, TrajectoryError
-from arl.api.policy_config import PolicyRoles
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.policies import PolicyRoles
+from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.constrained import TrainedPolicies
 from arl.rollout.episode import Episode, EpisodeRunner
+from arl.rollout.episode_checks import TrainedPolicies
 
 POLICIES = TrainedPolicies(
     roles=PolicyRoles({"author": "writer", "editor": "writer", "critic": "reader"}),

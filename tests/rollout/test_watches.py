@@ -8,7 +8,7 @@ import pytest
 from arl.api.errors import StarvedError
 from arl.rollout.group import Fruitless, Reason
 from arl.rollout.ledger import GroupOutcome
-from arl.rollout.watches import LagMonitor, ReturnWatch, StarvationWatch
+from arl.rollout.monitors import LagMonitor, ReturnWatch, StarvationWatch
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pytest
 from records import grouped, trajectory
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.api.fakes import ScriptedTrainEngine
 from arl.api.images import Image, PlacedImage
-from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Group
-from arl.training.checkpoint import FORMAT, Checkpoints, RunState
+from arl.training.checkpoints import FORMAT, Checkpoints, RunState
 
 IDENTITY = {"model": "m", "seed": 0}
 

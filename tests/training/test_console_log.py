@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from training.trainer_run import run, running
 
-from arl.api.scripted import ScriptedTrainEngine
-from arl.training.console_log import ConsoleLog
+from arl.api.fakes import ScriptedTrainEngine
+from arl.runtime.console import ConsoleLog
 from arl.training.display import Display
 
 

@@ -12,20 +12,19 @@ import pytest
 from records import trajectory
 from training.trainer_run import DirectTransport, running
 
-from arl.api.config import Config, LogConfig
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError
-from arl.api.evaluation_config import EvaluationConfig
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.evaluation import EvaluationConfig
+from arl.api.settings.run import Config, LogConfig
 from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.experiment import TrainingResult
-from arl.offload import TrainThread
 from arl.rollout.episode import EpisodeRunner
-from arl.training.best_model import BestModel
-from arl.training.evaluations import Evaluations
+from arl.run.experiment import TrainingResult
+from arl.runtime.threads import TrainThread
+from arl.training.evaluation_loop import BestModel, Evaluations
 from arl.training.evaluator import Evaluator
-from arl.training.run_files import RunLog, read_jsonl
+from arl.training.metrics_log import RunLog, read_jsonl
 
 ROWS = [{"reward": reward} for reward in (0.0, 1.0, 0.5, 0.5, 0.25)]
 PLACES = {"often": range(2), "seldom": range(2, 4), "hard": range(4, 5)}

@@ -11,11 +11,11 @@ from trainer_run import run, running
 
 from arl.api import events
 from arl.api.engine import Sampler
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, ModelRequest, Trajectory
-from arl.eventlog import writer
-from arl.eventlog.run_record import RunRecord, read_run
-from arl.training.flat_groups import read_groups
+from arl.observe.events import writer
+from arl.observe.events.run_record import RunRecord, read_run
+from arl.training.batch_codec import read_groups
 from arl.training.run_dir import saved_versions
 
 SETTINGS: dict[str, Any] = {"rollout": {"max_staleness": 2, "batch_size": 2, "group_size": 3}}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from arl.api.config import LogConfig
-from arl.training.health_line import HealthLine
-from arl.training.run_files import RunLog
+from arl.api.settings.run import LogConfig
+from arl.observe.health.line import HealthLine
+from arl.training.metrics_log import RunLog
 
 FINE = {"reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.5, "entropy": 0.5, "truncated": 0.0}
 FINE |= {"equal_groups": 0.1, "effective_sample_size": 1.0, "staleness/mean": 1.0, "behavior_kl_proximal": 1e-3}

@@ -7,10 +7,10 @@ from records import grouped, trajectory
 
 from arl.api.images import Image, PlacedImage
 from arl.api.types import Group, Trajectory
-from arl.commands.trial import passage_of, rendered
+from arl.cli.trial import passage_of, rendered
 from arl.rollout.episode import Episode
-from arl.rollout.report import Candidate, FirstFailures
-from arl.training.interest import choose, of_evaluation, of_step
+from arl.rollout.episode_events import Candidate, FirstFailures
+from arl.training.tracker_samples import choose, of_evaluation, of_step
 
 
 def candidate(row: int, reward: float, length: int = 3, distance: float = 0.0, name: str = "") -> Candidate:

@@ -10,12 +10,11 @@ import pytest
 import torch
 from records import grouped, trajectory
 
-from arl.api.algorithm import preset
-from arl.api.config import EventsConfig
-from arl.api.engine import Output, TokenLoss
 from arl.api.errors import CheckpointError
-from arl.api.scripted import ScriptedTrainEngine
-from arl.api.train_sequence import TrainSequence
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.algorithm import preset
+from arl.api.settings.run import EventsConfig
+from arl.api.train_engine import Output, TokenLoss, TrainSequence
 from arl.api.types import Group, TurnSpan
 from arl.training.learner import Learner
 

@@ -13,19 +13,19 @@ import pytest
 from records import grouped, stats, trajectory
 from rich.console import Console
 
-from arl.api.config import LogConfig
 from arl.api.engine import Sampler
 from arl.api.errors import RunFileError
-from arl.api.evaluation_config import EvaluationConfig
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.settings.evaluation import EvaluationConfig
+from arl.api.settings.run import LogConfig
 from arl.api.types import Evaluation, Example, Group, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.observe.tracking.ready_made import evaluation_metrics
 from arl.rollout.episode import EpisodeRunner
-from arl.tracking.ready_made import evaluation_metrics
 from arl.training.display import Display
 from arl.training.evaluator import Evaluator
 from arl.training.metrics import batch_metrics, episode_rewards, reward_metrics, role_rewards
-from arl.training.run_files import RunLog, plot_run, read_jsonl
+from arl.training.metrics_log import RunLog, plot_run, read_jsonl
 
 QUIET = LogConfig(console=False)
 

@@ -14,15 +14,15 @@ from scripted_launch import small
 from trainer_run import EXAMPLES, DirectTransport
 
 import arl
-from arl.api.engine import ModelLimits
+from arl.api.custom_engines import OwnEngines
 from arl.api.errors import ConfigError, TrajectoryError
-from arl.api.own_engines import OwnEngines
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.api.train_engine import ModelLimits
 from arl.api.types import Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner
-from arl.trainer_process import load_learner
-from arl.training.run_files import read_jsonl
+from arl.run.learner import load_learner
+from arl.training.metrics_log import read_jsonl
 
 
 def load_scripted(model: str, settings: arl.TrainConfig, *, seed: int, head: str) -> ScriptedTrainEngine:
@@ -109,7 +109,7 @@ UNGUARDED = """
 import asyncio, sys
 from pathlib import Path
 import arl
-from arl.api.scripted import ScriptedTrainEngine
+from arl.api.fakes import ScriptedTrainEngine
 from arl.extending import OwnEngines
 from training.test_own_engines import EXAMPLES, OneTurn, own, small
 

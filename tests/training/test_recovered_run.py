@@ -9,20 +9,20 @@ import pytest
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 from trainer_run import EXAMPLES, DirectTransport, run, running, trained_examples
 
-from arl.api.engine import InferenceEngine, Saving, TrainEngine, UpdateStats, WeightServer, WeightUpdate
+from arl.api.engine import InferenceEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.errors import CheckpointError, ProcessLostError, TrainingError
 from arl.api.events import CheckpointWritten, TrainerRecovered
-from arl.api.scripted import ScriptedTrainEngine
-from arl.api.train_sequence import TrainSequence
-from arl.eventlog.run_record import RunRecord, read_run
-from arl.training import recovery
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.train_engine import Saving, TrainEngine, TrainSequence
+from arl.observe.events.run_record import RunRecord, read_run
+from arl.training import learner_recovery
+from arl.training.metrics_log import read_jsonl
 from arl.training.run_dir import saved_versions
-from arl.training.run_files import read_jsonl
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(learner_recovery, "_PAUSE_S", 0.0)
 
 
 @dataclass

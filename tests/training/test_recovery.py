@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from random_groups import random_groups
 
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ProcessLostError, TrainingError
 from arl.api.events import Event, TrainerRecovered
-from arl.training import recovery
-from arl.training.recovery import RecoveringLearner
+from arl.api.settings.engines import TrainConfig
+from arl.training import learner_recovery
+from arl.training.learner_recovery import RecoveringLearner
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(learner_recovery, "_PAUSE_S", 0.0)
 
 
 class Process:
@@ -172,7 +172,7 @@ def test_batches_are_forgotten_when_a_complete_checkpoint_holds_them(
     train(learner, 0, 3)
     assert not learner.is_full
     sizes = sorted(batch.num_bytes for batch in learner._kept.values())
-    monkeypatch.setattr(recovery, "_MAX_KEPT_BYTES", sum(sizes) - 1)
+    monkeypatch.setattr(learner_recovery, "_MAX_KEPT_BYTES", sum(sizes) - 1)
     assert learner.is_full
     (world.checkpoints / ".writing-2-0").mkdir(parents=True)
     train(learner, 3, 4)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from training.trainer_run import run
 
-from arl.api.config import Config
 from arl.api.errors import CheckpointError
-from arl.api.settings import settings_of
-from arl.training.resumed_settings import _HARMLESS, _MATTER, say_changes
+from arl.api.settings.run import Config
+from arl.api.settings.sections import settings_of
+from arl.training.run_environment import _HARMLESS, _MATTER, say_changes
 
 BEFORE = {"steps": 1, "rollout": {"max_staleness": 1}, "log": {"console": True}}
 

@@ -15,13 +15,13 @@ import pytest
 from one_turn import OneTurn
 from training.trainer_run import run, running
 
-from arl.api.config import Config
 from arl.api.errors import CheckpointError, FailureBudgetError, RunFileError, ServerError, TransportError
-from arl.api.scripted import ScriptedTrainEngine
-from arl.training import run_end
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.run import Config
+from arl.training import run_result
+from arl.training.metrics_log import RunLog
 from arl.training.run_dir import RunLock
-from arl.training.run_end import OpenRun, RunEnd, disk_use, how_it_ended
-from arl.training.run_files import RunLog
+from arl.training.run_result import OpenRun, RunEnd, disk_use, how_it_ended
 
 
 def end_of(run_dir: Path) -> RunEnd:
@@ -173,8 +173,8 @@ def test_a_disk_that_hangs_does_not_keep_a_process_that_must_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_free = threading.Event()
-    monkeypatch.setattr(run_end, "_HARD_END_S", 0.01)
-    monkeypatch.setattr(run_end, "newest_checkpoint", lambda _: is_free.wait())
+    monkeypatch.setattr(run_result, "_HARD_END_S", 0.01)
+    monkeypatch.setattr(run_result, "newest_checkpoint", lambda _: is_free.wait())
     OpenRun(Config(model="none", run_dir=tmp_path)).stalled_now("nothing moved")
     assert how_it_ended(tmp_path) is None
     is_free.set()
@@ -200,9 +200,9 @@ def test_one_who_asks_how_it_ended_keeps_no_run_from_starting(tmp_path: Path, mo
 
 SCRIPT = """
 import asyncio
-from arl.api.config import Config
-from arl.cli import run
-from arl.training.run_end import OpenRun
+from arl.api.settings.run import Config
+from arl.run.script import run_script
+from arl.training.run_result import OpenRun
 
 class OwnConfig(Config):
     hub_token: str = ""
@@ -216,7 +216,7 @@ async def main(config):
             print("saving", flush=True)
             await asyncio.sleep(config.seed)
 
-run(main, OwnConfig)
+run_script(main, OwnConfig)
 """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from arl.offload import TrainThread
+from arl.runtime.threads import TrainThread
 
 
 async def test_the_error_of_a_call_whose_caller_was_cancelled_is_not_reported_as_forgotten() -> None:

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from training.trainer_run import DirectTransport, run, running, trained_examples
 
-import arl.assembly
-import arl.trainer_process
-from arl.api.config import Config
+import arl.run.launch
+import arl.run.learner
 from arl.api.engine import WeightUpdate
 from arl.api.errors import ConfigError, ServerError, TransportError
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.api.settings.run import Config
 from arl.api.types import Group, StepStats
 from arl.rollout.ledger import GroupOutcome
-from arl.training import delivery
-from arl.training.checkpoint import Checkpoints
+from arl.training import weight_sync
+from arl.training.checkpoints import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
-from arl.training.run_files import read_jsonl
+from arl.training.metrics_log import read_jsonl
 from arl.training.trainer import Trainer
 
 
@@ -157,7 +157,7 @@ async def test_weights_that_never_reached_a_server_are_followed_by_a_new_snapsho
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
     """Also where no step can follow until they are published: at the start, and with max_staleness 0."""
-    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(weight_sync, "_PAUSES_S", (0.0, 0.0))
     transport = DirectTransport(failing_at(0, 1, 3, 4, 6))
     async with running(tmp_path, transport=transport, rollout={"max_staleness": max_staleness}) as trainer:
         async for step in trainer:
@@ -173,7 +173,7 @@ async def test_weights_that_never_reached_a_server_are_followed_by_a_new_snapsho
 async def test_weights_that_can_never_be_published_end_the_run_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(weight_sync, "_PAUSES_S", (0.0, 0.0))
     transport = DirectTransport(failing_at(1, 2, 3))
     with pytest.raises(TransportError, match="3 times in a row: no room"):
         await run(tmp_path, transport=transport)
@@ -304,7 +304,7 @@ async def test_a_start_that_is_cancelled_while_the_engine_loads_closes_it(
         may_end.wait(10)
         return Learner(ScriptedTrainEngine(), config.algorithm)
 
-    monkeypatch.setattr(arl.trainer_process, "load_learner", load)
+    monkeypatch.setattr(arl.run.learner, "load_learner", load)
     monkeypatch.setattr(Learner, "close", lambda learner: closed.append(learner))
     start = asyncio.create_task(run(tmp_path))
     await is_loading.wait()

@@ -10,11 +10,11 @@ from one_turn import OneTurn
 from training.trainer_run import running, trained_examples
 
 from arl.api.engine import Sampler, UpdateStats, WeightUpdate
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, ModelRequest, Trajectory
-from arl.eventlog.run_record import read_run
+from arl.observe.events.run_record import read_run
 from arl.rollout.ledger import GroupOutcome
-from arl.training.run_files import read_jsonl
+from arl.training.metrics_log import read_jsonl
 
 
 class Hesitant(ScriptedEngine):

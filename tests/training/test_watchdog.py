@@ -14,13 +14,13 @@ from one_turn import OneTurn
 from sources import trees
 from training.trainer_run import run, running
 
-from arl.api.config import StallConfig
 from arl.api.engine import Sampler
 from arl.api.errors import StalledError
-from arl.api.scripted import ScriptedTrainEngine
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.run import StallConfig
 from arl.api.types import Example, Trajectory
-from arl.training.checkpoint import Checkpoints
-from arl.training.run_end import how_it_ended
+from arl.training.checkpoints import Checkpoints
+from arl.training.run_result import how_it_ended
 from arl.training.watchdog import _AT_REST, WAITS, Watchdog, waits
 
 
@@ -110,8 +110,8 @@ async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest
 def test_a_process_that_cannot_end_its_run_is_ended_and_end_json_says_so(tmp_path: Path) -> None:
     script = """
 import asyncio, sys, time
-from arl.api.config import Config, StallConfig
-from arl.training.run_end import OpenRun
+from arl.api.settings.run import Config, StallConfig
+from arl.training.run_result import OpenRun
 from arl.training.watchdog import Watchdog
 async def main():
     stall = StallConfig(warn_after_s=0.1, end_after_s=0.1)
@@ -134,7 +134,7 @@ asyncio.run(main())
 def test_a_process_that_was_stopped_for_long_has_not_stalled() -> None:
     script = """
 import asyncio, itertools, os, sys
-from arl.api.config import StallConfig
+from arl.api.settings.run import StallConfig
 from arl.training.watchdog import Watchdog
 async def main():
     counter, ended = itertools.count(), []

@@ -10,10 +10,11 @@ import pytest
 from one_turn import OneTurn
 from scripted_launch import small, use_fakes
 
-import arl.assembly
-from arl.api.engine import DiskWeights, InferenceEngine, UpdateStats, WeightSource, WeightUpdate
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+import arl.run.launch
+from arl.api.engine import DiskWeights, InferenceEngine, UpdateStats, WeightUpdate
+from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.tracking import Tracker
+from arl.api.train_engine import WeightSource
 from arl.api.types import StepStats
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.training.trainer import Trainer
@@ -75,10 +76,10 @@ async def running(
     config = small(run_dir, **{"steps": 4, **settings})
     with pytest.MonkeyPatch.context() as patch:
         use_fakes(patch, engine or ScriptedEngine(lambda request: (7, 8, 9)), train_engine, load)
-        patch.setattr(arl.assembly, "weight_transport", lambda *_: transport or DirectTransport())
-        patch.setattr(arl.assembly, "decoder", lambda model: None)
+        patch.setattr(arl.run.launch, "weight_transport", lambda *_: transport or DirectTransport())
+        patch.setattr(arl.run.launch, "decoder", lambda model: None)
         given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:4] if evaluate else None, "curriculum": curriculum}
-        async with arl.assembly.launch(config, workflow=workflow or OneTurn(), trackers=trackers, **given) as trainer:
+        async with arl.run.launch.launch(config, workflow=workflow or OneTurn(), trackers=trackers, **given) as trainer:
             yield trainer
 
 

@@ -6,7 +6,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from arl.api.errors import PromptTooLongError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.engine.tiny import tiny_tokenizer
 

@@ -11,8 +11,7 @@ from sighted import SEEING_FAMILIES, noise
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from arl.api.images import Image
-from arl.engine.tiny import TinyShape
-from arl.engine.tiny_vision import VisionFamily, write_tiny_vision_model
+from arl.engine.tiny import TinyShape, VisionFamily, write_tiny_vision_model
 from arl.workflow.content import images_in
 from arl.workflow.messages import normalised
 

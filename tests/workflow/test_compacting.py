@@ -27,8 +27,8 @@ from scripted_answers import (
 )
 
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError, TrajectoryError
+from arl.api.fakes import ScriptedEngine
 from arl.api.grammar import Grammar
-from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.workflow.agent import MultiTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction

@@ -9,8 +9,8 @@ from chat_templates import tokenizer_of
 from scripted_answers import TOKENIZER, decode, saying, seen_by, too_long
 
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
-from arl.api.routes import Routes
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.routed_experts import Routes
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.rollout.episode import EpisodeSampler

@@ -11,16 +11,16 @@ import pytest
 import torch
 from embedded_server import server_process
 
-from arl.api.config import Config, LogConfig, RolloutConfig
 from arl.api.engine import Sampler
-from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ServerError
-from arl.api.kept_ids import KeptIds
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.settings.run import Config, LogConfig, RolloutConfig
 from arl.api.types import Example, SamplingParams, Trajectory, TurnSpan
 from arl.api.workflow import RolloutWorkflow
-from arl.assembly import launch
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
+from arl.run.launch import launch
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 

@@ -12,12 +12,12 @@ from sighted import noise
 from sighted_chats import SMALL, WIDE, seeing, their_tokens
 
 from arl.api.errors import ArlError, DatasetError, ImageError
+from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.api.scripted import ScriptedEngine
-from arl.assembly import launch
 from arl.data.row_digests import fingerprint
-from arl.engine.tiny_vision import TinyVision, write_tiny_vision_model
+from arl.engine.tiny import TinyVision, write_tiny_vision_model
 from arl.rewards.adapt import InlineReward
+from arl.run.launch import launch
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.content import image_part, images_in, text_part
 from arl.workflow.placing import check_places_as

@@ -8,10 +8,10 @@ from sandbox.conftest import calls, docker, go_without  # noqa: F401 - a fixture
 from workflow.harbor_tasks import CONFIG, DOCKERFILE, TESTS, write_task
 
 from arl.api.errors import ConfigError, DatasetError, EnvironmentFailedError, SandboxError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import SamplingParams, Trajectory
 from arl.engine.tiny import tiny_tokenizer
-from arl.finetuning.warm_starts import tool_call
+from arl.run.finetuning.warm_starts import tool_call
 from arl.sandbox import CommandOutcome
 from arl.workflow.harbor.harbor_task import harbor_tasks
 from arl.workflow.harbor.harbor_workflow import HarborWorkflow, told

@@ -18,8 +18,8 @@ from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
 
 from arl.api.errors import ConfigError, ServerError
 from arl.api.images import Image
-from arl.api.installing import install_command
-from arl.web.server import bind
+from arl.api.version import install_command
+from arl.runtime.http.server import bind
 from arl.workflow import mcp_tools
 from arl.workflow.call_formats import ToolCall
 from arl.workflow.content import image_part, text_part

@@ -12,11 +12,11 @@ from sighted_chats import FAMILIES, SMALL, TALL, WIDE, directory_of, seeing, the
 from talk import CALL, RESULT, SPEC, THOUGHT, Talk, calling, model, result, user
 
 from arl.api.errors import ImageError, ModelError
+from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image, PlacedImage
-from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams, Trajectory
-from arl.engine.tiny_vision import IMAGE_PAD, VisionFamily
-from arl.vision.processor import ImageProcessor
+from arl.data.image_processor import ImageProcessor
+from arl.engine.tiny import IMAGE_PAD, VisionFamily
 from arl.workflow.compacting import CompactingConversation, Compaction
 from arl.workflow.content import images_in
 from arl.workflow.conversation import Conversation, trajectories

@@ -12,7 +12,7 @@ from chat_templates import tokenizer_of
 from scripted_answers import TOKENIZER, calling, decode, ended, exact, replying, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, ServerError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams
 from arl.rewards import InlineReward, Score
 from arl.workflow.compacting import Compaction

@@ -9,7 +9,7 @@ from served import BREAK, Served, language_model, reward_model
 
 from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, RewardError, RewardTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
-from arl.web import client as web_client
+from arl.runtime.http import client as web_client
 from arl.workflow.teachers import RewardModelClient, TeacherClient
 
 TOKENS = (7, 8, 9, 10)

@@ -7,7 +7,7 @@ import pytest
 from scripted_answers import TOKENIZER, calling, decode, ended, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams
 from arl.rewards import Score
 from arl.workflow.team import Member, Team, TeamSettings

@@ -8,7 +8,7 @@ import pytest
 from scripted_answers import TOKENIZER, calling, cut_off, exact, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, ModelError, PromptTooLongError, ServerError
-from arl.api.scripted import ScriptedEngine
+from arl.api.fakes import ScriptedEngine
 from arl.api.types import Example
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import Score

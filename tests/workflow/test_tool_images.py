@@ -16,11 +16,11 @@ from scripted_answers import TOKENIZER, calling
 from sighted import SEEING_FAMILIES, SEEING_SHAPE, SeeingReference, write_sighted
 from sighted_chats import SMALL, TALL, WIDE, seeing
 
-from arl.api.engine_config import ClientConfig, TrainConfig
 from arl.api.errors import ImageError
+from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.api.scripted import ScriptedEngine
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import ClientConfig, TrainConfig
+from arl.api.train_engine import TrainSequence
 from arl.api.types import SamplingParams, Trajectory
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

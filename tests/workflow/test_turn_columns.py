@@ -10,7 +10,7 @@ from scripted_answers import response_of
 from talk import CALL, QUESTION, QWEN3, RESULT, SURE, THOUGHT, Talk, calling
 
 from arl.api.errors import TrajectoryError
-from arl.api.routes import Routes
+from arl.api.routed_experts import Routes
 from arl.workflow.turn_columns import Part, TokenLine, columns_of, routes
 
 

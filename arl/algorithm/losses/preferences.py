@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from arl.algorithm.losses.supervised import share_won
 from arl.algorithm.losses.surrogates import ROUNDING, Surrogate
-from arl.api.engine import PackedTokens
-from arl.api.preference_config import DPOLossConfig, KTOLossConfig
+from arl.api.settings.objective import DPOLossConfig, KTOLossConfig
+from arl.api.train_engine import PackedTokens
 
 
 def preference(current: torch.Tensor, tokens: PackedTokens, config: DPOLossConfig | KTOLossConfig) -> Surrogate:

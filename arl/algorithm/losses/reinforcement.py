@@ -25,10 +25,9 @@ from arl.algorithm.losses.surrogates import (
     clamped,
     surrogate,
 )
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.objective import KLCovSelection, RejectionPart, WeightPart
-from arl.api.preference_config import DPOLossConfig, KTOLossConfig
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.objective import DPOLossConfig, KLCovSelection, KTOLossConfig, RejectionPart, WeightPart
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 
 Estimator = Literal["k1", "k2", "k3"]
 

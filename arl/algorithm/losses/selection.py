@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 from arl.algorithm.batch import Batch
-from arl.api.objective import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
+from arl.api.settings.objective import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
 
 
 def selected_tokens(batch: Batch, config: SelectionConfig | None, *, seed: int) -> torch.Tensor:

@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs, TrainSequence
 
 Pair = tuple[TrainSequence, TrainSequence]
 """Chosen, rejected."""

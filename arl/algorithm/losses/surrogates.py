@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from arl.api.objective import (
+from arl.api.settings.objective import (
     ClippedLossConfig,
     DPPOLossConfig,
     MirrorDescentLossConfig,

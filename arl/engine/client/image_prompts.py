@@ -25,8 +25,8 @@ import numpy as np
 
 from arl.api.errors import RefusedRequestError
 from arl.api.images import Image, PlacedImage
+from arl.data.image_processor import ImageProcessor
 from arl.engine.client.server_client import GenerateCall
-from arl.vision.processor import ImageProcessor
 
 KEEPS_IMAGES = "SGLANG_VLM_CACHE_SIZE_MB"
 """The environment variable with the size of SGLang's cache of what the tower made of images. No update of the weights

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
+from arl.api.settings.engines import ClientConfig
+from arl.engine.client.health import Upkeep
 from arl.engine.client.server_client import Greeting, ServerClient, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
-from arl.engine.client.server_update import leave_running
-from arl.engine.client.upkeep import Upkeep
+from arl.engine.client.weight_update import leave_running
 
 _GREETING_PAUSES_S = (0.0, 0.2, 1.0)
 """How long to wait before each greeting of a server at the start."""

@@ -1,6 +1,6 @@
 """Servers on the nodes of a Ray cluster. Each has an actor, which reserves its GPUs and CPUs, and runs its process.
 
-    this process, which watches each server (processes.py)
+    this process, which watches each server (server_processes.py)
         | calls
     RayServers, in a process that is in the cluster, and ends with the cluster's head
         | Ray
@@ -27,11 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arl.api.engine_config import LocalEngineConfig, ServerProcessesConfig, StartedServersConfig
 from arl.api.errors import ArlError, ConfigError, ProcessLostError, ServerError
-from arl.api.placed import PlacedPart, gpus_text
-from arl.child_process import ChildLog, how_it_ended
-from arl.engine.client.processes import (
+from arl.api.placement import PlacedPart, gpus_text
+from arl.api.settings.engines import LocalEngineConfig, ServerProcessesConfig, StartedServersConfig
+from arl.engine.client.server_processes import (
     Program,
     Seat,
     ServerProcesses,
@@ -40,8 +39,9 @@ from arl.engine.client.processes import (
     running,
     stock_program,
 )
-from arl.object_process import ObjectProcess
-from arl.offload import offload
+from arl.runtime.processes.actor import ObjectProcess
+from arl.runtime.processes.logs import ChildLog, how_it_ended
+from arl.runtime.threads import offload
 
 _CLOSING_S = 5.0
 _TRY_EVERY_S = 2.0

@@ -30,7 +30,6 @@ from typing import Self
 import numpy as np
 
 from arl.api.engine import ServedModel, UpdateStats, WeightProbe, WeightUpdate
-from arl.api.engine_config import RELEASED, ClientConfig, Protocol, StockServersConfig
 from arl.api.errors import (
     ArlError,
     ConfigError,
@@ -44,25 +43,26 @@ from arl.api.errors import (
     left,
 )
 from arl.api.events import NOWHERE, Events
+from arl.api.settings.engines import RELEASED, ClientConfig, Protocol, StockServersConfig
 from arl.api.types import ModelRequest, ModelResponse
-from arl.cluster.servers_file import DRAIN_S, base_url
-from arl.engine.client.continuation import Attempt, PartialResponse, version_of
+from arl.data.image_processor import FAMILIES
+from arl.engine.client.adaptive_timeout import Patience
+from arl.engine.client.discovery import Roster, RosterFiles
+from arl.engine.client.health import Upkeep
 from arl.engine.client.image_prompts import ScaledImages
-from arl.engine.client.line import Line
+from arl.engine.client.load_balancer import Line
 from arl.engine.client.membership import Membership
-from arl.engine.client.patience import Patience
-from arl.engine.client.processes import ServerProcesses
-from arl.engine.client.roster import Roster, RosterFiles
+from arl.engine.client.partial_response import Attempt, PartialResponse, version_of
 from arl.engine.client.server_client import MIXTURE, Answer, ServerClient, SharedFaultError, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
-from arl.engine.client.server_watch import ServerWatch
+from arl.engine.client.server_processes import ServerProcesses
+from arl.engine.client.servers_file import DRAIN_S, base_url
 from arl.engine.client.sglang_client import SGLangClient
-from arl.engine.client.upkeep import Upkeep
 from arl.engine.client.vllm_client import VLLMClient
+from arl.engine.client.watchdog import ServerWatch
 from arl.engine.client.weight_check import WeightCheck
-from arl.vision.processor import FAMILIES
-from arl.web.connections import Connections
-from arl.web.process import allow_many_connections
+from arl.runtime.http.connections import Connections
+from arl.runtime.http.process import allow_many_connections
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0

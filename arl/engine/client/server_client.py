@@ -23,15 +23,15 @@ import numpy as np
 from yarl import URL
 
 from arl.api.engine import MODEL_SIZES, ServedModel, TensorSpec, WeightGroup
-from arl.api.engine_config import PauseMode
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError
 from arl.api.events import ServerWorked
 from arl.api.images import PlacedImage
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.engines import PauseMode
 from arl.api.types import SamplingParams
-from arl.web.client import JsonClient
-from arl.web.connections import Connections
-from arl.web.process import is_loopback
+from arl.runtime.http.client import JsonClient
+from arl.runtime.http.connections import Connections
+from arl.runtime.http.process import is_loopback
 
 MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""

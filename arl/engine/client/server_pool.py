@@ -51,9 +51,9 @@ from arl.api.events import (
     ServerWorked,
 )
 from arl.api.types import new_id
-from arl.engine.client.awake_clock import AwakeClock
-from arl.engine.client.continuation import Attempt
+from arl.engine.client.partial_response import Attempt
 from arl.engine.client.server_client import Greeting, Holding, ServerClient
+from arl.runtime.clocks import AwakeClock
 
 
 class ServerState(StrEnum):

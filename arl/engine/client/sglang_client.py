@@ -20,7 +20,6 @@ import numpy as np
 import orjson
 
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.engine_config import RELEASED, PauseMode
 from arl.api.errors import (
     ArlError,
     NoSuchPathError,
@@ -31,8 +30,9 @@ from arl.api.errors import (
 )
 from arl.api.events import ServerWorked
 from arl.api.images import PlacedImage
-from arl.api.kept_ids import KeptIds
-from arl.api.routes import Routes
+from arl.api.routed_experts import Routes
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.engines import RELEASED, PauseMode
 from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import FrameClient
 from arl.engine.client.image_prompts import KEEPS_IMAGES, check_prompt, embedded_fields, num_bytes, sglang_fields
@@ -55,8 +55,8 @@ from arl.engine.client.server_client import (
     spans_of,
 )
 from arl.engine.frames import FORMAT, PATH, Result
-from arl.web.client import Reply, encoded
-from arl.web.connections import Connections, NotConnectedError
+from arl.runtime.http.client import Reply, encoded
+from arl.runtime.http.connections import Connections, NotConnectedError
 
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)

@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.engine_config import RELEASED, PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, RefusedRequestError, ServerError
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.engines import RELEASED, PauseMode
 from arl.api.types import SamplingParams, new_id
 from arl.engine.client.image_prompts import check_prompt, vllm_fields
 from arl.engine.client.server_client import (
@@ -33,8 +33,8 @@ from arl.engine.client.server_client import (
     scored,
     spans_of,
 )
-from arl.offload import offload
-from arl.web.client import Reply
+from arl.runtime.http.client import Reply
+from arl.runtime.threads import offload
 
 _GENERATE = "/inference/v1/generate"
 _PROMPT_TOO_LONG = re.compile(r"maximum model length|context length", re.IGNORECASE)

@@ -3,6 +3,6 @@
     FSDPTrainEngine   one rank: model, packing, attention, optimizer, checkpoints, snapshots
     RayTrainEngine    many ranks: divides each minibatch, and calls an FSDPTrainEngine on each
 
-Only `arl.assembly` builds engines; everything else talks to `arl.api.engine.TrainEngine`. This package imports
+Only `arl.run.launch` builds engines; everything else talks to `arl.api.train_engine.TrainEngine`. This package imports
 `arl.api`, `arl.algorithm` and `arl.engine.weights`, and nothing of workflows, rollouts, the trainer or clients.
 """

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from arl.api.weight_prints import TensorPrint
+from arl.api.train_engine import TensorPrint
 from arl.engine.fsdp.minibatch import reduce_over
 from arl.engine.fsdp.policy import local_shard
 

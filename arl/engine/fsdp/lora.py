@@ -23,14 +23,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from arl.api.engine_config import LoRAConfig
 from arl.api.errors import ConfigError, ModelError, TransportError
-from arl.api.installing import install_command
+from arl.api.settings.engines import LoRAConfig
+from arl.api.version import install_command
 from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.vision import vision_tower
-from arl.engine.weights.tensor_ranges import rows_of
+from arl.engine.weights.tensor_layout import rows_of
 
 _ADAPTER = "default"
 """peft's name for the one adapter there is. It is in parameters' names, not in files."""

@@ -16,13 +16,12 @@ from arl.algorithm.flat_sequences import FlatSequences, of_each, runs
 from arl.algorithm.packing import balanced_shares, pack
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, last_trained, prefix_order
 from arl.algorithm.trained_tokens import unit_numbers
-from arl.api.engine import PackedTokens, TokenLosses
-from arl.api.kept_ids import KeptIds
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.sampling_mask import KeptIds
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLosses, TrainSequence
+from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.attention import PackedLayout
 from arl.engine.fsdp.vision import NoImages, RowImages, images_of_row
 from arl.engine.routers import ReplayedRoutes
-from arl.vision.processor import ImageProcessor
 
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:

@@ -28,14 +28,15 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from arl.api.engine import Head, TensorSpec
+from arl.api.engine import TensorSpec
 from arl.api.errors import ModelError, TransportError
+from arl.api.train_engine import Head
+from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
 from arl.engine.fsdp.vision import image_processor, let_tower_attend
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
-from arl.engine.weights.tensor_ranges import spec_of
-from arl.vision.processor import ImageProcessor
+from arl.engine.weights.tensor_layout import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"

@@ -37,8 +37,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError
+from arl.api.settings.engines import TrainConfig
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
 from arl.engine.fsdp.lease import Lease
 from arl.engine.fsdp.policy import TokenModel, transformer_layers

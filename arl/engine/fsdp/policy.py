@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_dataclass
 from transformers import PreTrainedModel
 
-from arl.api.engine import TokenOutputs
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.train_engine import TokenOutputs
 from arl.engine.fsdp.attention import PackedLayout
 from arl.engine.fsdp.minibatch import Microbatch
 from arl.engine.fsdp.vision import decoder_inputs

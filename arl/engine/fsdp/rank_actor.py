@@ -24,12 +24,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.api.engine import Head, ModelLimits, Output, TokenLoss
-from arl.api.engine_config import TrainConfig
-from arl.api.placed import PlacedPart
-from arl.api.weight_prints import TensorPrint
+from arl.api.placement import PlacedPart
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.remote_calls import Kept, Messages, place_of, reported
+from arl.runtime.processes.rpc import Kept, Messages, place_of, reported
 
 THREADS = {"training": 1, "beside": 64, "leaving": 4, "watching": 1}
 """Ray's concurrency groups and their threads."""

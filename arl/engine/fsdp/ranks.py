@@ -23,7 +23,7 @@ from arl.api.errors import ArlError, EngineClosedError, ProcessLostError, Traini
 from arl.api.types import new_id
 from arl.engine.fsdp.rank_actor import THREADS, RankActor
 from arl.engine.fsdp.ray_cluster import Placement
-from arl.remote_calls import CallOutcome, Message, OtherTracebackError
+from arl.runtime.processes.rpc import CallOutcome, Message, OtherTracebackError
 
 _GRACE_S = 3.0
 """How long a call may go on after one rank has failed; ranks in a collective would wait for ever."""
@@ -136,7 +136,7 @@ class Ranks:
             raise ProcessLostError(f"{reason}. The train engine is closed")
 
     def ask(self, key: str, name: str, *args: Any, is_leaving: bool = False) -> Any:
-        """The attribute `name` of what rank 0 keeps under `key`; see arl.remote_calls.Holder."""
+        """The attribute `name` of what rank 0 keeps under `key`; see arl.runtime.processes.rpc.Holder."""
         return self.beside(0, "ask", key, name, args, group="leaving" if is_leaving else "beside")
 
     def unseen(self, directory: Path, ranks: Iterable[int] = (0,)) -> str | None:

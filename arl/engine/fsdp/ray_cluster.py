@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
-from arl.api.installing import install_command
+from arl.api.version import install_command
 from arl.engine.fsdp.lease import Lease
-from arl.engine.weights.snapshot_places import OwnDirectory
+from arl.engine.weights.snapshot_directories import OwnDirectory
 
 _RAM = "/dev/shm"
 _STORE_SHARE = 0.3

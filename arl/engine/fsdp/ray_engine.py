@@ -23,18 +23,16 @@ import numpy as np
 import torch
 
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.api.engine import Head, ModelLimits, Output, TokenLoss
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ProcessLostError, TrainingError
-from arl.api.placed import PlacedPart
-from arl.api.train_sequence import TrainSequence
+from arl.api.placement import PlacedPart
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss, TrainSequence
 from arl.api.types import new_id
-from arl.api.weight_prints import TensorPrint
+from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.minibatch import divide, joined_columns
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, bundle_of, has_room
 from arl.engine.fsdp.vision import check_images, image_processor
-from arl.remote_calls import KeptSnapshot
-from arl.vision.processor import ImageProcessor
+from arl.runtime.processes.rpc import KeptSnapshot
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks

@@ -35,7 +35,7 @@ from arl.engine.fsdp.fingerprint import fingerprints
 from arl.engine.fsdp.lora import Adapters, LoRAOrigin
 from arl.engine.fsdp.model import replace_directory
 from arl.engine.fsdp.policy import Reference, trained_parameters
-from arl.offload import force_to_disk
+from arl.runtime.threads import force_to_disk
 
 _PROGRESS_FILE = "progress.json"
 

@@ -27,8 +27,8 @@ from arl.api.errors import ConfigError, TransportError
 from arl.engine.fsdp.lora import Adapters, MergedWeights, RankAdapter
 from arl.engine.fsdp.model import ModelWriter
 from arl.engine.fsdp.parallel import whole_tensor
-from arl.engine.weights.sender import WeightSender
-from arl.engine.weights.tensor_ranges import byte_size, ranges, rows_of, torch_dtype, views
+from arl.engine.weights.process_groups import WeightSender
+from arl.engine.weights.tensor_layout import byte_size, ranges, rows_of, torch_dtype, views
 
 _CHUNK_BYTES = 256 << 20
 """A chunk's size: large enough for full speed, small enough that sending begins soon."""

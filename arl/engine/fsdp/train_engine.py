@@ -26,11 +26,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
-from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError, ModelError, TrainingError
-from arl.api.train_sequence import TrainSequence
-from arl.api.weight_prints import TensorPrint
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss, TokenOutputs, TrainSequence
 from arl.engine.fsdp.fingerprint import fingerprints
 from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
@@ -43,6 +41,7 @@ from arl.engine.fsdp.minibatch import (
     reduce_over,
 )
 from arl.engine.fsdp.model import ModelWriter, load_model
+from arl.engine.fsdp.offloading import Residence
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
 from arl.engine.fsdp.policy import (
     Critic,
@@ -52,7 +51,6 @@ from arl.engine.fsdp.policy import (
     trained_parameters,
     transformer_layers,
 )
-from arl.engine.fsdp.residence import Residence
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.fsdp.vision import NoImages, check_images, freeze_tower

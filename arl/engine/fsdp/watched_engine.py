@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from arl.api.engine import TokenLoss
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TokenLoss, TrainSequence
 from arl.engine.fsdp.minibatch import MinibatchTally
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -28,17 +28,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arl.api.engine_config import SERVER_KEY
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.web.process import add_key_option, check_address, key_of, run_server
-from arl.web.server import bind, serving
-from arl.web.watch import Watch
+from arl.api.settings.engines import SERVER_KEY
+from arl.runtime.http.process import add_key_option, check_address, key_of, run_server
+from arl.runtime.http.server import bind, serving
+from arl.runtime.processes.parent_watch import Watch
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from arl.engine.local.generate import Inflight
-    from arl.engine.local.scheduler import Scheduler
+    from arl.engine.local.model_thread import Scheduler
 
 log = logging.getLogger("arl.engine.local")
 
@@ -77,7 +77,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
     """The model, ready to start. Raises ModelError if it cannot be loaded."""
-    from arl.engine.local.scheduler import Scheduler, SchedulerSettings
+    from arl.engine.local.model_thread import Scheduler, SchedulerSettings
 
     settings = SchedulerSettings(
         device=args.device,

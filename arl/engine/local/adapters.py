@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from arl.engine.local.received_weights import WeightsError, named
+from arl.engine.local.weight_receiver import WeightsError, named
 
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from arl.api.errors import EngineClosedError
-from arl.api.installing import __version__
+from arl.api.version import __version__
 from arl.engine.frames import FORMAT, PATH
 from arl.engine.local.control import (
     AbortBody,
@@ -26,9 +26,9 @@ from arl.engine.local.control import (
 )
 from arl.engine.local.frame_server import FrameServer
 from arl.engine.local.generate import ClassifyBody, GenerateBody, Generation, Inflight, TokenizeBody
-from arl.engine.local.scheduler import Scheduler
-from arl.web.bodies import BodyError, RequestBody, RequestError, parse
-from arl.web.server import ErrorShape, Handler, answering, body_of, boundary, json_response, require_key
+from arl.engine.local.model_thread import Scheduler
+from arl.runtime.http.bodies import BodyError, RequestBody, RequestError, parse
+from arl.runtime.http.server import ErrorShape, Handler, answering, body_of, boundary, json_response, require_key
 
 _MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens takes 8 MiB; aiohttp's default limit is 1 MiB. Parsing blocks the event loop."""

@@ -14,13 +14,13 @@ from aiohttp import web
 from pydantic import Field
 
 from arl.api.engine import WeightGroup
-from arl.api.engine_config import PauseMode
+from arl.api.settings.engines import PauseMode
 from arl.engine.local.generate import Inflight
-from arl.engine.local.occupation import PARTS, MemoryPart
-from arl.engine.local.received_weights import WeightReceiver, WeightsError, named, read_directory
-from arl.engine.local.scheduler import Scheduler
-from arl.web.bodies import Name, RequestBody, RequestError
-from arl.web.server import json_response
+from arl.engine.local.memory import PARTS, MemoryPart
+from arl.engine.local.model_thread import Scheduler
+from arl.engine.local.weight_receiver import WeightReceiver, WeightsError, named, read_directory
+from arl.runtime.http.bodies import Name, RequestBody, RequestError
+from arl.runtime.http.server import json_response
 
 _TENSORS = Field(max_length=1 << 17, fail_fast=True)
 """Models with experts stored one by one have some 50,000."""

@@ -33,10 +33,10 @@ from arl.engine.frames import (
     messages_of,
 )
 from arl.engine.local.generate import Generation, Inflight, SettingsBody, check_job
-from arl.engine.local.scheduler import Scheduler
+from arl.engine.local.model_thread import Scheduler
 from arl.engine.local.sequences import Job
-from arl.web.bodies import RequestError, parse
-from arl.web.server import ErrorShape, request_error
+from arl.runtime.http.bodies import RequestError, parse
+from arl.runtime.http.server import ErrorShape, request_error
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.slot_attention import SlotBatch, attend
-from arl.engine.local.tower import ShownImages
+from arl.engine.local.vision_tower import ShownImages
 
 _LAYERS = (
     "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer",

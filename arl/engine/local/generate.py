@@ -18,11 +18,11 @@ from pydantic import Field
 
 from arl.api.grammar import Grammar, GrammarKind
 from arl.api.types import SamplingParams
-from arl.engine.local.arrived_images import ArrivedImages, SentImage
 from arl.engine.local.grammars import Grammars
-from arl.engine.local.scheduler import Scheduler
+from arl.engine.local.model_thread import Scheduler
+from arl.engine.local.request_images import ArrivedImages, SentImage
 from arl.engine.local.sequences import Job
-from arl.web.bodies import BodyError, Integers, Name, RequestBody, RequestError, Strings
+from arl.runtime.http.bodies import BodyError, Integers, Name, RequestBody, RequestError, Strings
 
 _MAX_STOP_TOKENS = 4096
 _MAX_GRAMMAR = 1 << 20

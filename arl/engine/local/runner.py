@@ -26,17 +26,17 @@ from transformers import (
     AutoTokenizer,
 )
 
-from arl.api.engine_config import DEFAULT_CONTEXT_LENGTH
 from arl.api.errors import ConfigError, ModelError
+from arl.api.settings.engines import DEFAULT_CONTEXT_LENGTH
+from arl.data.image_processor import ImageProcessor
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.fused_decoder import FusedDecoder
+from arl.engine.local.memory import Occupation, with_own_memory
 from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
-from arl.engine.local.occupation import Occupation, with_own_memory
-from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
-from arl.engine.local.tower import PART, ShownImages, Tower, is_sighted
+from arl.engine.local.vision_tower import PART, ShownImages, Tower, is_sighted
+from arl.engine.local.weight_receiver import StoredForm, check_fit
 from arl.engine.routers import Routers, find_routers
-from arl.vision.processor import ImageProcessor
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from arl.api.types import SamplingParams
-from arl.engine.local.constraints import Allowed
+from arl.engine.local.grammars import Allowed
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9

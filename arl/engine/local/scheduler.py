@@ -1,273 +1,537 @@
-"""The model thread: it steps the batch, and runs the other threads' commands between two steps.
+"""The running batch: each step plans its tokens, runs the model on them, and takes the samples.
 
-    submit, abort, pause, resume, release_memory, load, ... --commands, in order--> model thread --deliver--> event loop
+    waiting --admit--> rows: [ decoding ... | prefilling ... ] --finish--> delivered, and retained as a prefix
 
-The thread sleeps on its command queue while it is paused, has nothing to generate, or no memory to do it in; each
-command wakes it.
+Row i of the cache belongs to rows[i]. The decoding sequences come first and without gaps, so that their part of the
+cache is a view; the last row moves into the place of one that ends.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
+import math
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
+import numpy as np
 import torch
 
-from arl.api.engine_config import PauseMode
-from arl.api.errors import EngineClosedError
-from arl.engine.local.adapters import Adapter
-from arl.engine.local.iteration_times import IterationTimes
-from arl.engine.local.occupation import MemoryPart
-from arl.engine.local.runner import ModelRunner
-from arl.engine.local.running_batch import RunningBatch
-from arl.engine.local.sequences import Job
+from arl.api.sampling_mask import SetTable
+from arl.api.settings.engines import RELEASED
+from arl.engine.local.grammars import Allowed, Constraint
+from arl.engine.local.memory import MemoryPart
+from arl.engine.local.runner import ModelRunner, StepInput
+from arl.engine.local.sampler import BatchSampler, Samples, StopStrings, random_stream
+from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
+from arl.engine.local.vision_tower import Tower, shown_of
+from arl.runtime.http.bodies import RequestError
 
-Deliver = Callable[[Sequence[Job]], None]
-"""Called on the model thread with jobs that have ended."""
+_FIELDS = ("number", "decoded", "context", "prompt", "begun", "seconds")
 
-_PREFILL_TOKENS = {"cpu": 512}
-"""Most prompt tokens in a step, by device: enough to keep the device busy without stalling decoding."""
 
-_SHUTTING_DOWN = "the server is shutting down"
+class IterationTimes:
+    """Sums since the server began. Use it on the model thread.
 
-_T = TypeVar("_T")
+    is_alone: the model computes on the CPU with one thread, whose CPU seconds are counted, as other processes do not
+    change these much. Otherwise seconds are those of the clock.
+    """
 
-_logger = logging.getLogger(__name__)
+    def __init__(self, *, is_alone: bool) -> None:
+        self.clock: Callable[[], float] = time.thread_time if is_alone else time.perf_counter
+        self._is_alone = is_alone
+        self._sums: dict[tuple[int, bool], list[float]] = {}
+        """(bit length of the number of decoded requests, whether prompts were read) -> the sums of _FIELDS."""
+
+    def add(self, decoded: int, context: int, prompt: int, begun: int, seconds: float) -> None:
+        """Count an iteration. context: tokens that the decoded requests held. begun: requests that got their first
+        token."""
+        key = decoded.bit_length(), prompt > 0 or begun > 0
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = [0.0] * len(_FIELDS)
+        for i, value in enumerate((1, decoded, context, prompt, begun, seconds)):
+            sums[i] += value
+
+    def report(self) -> dict[str, Any]:
+        """The sums, in the form that arl.api.events.ServerWorked reads."""
+        rows = [[reads, *self._sums[bits, reads]] for bits, reads in sorted(self._sums)]
+        return {"is_cpu_time": self._is_alone, "iterations": rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """How a model is served."""
+class Computed:
+    """A step's results for each of the plan's sampled rows: a sample, or a reward model's scores."""
 
-    device: str = "cpu"
-    dtype: str = "float32"
-    num_threads: int = 1
-    max_running_requests: int = 128
-    """Sequences decoded at once."""
-    context_length: int | None = None
-    """Longest prompt plus response in tokens; by default the model's own."""
-    weight_version: str = "default"
-    """The label of the weights at the start."""
-    prefill_tokens: int | None = None
-    """Most prompt tokens computed in a step, so that others decode in between; by default the device decides."""
-    prefix_cache_bytes: int = 1 << 30
-    """Memory for the keys and values of finished requests."""
+    samples: Samples = field(default_factory=lambda: Samples(tokens=[], logprobs=[], kept_logprobs=[], kept={}))
+    allowed: Allowed | None = None
+    """The ids that grammars allowed constrained rows, before filters."""
+    scores: Sequence[list[float]] = ()
+    """For each sampled row, one number for each label."""
+    given: Sequence[float] = ()
+    """Logprobs of given tokens, chunk after chunk."""
 
 
-class Scheduler:
-    """Generates jobs on the model thread. Every method may be called from any thread and returns at once.
+class RunningBatch:
+    """Continuous batching on one thread: jobs go in, and each step returns those that finished.
 
-    Calls take effect between two steps, in their order. Futures are resolved on the model thread; after `close` they
-    fail with EngineClosedError. A job that names an unknown adapter finishes with reason abort and status_code 400; a
-    job whose step failed, with 500.
-
-    runner: the model. Read only its constant parts: tokenizer, configuration and limits.
-
-    Raises ModelError if model_dir holds no model that it can serve, ConfigError for an unknown device or dtype.
+    prefill_tokens: most prompt tokens in a step, so that a long prompt does not delay the other requests for long.
+    prefix_cache_bytes: memory for the keys and values of finished sequences.
+    times: where steps note how long they took.
     """
 
-    def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
-        self._deliver = deliver
-        self.runner = ModelRunner(
-            model_dir,
-            device=settings.device,
-            dtype=settings.dtype,
-            max_rows=settings.max_running_requests,
-            context_length=settings.context_length,
-            num_threads=settings.num_threads,
-        )
-        is_cpu = self.runner.device.type == "cpu"
-        self.prefill_tokens = settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048)
-        """Most prompt tokens computed in a step."""
-        self._times = IterationTimes(is_alone=is_cpu and settings.num_threads == 1)
-        self._batch = RunningBatch(
-            self.runner,
-            max_rows=settings.max_running_requests,
-            prefill_tokens=self.prefill_tokens,
-            prefix_cache_bytes=settings.prefix_cache_bytes,
-            weight_version=settings.weight_version,
-            times=self._times,
-        )
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._on_death: Callable[[], object] = lambda: None
-        self._is_paused = False
-        self._is_closing = False
-        self._has_ended = False
-        self._ending = threading.Lock()  # a command is either run by the model thread, or refused: never forgotten
-        self._thread = threading.Thread(target=self._run, name="arl-model")
-
-    @property
-    def weight_version(self) -> str:
-        return self._batch.weight_version
-
-    @property
-    def is_paused(self) -> bool:
-        return self._is_paused
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_rows: int,
+        prefill_tokens: int,
+        prefix_cache_bytes: int,
+        weight_version: str,
+        times: IterationTimes,
+    ) -> None:
+        self._runner = runner
+        self._times = times
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
+        self._stop_strings = StopStrings(runner.tokenizer)
+        self._prefixes = PrefixIndex(prefix_cache_bytes)
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._num_decoding = 0
+        self._sampler: BatchSampler | None = None
+        self._sampled: Sequence[Row] = ()
+        self.weight_version = weight_version
 
     @property
     def num_running(self) -> int:
-        return self._batch.num_running
+        return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
-        return self._batch.num_waiting
-
-    def start(self, on_death: Callable[[], object] = lambda: None) -> None:
-        """on_death: called on the model thread when an error has ended it; nothing is served from then on."""
-        self._on_death = on_death
-        self._thread.start()
-
-    def close(self) -> None:
-        """Abort unfinished jobs and end the model thread. Idempotent."""
-        self._put(self._close)
-        if self._thread.is_alive():
-            self._thread.join()
-
-    # ---- from any thread --------------------------------------------------------------------------------------
-
-    def submit(self, job: Job) -> None:
-        """Queue a job; it comes back through `deliver`."""
-        self._put(lambda: self._add(job))
-
-    def abort(self, rid: str | None) -> None:
-        """Finish the job `rid`, or for None all that run or wait, with their tokens so far."""
-        self._put(lambda: self._send(self._batch.abort(rid)))
-
-    def pause(self, mode: PauseMode) -> Future[dict[str, Any]]:
-        """Stop generating. in_place: requests keep their cache. retract: they recompute it. abort: they return.
-
-        Gives IterationTimes.report.
-        """
-        return self._ask(lambda: self._pause(mode))
-
-    def resume(self) -> Future[None]:
-        return self._ask(self._resume)
-
-    def flush_cache(self) -> Future[None]:
-        """Forget the prefixes of finished requests; always possible."""
-        return self._ask(self._batch.flush)
-
-    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> Future[None]:
-        """Change parameters between two steps, paused or not. Fails with WeightsError, and changes none, on a misfit.
-
-        Tokens sampled from then on carry weight_version. Later jobs find no prefix of old weights.
-        """
-        return self._ask(lambda: self._batch.load(tensors, weight_version))
-
-    def release_memory(self, parts: Collection[MemoryPart]) -> Future[None]:
-        """Let go of the weights' memory or that of keys and values. Jobs wait until both are there again.
-
-        Fails with RequestError while sequences run.
-        """
-        return self._ask(lambda: self._batch.release(parts))
-
-    def resume_memory(self, parts: Collection[MemoryPart]) -> Future[None]:
-        """Take the memory again. After that of the weights, `load` has to bring all of them."""
-        return self._ask(lambda: self._batch.resume(parts))
-
-    def load_adapter(self, adapter: Adapter) -> Future[None]:
-        """Let jobs name it; fails with WeightsError if another has its name."""
-        return self._ask(lambda: self.runner.adapters.add(adapter))
-
-    def unload_adapter(self, name: str) -> Future[None]:
-        """Refuse later jobs that name it; earlier ones keep it. Fails with WeightsError if it is not loaded."""
-        return self._ask(lambda: self.runner.adapters.remove(name))
-
-    def _ask(self, work: Callable[[], _T]) -> Future[_T]:
-        future: Future[_T] = Future()
-
-        def run() -> None:
-            if self._is_closing:
-                future.set_exception(EngineClosedError("the scheduler was closed"))
-            elif future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except Exception as error:  # noqa: BLE001 - the caller's to handle
-                    future.set_exception(error)
-
-        self._put(run)
-        return future
-
-    def _put(self, command: Callable[[], None]) -> None:
-        with self._ending:
-            if not self._has_ended:
-                self._commands.put(command)
-                return
-        command()
-
-    # ---- on the model thread ----------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception:
-            _logger.exception("the model thread died")
-            self._on_death()
-
-    def _serve(self) -> None:
-        torch.set_num_threads(1)
-        try:
-            while not self._is_closing:
-                if self._is_still:  # nothing to generate: wait for a command
-                    self._commands.get()()
-                self._drain()
-                if not self._is_still:
-                    self._step()
-        finally:
-            self._is_closing = True
-            with self._ending:
-                self._has_ended = True
-            self._drain()
-            self._send(self._batch.abort(None, _SHUTTING_DOWN))
-            self.runner.close()
+        return len(self._waiting)
 
     @property
-    def _is_still(self) -> bool:
-        return self._is_paused or self._batch.is_idle or not self._batch.can_compute
+    def is_idle(self) -> bool:
+        return not self._rows and not self._waiting
 
-    def _drain(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()()
-
-    def _step(self) -> None:
-        try:
-            delivered = self._batch.step()
-        except Exception as error:
-            _logger.exception("a step failed; its requests are aborted")
-            delivered = self._batch.fail(error)
-        self._send(delivered)
-
-    def _send(self, jobs: Sequence[Job]) -> None:
-        if jobs:
-            self._deliver(jobs)
-
-    def _add(self, job: Job) -> None:
-        if self._is_closing:
-            job.abort(_SHUTTING_DOWN)
-        else:
-            self._batch.add(job)
+    def add(self, job: Job) -> None:
+        """Queue a job that fits the context. A job with an unknown adapter finishes at once, with the reason."""
+        adapter = self._runner.adapters.find(job.adapter)
+        if job.adapter and adapter is None:
+            loaded = ", ".join(self._runner.adapters.loaded) or "none"
+            job.abort(f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}", 400)
+            return
+        sampling = job.sampling
+        constraint = self._constraint(job)
         if job.is_done:
-            self._send([job])
+            return
+        if job.returns_kept_ids and not job.is_prefill_only:
+            job.sets = SetTable(self._runner.vocab_size)
+        tokens = [*job.input_ids, *job.output_ids]
+        if (view := None if job.view is None else job.view.result()) is not None:
+            tokens = view.marked(tokens)
+        extra_key = f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key
+        stop_ids = self._runner.eos_ids.union(sampling.stop_token_ids)
+        self._waiting.append(
+            Row(
+                tokens,
+                extra_key=extra_key,
+                keys=prefix_keys(tokens, extra_key),
+                job=job,
+                adapter=adapter,
+                max_length=len(job.input_ids) + sampling.max_new_tokens,
+                stream=random_stream(sampling.seed),
+                stop=tuple(string for string in sampling.stop if string),
+                stop_ids=frozenset() if sampling.ignore_eos else stop_ids,
+                constraint=constraint,
+                view=view,
+            )
+        )
 
-    def _close(self) -> None:
-        self._is_closing = True
+    def _constraint(self, job: Job) -> Constraint | None:
+        """The job's place in its grammar, after the tokens that it continues. If these do not match, it is aborted."""
+        if job.compiled is None or job.is_prefill_only:
+            return None
+        has_end = bool(self._runner.eos_ids)
+        constraint = Constraint(job.compiled.result(), has_end=has_end)
+        begun = job.input_ids[len(job.input_ids) - job.num_continued :]
+        for number, token in enumerate(begun):
+            if constraint.has_ended or not constraint.accept(token):
+                job.abort(f"token {number} of the {len(begun)} that the response begins with breaks its grammar", 400)
+                return None
+        return constraint
 
-    def _pause(self, mode: PauseMode) -> dict[str, Any]:
-        if mode == "abort":
-            self._send(self._batch.abort(None))
-        elif mode == "retract":
-            self._batch.retract()
-        self._is_paused = True
-        return self._times.report()
+    # ---- a step: plan, run, take ------------------------------------------------------------------------------
 
-    def _resume(self) -> None:
-        self._is_paused = False
+    def step(self) -> list[Job]:
+        """Compute one step; returns the jobs that finished. If it raises, `fail` makes the batch sound again."""
+        began = self._times.clock()
+        plan = self._plan()
+        ended = self._take(plan, self._run(plan))
+        n, chunks = plan.num_decoding, plan.input.chunks
+        self._times.add(
+            decoded=n,
+            context=sum(plan.input.positions[:n]) + n,
+            prompt=sum(chunk.length for chunk in chunks),
+            begun=plan.num_sampled - n + len(plan.followers),
+            seconds=self._times.clock() - began,
+        )
+        return ended
+
+    def _plan(self) -> StepPlan:
+        alike = self._admit()
+        while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
+            self._num_decoding += 1
+        plan = StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
+        return self._follow(plan, alike) if alike and plan.num_sampled == len(self._rows) else plan
+
+    def _run(self, plan: StepPlan) -> Computed:
+        """Run the model over the plan's tokens, and sample. Raises FloatingPointError if its results are not finite."""
+        step = plan.input if self._runner.tower is None else seen_by(plan, self._runner.tower)
+        adapted = [(row.adapter, length) for row, length in zip(plan.rows, plan.lengths, strict=True)]
+        self._runner.adapters.use(adapted, self._runner.device)
+        self._runner.cache.reserve(len(self._rows), max(step.positions) + 1)
+        logits, given = self._runner.forward(step)
+        if plan.leaders:
+            logits = logits[torch.tensor([*range(plan.num_sampled), *plan.leaders], device=logits.device)]
+        if not plan.sampled:
+            computed = Computed(given=given)
+        elif self._runner.is_scorer:
+            computed = Computed(scores=logits.tolist())
+        else:
+            positions = [len(row.tokens) for row in plan.sampled]
+            sampler, allowed = self._sampler_of(plan.sampled), self._allowed(plan.sampled)
+            computed = Computed(samples=sampler.sample(logits, positions, allowed), allowed=allowed, given=given)
+        if math.isnan(sum(computed.samples.logprobs) + sum(computed.given) + sum(map(sum, computed.scores))):
+            raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
+        return computed
+
+    def _sampler_of(self, rows: Sequence[Row]) -> BatchSampler:
+        """The sampler of these rows: the previous step's, unless rows have joined or left."""
+        if self._sampler is None or self._sampled != rows:
+            params = [row.job.sampling for row in rows]
+            streams = [row.stream for row in rows]
+            notes = [row.job.returns_kept_ids for row in rows]
+            self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device, notes)
+            self._sampled = rows
+        return self._sampler
+
+    def _allowed(self, rows: Sequence[Row]) -> Allowed | None:
+        """The ids that these rows may sample; None if no row has a grammar."""
+        constraints = [row.constraint for row in rows]
+        if not any(constraints):
+            return None
+        return Allowed.of(constraints, self._runner.vocab_size, self._runner.device)
+
+    def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
+        self._note_routes(plan)
+        for row, length in zip(plan.rows, plan.lengths, strict=True):
+            row.num_computed += length
+        self._num_decoding = len(plan.sampled)
+        first = len(plan.rows)
+        for leader, count in Counter(plan.leaders).items():
+            row = plan.rows[leader]
+            self._runner.cache.spread(row.index, first, first + count, row.num_computed)
+            first += count
+        for row, leader in zip(plan.followers, plan.leaders, strict=True):
+            row.num_computed = len(row.tokens)
+            _copy_routes(plan.rows[leader], row, row.num_computed)
+        given = iter(computed.given)
+        for row, count in zip(plan.prefilling, plan.given_counts, strict=True):
+            row.job.input_logprobs += islice(given, count)
+        take = self._take_scores if self._runner.is_scorer else self._take_tokens
+        ended = take(plan.sampled, computed)
+        for row in ended:
+            _settle(row)
+            self._retain(row)
+        for row in reversed(ended):
+            self._remove(row)
+        return [row.job for row in ended]
+
+    def _note_routes(self, plan: StepPlan) -> None:
+        """Keep which experts computed the step's tokens."""
+        if (experts := self._runner.experts) is None:
+            return
+        start = 0
+        for row, length in zip(plan.rows, plan.lengths, strict=True):
+            assert row.experts is not None
+            row.experts[row.num_computed : row.num_computed + length] = experts[start : start + length]
+            start += length
+
+    def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> list[Row]:
+        """Hand out the step's samples; returns the rows that end with them."""
+        version = self.weight_version
+        ended: list[Row] = []
+        dead = self._note(rows, computed)
+        samples = computed.samples
+        told = zip(rows, samples.tokens, samples.logprobs, samples.kept_logprobs, strict=True)
+        for number, (row, token, logprob, kept_logprob) in enumerate(told):
+            job, tokens = row.job, row.tokens
+            if job.is_prefill_only:
+                job.finish_reason = {"type": "length", "length": 0}
+                ended.append(row)
+                continue
+            if number in dead:
+                job.abort(f"its grammar allows no token of this model after {len(job.output_ids)} sampled ones", 400)
+                ended.append(row)
+                continue
+            tokens.append(token)
+            job.output_ids.append(token)
+            job.output_logprobs.append(logprob)
+            if job.returns_kept_ids:
+                job.kept_logprobs.append(kept_logprob)
+            job.versions.append(version)
+            if row.stop or token in row.stop_ids or len(tokens) >= row.max_length or _has_matched(row):
+                job.finish_reason = self._finish_reason(row, token)
+                if job.is_done:
+                    ended.append(row)
+        return ended
+
+    def _note(self, rows: Sequence[Row], computed: Computed) -> set[int]:
+        """Note what tokens were sampled among, and take constrained rows on in their grammars. Returns the rows whose
+        grammar allows nothing."""
+        for number, ids in computed.samples.kept.items():
+            if (sets := rows[number].job.sets) is not None:
+                sets.add_free() if len(ids) == self._runner.vocab_size else sets.add(ids.tobytes(), ids)
+        dead: set[int] = set()
+        for place, number in enumerate(computed.allowed.rows if computed.allowed else ()):
+            row, token = rows[number], computed.samples.tokens[number]
+            assert computed.allowed is not None
+            assert row.constraint is not None
+            if not computed.allowed.is_alive[place]:
+                dead.add(number)
+                continue
+            if row.job.sets is not None and number not in computed.samples.kept:
+                computed.allowed.note(place, row.job.sets)
+            if not row.constraint.accept(token):
+                raise RuntimeError(f"a grammar refused token {token}, which it had allowed")
+        return dead
+
+    def _take_scores(self, rows: Sequence[Row], computed: Computed) -> Sequence[Row]:
+        for row, of_labels in zip(rows, computed.scores, strict=True):
+            row.job.scores = of_labels
+            row.job.versions = [self.weight_version]
+            row.job.finish_reason = {"type": "length", "length": 0}
+        return rows
+
+    def _finish_reason(self, row: Row, token: int) -> dict[str, str | int | None] | None:
+        if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
+            return {"type": "stop", "matched": matched}
+        if token in row.stop_ids:
+            return {"type": "stop", "matched": token}
+        if _has_matched(row):
+            return {"type": "stop", "matched": token if token in self._runner.eos_ids else None}
+        if len(row.tokens) >= row.max_length:
+            return {"type": "length", "length": len(row.job.output_ids)}
+        return None
+
+    def _retain(self, row: Row) -> None:
+        if not row.is_mixed:
+            kv = self._runner.cache.export(row.index, row.num_computed)
+            tokens = row.tokens[: row.num_computed]
+            keys = prefix_keys(tokens, row.extra_key, row.keys)
+            experts = None if row.experts is None else row.experts[: row.num_computed].copy()
+            self._prefixes.add(Retained(tokens, row.num_computed, row.extra_key, keys=keys, kv=kv, experts=experts))
+
+    # ---- who is in the batch ----------------------------------------------------------------------------------
+
+    def _admit(self) -> dict[Row, Row]:
+        """Give places and longest known prefixes to waiting rows. A row waits while another computes its prefix.
+
+        Returns those among the waiting whose tokens are exactly another's, with that row: its logits can serve both.
+        """
+        deferred: list[Row] = []
+        alike: dict[Row, Row] = {}
+        try:
+            while self._waiting and len(self._rows) < self._max_rows:
+                row = self._waiting.popleft()
+                prefix, common = self._prefixes.find(row) or (None, 0)
+                is_alike = False
+                if isinstance(prefix, Row) and row.num_reusable == common - 1 and prefix.tokens == row.tokens:
+                    alike[row], is_alike = prefix, True
+                common = min(common, row.num_reusable)  # beyond it, logits are needed
+                if is_alike or (prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1)):
+                    deferred.append(row)
+                else:
+                    self._place(row, prefix, common)
+        finally:
+            self._waiting.extendleft(reversed(deferred))
+        return alike
+
+    def _follow(self, plan: StepPlan, alike: Mapping[Row, Row]) -> StepPlan:
+        """Give places to waiting rows that sample from the logits of another row of the plan, grouped by that row."""
+        rows = sorted(islice(alike, self._max_rows - len(self._rows)), key=lambda row: alike[row].index)
+        for row in rows:
+            self._waiting.remove(row)
+            self._place(row, None, 0)
+            row.job.cached_tokens = max(row.job.cached_tokens, min(row.num_reusable, len(row.job.input_ids)))
+        return replace(plan, followers=rows, leaders=[alike[row].index for row in rows])
+
+    def _place(self, row: Row, prefix: Prefix | None, common: int) -> None:
+        """Append a row with the keys and values of the first `common` tokens of `prefix`, as far as computed."""
+        length = min(common, prefix.num_computed) if prefix is not None else 0
+        cache = self._runner.cache
+        row.index = len(self._rows)
+        self._rows.append(row)
+        row.num_computed = length
+        row.is_mixed = False
+        if row.experts is None and (routers := self._runner.routers) is not None:
+            row.experts = routers.room_for(row.max_length)
+        if row.job.lacks_input_logprobs:
+            row.job.input_logprobs.clear()  # a retraction left some; the row begins anew
+        if length:
+            cache.reserve(len(self._rows), length)
+            if isinstance(prefix, Retained):
+                cache.restore(row.index, prefix.kv, length)
+            elif isinstance(prefix, Row):
+                cache.copy(prefix.index, row.index, length)
+            if prefix is not None:
+                _copy_routes(prefix, row, length)
+        row.job.cached_tokens = max(row.job.cached_tokens, min(length, len(row.job.input_ids)))
+        self._prefixes.add(row)
+
+    def _remove(self, row: Row) -> None:
+        """Take a row out. The last decoding row moves into its place, and the last row into the decoding row's."""
+        self._prefixes.remove(row)
+        hole = row.index
+        row.index = -1
+        if hole < self._num_decoding:
+            self._num_decoding -= 1
+            self._move(self._num_decoding, hole)
+            hole = self._num_decoding
+        self._move(len(self._rows) - 1, hole)
+        self._rows.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            row = self._rows[source]
+            self._runner.cache.copy(source, target, row.num_computed)
+            row.index = target
+            self._rows[target] = row
+
+    # ---- between steps ----------------------------------------------------------------------------------------
+
+    def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
+        """Finish and return a job, or all jobs, with their tokens so far. Aborting all never touches the device."""
+        if rid is None:
+            running = self._take_out_all()
+            for row in running:
+                _settle(row)
+            ended = [*running, *self._waiting]
+            self._waiting.clear()
+        else:
+            running = [row for row in self._rows if row.job.rid == rid]
+            for row in running:
+                _settle(row)
+            waiting = [row for row in self._waiting if row.job.rid == rid]
+            for row in running:
+                self._remove(row)
+            for row in waiting:
+                self._waiting.remove(row)
+            ended = [*running, *waiting]
+        for row in ended:
+            row.job.abort(message)
+        return [row.job for row in ended]
+
+    def fail(self, error: Exception) -> list[Job]:
+        """Finish every running job after a step raised; the queued ones remain."""
+        failed = self._take_out_all()
+        for row in failed:
+            if not row.job.is_done:
+                row.job.abort(f"the step that computed this request failed: {type(error).__name__}: {error}", 500)
+        self.flush()
+        self._runner.cache.clear()
+        return [row.job for row in failed]
+
+    def retract(self) -> None:
+        """Put the running sequences back to the head of the queue, without their keys and values."""
+        rows = self._take_out_all()
+        for row in rows:
+            _settle(row)
+            row.keys = prefix_keys(row.tokens, row.extra_key, row.keys)
+        self._waiting.extendleft(reversed(rows))
+
+    def _take_out_all(self) -> list[Row]:
+        rows, self._rows = self._rows, []
+        self._num_decoding = 0
+        for row in rows:
+            self._prefixes.remove(row)
+            row.index = -1
+        return rows
+
+    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> None:
+        """Change weights. From now on, other sequences find no keys and values of the old weights."""
+        self._runner.load(tensors)
+        self.flush()
+        for row in self._rows:
+            row.is_mixed = row.num_computed > 0
+        self.weight_version = weight_version
+
+    @property
+    def can_compute(self) -> bool:
+        """Its memory is there, and its weights are."""
+        return not self._runner.occupation.released and not self._runner.occupation.lacks_weights
+
+    def release(self, parts: Collection[MemoryPart]) -> None:
+        """Let go of memory. Raises RequestError while sequences run, whose keys and values would be lost."""
+        if self._rows:
+            raise RequestError(
+                f"{len(self._rows)} requests are running: pause generation in mode abort or retract before their "
+                "memory is released"
+            )
+        self.flush()
+        if self._runner.tower is not None:
+            self._runner.tower.forget()
+        self._runner.occupation.release(parts)
+        if "weights" in parts:
+            self.weight_version = RELEASED
+
+    def resume(self, parts: Collection[MemoryPart]) -> None:
+        self._runner.occupation.resume(parts)
+
+    def flush(self) -> None:
+        """Forget the prefixes of finished sequences."""
+        self._prefixes.clear()
+
+
+def _copy_routes(source: Prefix, target: Row, length: int) -> None:
+    """Copy the routes of tokens whose keys and values were copied."""
+    if source.experts is not None and target.experts is not None:
+        target.experts[:length] = source.experts[:length]
+
+
+def _settle(row: Row) -> None:
+    """Keep the routes of what was computed, also if it will be computed again; but not before a token was sampled."""
+    if row.experts is not None and (row.job.output_ids or row.job.is_done):
+        row.job.settle_routes(row.experts[: row.num_computed])
+
+
+def _has_matched(row: Row) -> bool:
+    """Whether its grammar lets nothing follow."""
+    return row.constraint is not None and row.constraint.has_ended
+
+
+def seen_by(plan: StepPlan, tower: Tower) -> StepInput:
+    """The plan's input, with the images of its rows. Computes those that the tower does not know yet."""
+    if not any(row.view for row in plan.rows):
+        return plan.input
+    ids = list(plan.input.token_ids)
+    rotary = np.tile(np.array(plan.input.positions, np.int64), (3, 1))
+    parts: list[tuple[int, torch.Tensor]] = []
+    start = 0
+    for row, length in zip(plan.rows, plan.lengths, strict=True):
+        if (view := row.view) is not None:
+            known, tokens = row.num_computed, slice(start, start + length)
+            if known >= view.end:
+                rotary[:, tokens] += view.shift
+            else:
+                rotary[:, tokens] = view.positions(known, known + length)
+            for image, index, first, last in view.parts(known, known + length):
+                place = start + index - known
+                ids[place : place + last - first] = [view.placeholder] * (last - first)
+                parts.append((place, tower.vectors(image, row.adapter)[:, first:last]))
+        start += length
+    return replace(plan.input, token_ids=ids, rotary=rotary if parts else rotary[0], shown=shown_of(parts))

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from arl.api.engine import InferenceEngine, Snapshot, UpdateStats, WeightServer, WeightSource, WeightUpdate
-from arl.api.engine_config import DeltaWeightsConfig
+from arl.api.engine import InferenceEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.errors import ServerError, ServerFailedError, TransportError, first_error
+from arl.api.settings.engines import DeltaWeightsConfig
+from arl.api.train_engine import Snapshot, WeightSource
+from arl.engine.weights.delta_format import Replica, WrongBaseError, package, survey
 from arl.engine.weights.disk import DiskTransport, WrittenWeights, look_at, shared
-from arl.engine.weights.package import Replica, WrongBaseError, package, survey
-from arl.offload import offload
-from arl.web.client import JsonClient
-from arl.web.connections import Body
+from arl.runtime.http.client import JsonClient
+from arl.runtime.http.connections import Body
+from arl.runtime.threads import offload
 
 _MAX_SHARE = 0.5
 """A delta that is larger than this share of the model is not sent."""

@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
-from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, UpdateStats, WeightServer, WeightSource, WeightUpdate
-from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
+from arl.api.engine import DiskWeights, InferenceEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.errors import ServerError, ServerFailedError, TransportError, UnseenDirectoryError
+from arl.api.settings.engines import AdapterWeightsConfig, WeightFilesConfig
+from arl.api.train_engine import Snapshot, WeightSource
 from arl.api.types import new_id
-from arl.engine.weights.snapshot_places import SnapshotPlaces
-from arl.offload import offload
-from arl.web.addresses import is_here
+from arl.engine.weights.snapshot_directories import SnapshotPlaces
+from arl.runtime.http.process import is_here
+from arl.runtime.threads import offload
 
 UpdateT = TypeVar("UpdateT", bound="WrittenWeights")
 ResultT = TypeVar("ResultT")
@@ -42,8 +43,8 @@ class AdapterEngine(Protocol):
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
-    snapshot_places.py says where. A snapshot appears whole or not at all. It stays until arl has delivered a newer one,
-    or has tried to: a server that recovers loads it.
+    snapshot_directories.py says where. A snapshot appears whole or not at all. It stays until arl has delivered a newer
+    one, or has tried to: a server that recovers loads it.
 
     With AdapterWeightsConfig the snapshots are adapters. Each version of each run has a unique name, so nothing can
     mistake one adapter for another. Version 0 is an adapter too (B is 0).

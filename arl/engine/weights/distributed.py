@@ -15,20 +15,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
-from arl.api.engine import (
-    InferenceEngine,
-    Snapshot,
-    TensorSpec,
-    UpdateStats,
-    WeightGroup,
-    WeightServer,
-    WeightSource,
-    WeightUpdate,
-)
-from arl.api.engine_config import DistributedWeightsConfig
+from arl.api.engine import InferenceEngine, TensorSpec, UpdateStats, WeightGroup, WeightServer, WeightUpdate
 from arl.api.errors import NoSuchPathError, ProcessLostError, ServerError, ServerFailedError, TransportError
+from arl.api.settings.engines import DistributedWeightsConfig
+from arl.api.train_engine import Snapshot, WeightSource
 from arl.engine.weights.disk import look_at, submitted
-from arl.engine.weights.tensor_ranges import byte_size, ranges
+from arl.engine.weights.tensor_layout import byte_size, ranges
 
 _MAX_THREADS = 256
 _LEAVING_S = 5.0

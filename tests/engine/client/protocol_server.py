@@ -13,7 +13,7 @@ import numpy as np
 from aiohttp import web
 
 from arl.api.engine import ServedModel
-from arl.api.engine_config import ClientConfig
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 

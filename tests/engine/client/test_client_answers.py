@@ -12,8 +12,8 @@ from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import weights
 
 from arl.api.engine import ServedModel
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError, TrajectoryError
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 
@@ -84,7 +84,7 @@ async def test_a_server_that_comes_back_and_fails_again_is_probed_less_and_less_
     server: Server, other: Server, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("_FIRST_BACKOFF_S", "_MAX_BACKOFF_S"):
-        monkeypatch.setattr(f"arl.engine.client.upkeep.{name}", 600.0)
+        monkeypatch.setattr(f"arl.engine.client.health.{name}", 600.0)
     async with over(server, other) as engine:
 
         async def fail() -> None:

@@ -36,7 +36,7 @@ def serve_on(servers: list[Server]) -> None:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held for servers that are expected is held for ever."""
-    monkeypatch.setattr("arl.engine.client.line._HOLD_S", 600.0)
+    monkeypatch.setattr("arl.engine.client.load_balancer._HOLD_S", 600.0)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
@@ -115,7 +115,7 @@ async def test_a_server_that_fails_gives_its_share_back_at_once(servers: list[Se
 
 
 async def test_a_server_that_takes_too_long_gets_no_share(servers: list[Server], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("arl.engine.client.line._HOLD_S", 0.05)
+    monkeypatch.setattr("arl.engine.client.load_balancer._HOLD_S", 0.05)
     first = servers[0]
     async with over(*servers) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(weights(1)))
@@ -131,7 +131,7 @@ async def test_a_server_that_takes_too_long_gets_no_share(servers: list[Server],
 async def test_after_an_outage_the_first_server_takes_its_share_and_the_rest_when_no_other_comes_back(
     servers: list[Server], hold_s: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.client.line._OUTAGE_HOLD_S", hold_s)
+    monkeypatch.setattr("arl.engine.client.load_balancer._OUTAGE_HOLD_S", hold_s)
     async with over(*servers) as engine, asyncio.TaskGroup() as group:
         for server, known in zip(servers, engine._pool.servers, strict=True):
             server.is_healthy = False

@@ -9,8 +9,8 @@ from protocol_server import Server, ask, assert_seamless, letter, outcome, over,
 from scripted_weights import weights
 
 from arl.api.engine import ServedModel
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, RefusedRequestError, ServerError
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 

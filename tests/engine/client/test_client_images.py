@@ -15,12 +15,12 @@ from arl.api.engine import ServedModel
 from arl.api.errors import ImageError, RefusedRequestError, ServerError
 from arl.api.images import PlacedImage
 from arl.api.types import ModelRequest, SamplingParams
+from arl.data.image_processor import ImageProcessor
 from arl.engine.client import image_prompts
 from arl.engine.client.image_prompts import ScaledImages, check_prompt
 from arl.engine.client.server_client import GenerateCall
 from arl.engine.client.vllm_client import VLLMClient
-from arl.engine.tiny_vision import write_tiny_vision_model
-from arl.vision.processor import ImageProcessor
+from arl.engine.tiny import write_tiny_vision_model
 
 PAD, ONE, OTHER = 32, noise(16, 16, 0), noise(16, 16, 1)
 IDS = [5, 6, PAD, PAD, PAD, 7, PAD, PAD, 8]

@@ -7,7 +7,7 @@ import pytest
 from protocol_server import Server, ask, assert_seamless, over, token_at
 
 from arl.api.errors import ServerError
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
 
 Answer = dict[str, Any]
 

@@ -11,7 +11,7 @@ from protocol_server import Server, ask, assert_seamless, experts_at, over
 
 from arl.api.engine import ServedModel
 from arl.api.errors import ServerError
-from arl.api.routes import Routes, Routing
+from arl.api.routed_experts import Routes, Routing
 
 MODEL = ServedModel(
     name="m", vocab_size=31, routing=Routing(num_layers=2, experts_per_token=3, num_experts=40)

@@ -7,9 +7,9 @@ import pytest
 from protocol_server import Server, ask, over
 from scripted_weights import ScriptedWeights, weights
 
-from arl.api.engine_config import RELEASED
-from arl.api.episode_clock import CLOCK, EpisodeClock
 from arl.api.errors import ServerError, ServerFailedError
+from arl.api.settings.engines import RELEASED
+from arl.runtime.clocks import CLOCK, EpisodeClock
 
 QUIET = ("health", "model_info", "server_info", "get_server_info", "v1/models", "tokenize")
 SLEEP = ["pause_generation", "flush_cache", "update_weight_version", "release_memory_occupation"]

@@ -7,8 +7,8 @@ from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api.engine import WeightServer
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, ProcessLostError, ServerError, ServerFailedError, TransportError
+from arl.api.settings.engines import ClientConfig
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from arl.api.config import Config
-from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError
-from arl.engine.client import processes
-from arl.engine.client.processes import adapter_options, started_here
+from arl.api.settings.engines import LocalEngineConfig, SGLangProcessesConfig
+from arl.api.settings.run import Config
+from arl.engine.client import server_processes
+from arl.engine.client.server_processes import adapter_options, started_here
 
 Play = Callable[[str], None]
 
@@ -41,13 +41,13 @@ SERVE = "serve()\n"
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, notes: Path) -> Play:
     """Let the children run a script in place of the server; each notes its process id."""
-    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(server_processes, "_FIRST_BACKOFF_S", 0.01)
 
     def play(script: str) -> None:
         def command(model: str, config: LocalEngineConfig, host: str, port: int) -> list[str]:
             return [sys.executable, "-c", PRELUDE + script, str(port), str(notes)]
 
-        monkeypatch.setattr(processes, "_local_command", command)
+        monkeypatch.setattr(server_processes, "_local_command", command)
 
     return play
 
@@ -61,7 +61,7 @@ def notes(tmp_path: Path) -> Path:
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
     queue: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(processes.logger, "warning", lambda message, *args: queue.put_nowait(message % args))
+    monkeypatch.setattr(server_processes.logger, "warning", lambda message, *args: queue.put_nowait(message % args))
     return queue
 
 
@@ -193,7 +193,7 @@ async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_th
 async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
     play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(processes, "_STEADY_S", 0.0)
+    monkeypatch.setattr(server_processes, "_STEADY_S", 0.0)
     play(SERVE)
     async with started_here("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
         for deaths in (1, 2, 3):
@@ -221,7 +221,7 @@ async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_kil
 async def test_errors_and_cancellation_of_the_block_pass_and_stop_servers_that_ignore_the_polite_signal(
     play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(processes, "_STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_processes, "_STOP_TIMEOUT_S", 0.2)
     play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE)
     for error in (ZeroDivisionError(), ExceptionGroup("two", [ValueError()]), asyncio.CancelledError()):
         with pytest.raises(type(error)):
@@ -234,12 +234,12 @@ async def test_errors_and_cancellation_of_the_block_pass_and_stop_servers_that_i
 RUN = """
 import asyncio, signal, sys
 from pathlib import Path
-from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
-from arl.engine.client import processes
+from arl.api.settings.engines import LocalEngineConfig, SGLangProcessesConfig
+from arl.engine.client import server_processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 notes, tmp, script = sys.argv[1:]
-processes._local_command = lambda model, config, host, port: [sys.executable, "-c", script, str(port), notes]
-processes._sglang_command = lambda model, config, host, port: ["-c", script, str(port), notes]
+server_processes._local_command = lambda model, config, host, port: [sys.executable, "-c", script, str(port), notes]
+server_processes._sglang_command = lambda model, config, host, port: ["-c", script, str(port), notes]
 async def main():
     async with {servers}("m", {config}, Path(tmp)):
         print("up", flush=True)
@@ -262,7 +262,7 @@ def _interrupt(
 
 
 def test_an_interrupted_run_leaves_no_server_behind(notes: Path, tmp_path: Path):
-    _interrupt("processes.started_here", "LocalEngineConfig()", signal.SIGINT, notes, tmp_path)
+    _interrupt("server_processes.started_here", "LocalEngineConfig()", signal.SIGINT, notes, tmp_path)
     assert not any(map(is_running, pids(notes)))
 
 
@@ -270,21 +270,21 @@ async def test_a_killed_run_leaves_no_stock_server_behind_and_nothing_that_it_st
     """vLLM's engine does not notice that its HTTP server was killed."""
     engine = "if os.fork() == 0:\n    open(os.path.join(notes, f'{os.getpid()}.pid'), 'w').close(); time.sleep(600)\n"
     config = "SGLangProcessesConfig(gpus_per_server=0)"
-    _interrupt("processes.started_here", config, signal.SIGKILL, notes, tmp_path, before=engine)
+    _interrupt("server_processes.started_here", config, signal.SIGKILL, notes, tmp_path, before=engine)
     assert len(pids(notes)) == 2
     await until(lambda: not any(map(is_running, pids(notes))))
 
 
 def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch):
     config = SGLangProcessesConfig(num_servers=2, gpus_per_server=2, first_gpu=1, arguments=("--mem", "0.8"))
-    assert [processes._gpus(config, index) for index in range(2)] == ["1,2", "3,4"]
+    assert [server_processes._gpus(config, index) for index in range(2)] == ["1,2", "3,4"]
     command = "-m sglang.launch_server --model-path /m --host 127.0.0.1 --port 7 --tp-size 2 --mem 0.8"
-    assert processes._sglang_command("/m", config, "127.0.0.1", 7) == command.split()
+    assert server_processes._sglang_command("/m", config, "127.0.0.1", 7) == command.split()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     config = SGLangProcessesConfig(num_servers=2, first_gpu=1)
-    assert [processes._gpus(config, index) for index in range(2)] == ["6", "7"]
+    assert [server_processes._gpus(config, index) for index in range(2)] == ["6", "7"]
     with pytest.raises(ConfigError, match="need more than the 3 GPUs of CUDA_VISIBLE_DEVICES"):
-        processes._gpus(SGLangProcessesConfig(num_servers=2, first_gpu=2), 1)
+        server_processes._gpus(SGLangProcessesConfig(num_servers=2, first_gpu=2), 1)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from arl.api.engine_config import SGLangProcessesConfig
 from arl.api.errors import ConfigError
-from arl.engine.client.processes import stock_program
+from arl.api.settings.engines import SGLangProcessesConfig
 from arl.engine.client.ray_servers import ServerActor
+from arl.engine.client.server_processes import stock_program
 
 SERVER = """
 import os, sys, time

@@ -12,9 +12,11 @@ import pytest
 from protocol_server import Server, ask, assert_seamless
 from scripted_weights import weights
 
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, RunFileError, ServerError
-from arl.cluster.servers_file import (
+from arl.api.settings.engines import ClientConfig
+from arl.engine.client.discovery import RosterFiles
+from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.servers_file import (
     NamedServer,
     ServerRow,
     ServersState,
@@ -24,8 +26,6 @@ from arl.cluster.servers_file import (
     read_servers,
     read_state,
 )
-from arl.engine.client.remote_engine import RemoteInferenceEngine
-from arl.engine.client.roster import RosterFiles
 
 NONE = ServerRow(address="", state="")
 A, B, C = "http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://10.0.0.3:30000"
@@ -34,8 +34,8 @@ M = "http://10.0.0.2:30900"
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arl.engine.client.roster._LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("arl.engine.client.roster._FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr("arl.engine.client.discovery._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("arl.engine.client.discovery._FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr("arl.engine.client.membership._GREETING_PAUSES_S", (0.0,))
 
 
@@ -197,7 +197,7 @@ def test_each_url_is_read_once_though_there_are_many_looks_and_edits(
 ):
     """Of a thousand servers, reading the URLs takes a tenth of a second."""
     urls = list[str]()
-    monkeypatch.setattr("arl.cluster.servers_file.base_url", lambda url, where: (urls.append(url), url)[1])
+    monkeypatch.setattr("arl.engine.client.servers_file.base_url", lambda url, where: (urls.append(url), url)[1])
     assert looks.at(f"{A}\n{B}\n", 1) == []
     assert [looks.watched.look() for _ in range(9)] == [True] + [False] * 8
     assert urls == [A, B]

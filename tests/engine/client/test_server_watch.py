@@ -11,20 +11,20 @@ import pytest
 from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import weights
 
-from arl.api.engine_config import ClientConfig, LocalEngineConfig
 from arl.api.errors import ServerError
-from arl.engine.client import processes
-from arl.engine.client.processes import started_here
+from arl.api.settings.engines import ClientConfig, LocalEngineConfig
+from arl.engine.client import server_processes
 from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.server_processes import started_here
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of watching become a tenth of them, or less."""
     for name, value in (("_LISTEN_EVERY_S", 0.02), ("_SILENCE_S", 0.3), ("_HUNG_S", 0.3)):
-        monkeypatch.setattr(f"arl.engine.client.server_watch.{name}", value)
-    monkeypatch.setattr("arl.engine.client.upkeep._PROBE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.01)
+        monkeypatch.setattr(f"arl.engine.client.watchdog.{name}", value)
+    monkeypatch.setattr("arl.engine.client.health._PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server_processes, "_FIRST_BACKOFF_S", 0.01)
 
 
 def lines(caplog: pytest.LogCaptureFixture, server: Server) -> list[str]:
@@ -34,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture, server: Server) -> list[str]:
 async def test_a_fence_and_its_end_are_logged_and_counted_and_one_that_flaps_floods_no_log(
     server: Server, other: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.client.upkeep._MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("arl.engine.client.health._MAX_BACKOFF_S", 0.01)
     caplog.set_level(logging.INFO)
     async with over(server, other) as engine:
         assert engine.counters() == {
@@ -60,8 +60,8 @@ async def test_a_fence_and_its_end_are_logged_and_counted_and_one_that_flaps_flo
 async def test_a_fence_that_lasts_is_told_again_with_the_reason_and_the_time(
     server: Server, other: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.client.server_watch._QUIET_S", 0.0)
-    monkeypatch.setattr("arl.engine.client.upkeep._MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("arl.engine.client.watchdog._QUIET_S", 0.0)
+    monkeypatch.setattr("arl.engine.client.health._MAX_BACKOFF_S", 0.01)
     async with over(server, other) as engine:
         await server.stop()
         await engine.update_weights(weights(1))
@@ -75,7 +75,7 @@ async def test_a_fence_that_lasts_is_told_again_with_the_reason_and_the_time(
 async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewhere(
     server: Server, other: Server, quick: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.client.upkeep._PROBE_TIMEOUT_S", 600.0)  # it does not take failed probes
+    monkeypatch.setattr("arl.engine.client.health._PROBE_TIMEOUT_S", 600.0)  # it does not take failed probes
     server.faults.extend(["hang", "hang"])
     async with over(server, other, request_timeout_s=600.0) as engine, asyncio.TaskGroup() as group:
         calls = [await server.begin(group, engine.agenerate(ask(session="s"))) for _ in range(2)]
@@ -113,7 +113,7 @@ async def test_too_few_servers_for_too_long_end_the_run_with_each_servers_reason
 
 
 async def test_a_short_loss_of_servers_ends_nothing(server: Server, other: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("arl.engine.client.server_watch._GRACE_S", 0.0)
+    monkeypatch.setattr("arl.engine.client.watchdog._GRACE_S", 0.0)
     async with over(server, other, update_timeout_s=1.0, min_servers=2) as engine:
         engine._upkeep.fence(engine._pool.servers[0], "it burned")
         while len(engine._pool.in_service) < 2:
@@ -147,7 +147,7 @@ def play(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(model: str, config: LocalEngineConfig, host: str, port: int) -> list[str]:
         return [sys.executable, "-c", SERVER, str(port)]
 
-    monkeypatch.setattr(processes, "_local_command", command)
+    monkeypatch.setattr(server_processes, "_local_command", command)
 
 
 @pytest.mark.parametrize("is_hung", [True, False])
@@ -155,7 +155,7 @@ async def test_a_started_server_that_hangs_is_killed_and_started_again_unless_it
     tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch, is_hung: bool
 ):
     if not is_hung:
-        monkeypatch.setattr("arl.engine.client.server_watch._HUNG_S", 600.0)
+        monkeypatch.setattr("arl.engine.client.watchdog._HUNG_S", 600.0)
     async with started_here("m", LocalEngineConfig(num_servers=2), tmp_path) as servers:
         config = ClientConfig(min_servers=2)
         async with RemoteInferenceEngine(servers.addresses, config, processes=servers) as engine, asyncio.timeout(20):
@@ -180,7 +180,9 @@ async def test_a_started_server_that_hangs_is_killed_and_started_again_unless_it
 async def test_a_started_server_that_loads_too_slowly_each_time_is_given_up_with_the_setting_to_change(
     server: Server, tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(processes, "_STEADY_S", 0.0)  # nor does it earn new restarts by living on behind its fence
+    monkeypatch.setattr(
+        server_processes, "_STEADY_S", 0.0
+    )  # nor does it earn new restarts by living on behind its fence
     remedy = r"every server that arl started died(.|\n)*did not load version 1 within 0\.3 s.*engine\.update_timeout_s"
 
     async def run() -> None:

@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from arl.api.engine_config import RELEASED
 from arl.api.errors import PromptTooLongError, RefusedRequestError, ServerError, ServerFailedError
 from arl.api.grammar import Grammar
+from arl.api.settings.engines import RELEASED
 from arl.api.types import SamplingParams
 from arl.engine.client.server_client import MIXTURE, GenerateCall, UnfitServerError, greet
 from arl.engine.client.vllm_client import _FLAGS, VLLMClient, _parse_answer
-from arl.web.client import Reply
-from arl.web.connections import Connections
+from arl.runtime.http.client import Reply
+from arl.runtime.http.connections import Connections
 
 
 def client(**facts: Any) -> VLLMClient:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from arl.api.errors import ModelError
-from arl.remote_calls import Messages, reported
+from arl.runtime.processes.rpc import Messages, reported
 
 
 class LightRank:

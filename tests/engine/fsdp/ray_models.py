@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from train_sequences import LOSS
 
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from train_models import MakeEngine, load_twin
 from train_sequences import constrained_sequences, random_kept_ids, same, twin_logprobs
 
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
 from arl.engine.fsdp.policy import token_logprobs
 
 M, H, V = 37, 8, 50

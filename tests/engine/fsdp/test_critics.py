@@ -12,9 +12,8 @@ from train_sequences import random_sequences, same, score_of, twin_steps
 from train_variants import OPTIMIZER, VALUE, assert_same_tensors, sequences_with_returns
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs, TrainSequence
 from arl.engine.tiny import tiny_tokenizer
 
 

@@ -17,9 +17,9 @@ from train_variants import VARIANTS
 from transformers import AutoTokenizer, GenerationConfig, Glm4MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from arl.algorithm.losses.supervised import SFTLoss
-from arl.api.engine import Saving
-from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import CheckpointError, DamagedCheckpointError, TransportError
+from arl.api.settings.engines import OptimizerConfig
+from arl.api.train_engine import Saving
 from arl.engine.fsdp import model as module
 from arl.engine.fsdp import saving as checkpoint
 

@@ -9,10 +9,10 @@ from train_models import EXPERTS, MakeEngine, write_model
 from train_sequences import LOSS, random_sequences
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from arl.api.engine_config import LoRAConfig, OptimizerConfig
 from arl.api.errors import CheckpointError, ConfigError, TransportError
+from arl.api.settings.engines import LoRAConfig, OptimizerConfig
 from arl.engine.fsdp import model as module
-from arl.engine.fsdp.exported_weights import export_weights
+from arl.engine.fsdp.export import export_weights
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 LORA = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "o_proj"))

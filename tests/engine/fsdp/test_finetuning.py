@@ -12,14 +12,13 @@ from train_variants import PAIRS, pairs
 from transformers import AutoConfig
 
 from arl.algorithm.losses.supervised import PreferenceLoss
-from arl.api.engine import ModelLimits, PackedTokens, TokenLosses, TokenOutputs
-from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import ConfigError, DatasetError
-from arl.api.scripted import ScriptedTrainEngine
-from arl.api.train_sequence import TrainSequence
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.engines import OptimizerConfig
+from arl.api.train_engine import ModelLimits, PackedTokens, TokenLosses, TokenOutputs, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import model_limits
-from arl.finetuning.examples import Demonstration, Kind, Preference, finetune
+from arl.run.finetuning.examples import Demonstration, Kind, Preference, finetune
 
 DEMONSTRATIONS: list[Demonstration] = [([i, 200 + i, 100 + i, 7], [0, 0, 1, 1]) for i in range(10)]
 CHOSEN, REJECTED = (11, 12, 7), (21, 22, 23, 24, 7)

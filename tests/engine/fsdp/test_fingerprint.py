@@ -4,7 +4,7 @@ import pytest
 import torch
 from train_models import MakeEngine
 
-from arl.api.weight_prints import TensorPrint, digest_of
+from arl.api.train_engine import TensorPrint, digest_of
 from arl.engine.fsdp.fingerprint import _of_shard
 
 

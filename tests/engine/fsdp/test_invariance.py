@@ -16,11 +16,10 @@ from train_sequences import assert_same_metrics, share_of
 from train_variants import COMPILING, VARIANTS, Variant, assert_same_tensors, weights_of
 
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.engine import Head, TokenLoss
-from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.presets import PRESETS
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.settings.presets import PRESETS
+from arl.api.train_engine import Head, TokenLoss, TrainSequence
 from arl.api.types import NOT_SAMPLED, Group
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.training.learner import Learner

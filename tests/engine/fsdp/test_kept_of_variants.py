@@ -15,12 +15,12 @@ from train_models import load_critic, load_twin, slow_values
 from train_sequences import twin_logprobs
 
 from arl.algorithm.batch import Batch
-from arl.api.config import Config
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.run import Config
+from arl.api.train_engine import TrainSequence
 from arl.api.types import Group, Trajectory
-from arl.trainer_process import load_learner
-from arl.training.kept_tokens import KeptBatch
+from arl.run.learner import load_learner
 from arl.training.learner import Learner
+from arl.training.token_log import KeptBatch
 
 MakeLearner = Callable[..., Learner]
 MOVING, STANDING = {"lr": 3e-2, "eps": 1e-3}, {"lr": 1e-30, "weight_decay": 0.0}

@@ -12,11 +12,11 @@ from random_groups import MAX_STALENESS, VERSION, random_groups
 from transformers import AutoModelForCausalLM
 
 from arl.algorithm.batch import Batch
-from arl.api.config import Config, EventsConfig
+from arl.api.settings.run import Config, EventsConfig
 from arl.api.types import Group, Trajectory
-from arl.trainer_process import load_learner
-from arl.training.kept_tokens import KeptBatch, choose
+from arl.run.learner import load_learner
 from arl.training.learner import Learner
+from arl.training.token_log import KeptBatch, choose
 
 Make = Callable[..., Learner]
 

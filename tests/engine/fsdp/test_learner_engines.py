@@ -16,16 +16,16 @@ from random_groups import random_groups
 from train_models import load_critic, slow_values
 from train_sequences import assert_same_metrics, random_sequences
 
-from arl.api.config import Config
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, ProcessLostError, TransportError
+from arl.api.settings.engines import TrainConfig
+from arl.api.settings.run import Config
 from arl.api.types import Group
-from arl.eventlog.batches import token_row, unpacked
-from arl.trainer_process import host_learner, load_learner
-from arl.training.kept_tokens import ReportedBatch, TrainedBatch, named
+from arl.observe.events.batches import token_row, unpacked
+from arl.run.learner import host_learner, load_learner
 from arl.training.learner import Learner
-from arl.training.recovery import RecoveringLearner
-from arl.training.remote_learner import RemoteLearner
+from arl.training.learner_process import RemoteLearner
+from arl.training.learner_recovery import RecoveringLearner
+from arl.training.token_log import ReportedBatch, TrainedBatch, named
 
 Make = Callable[..., Learner]
 CRITIC = {"value_clip": None, "lr": 3e-3}

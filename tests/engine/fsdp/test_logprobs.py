@@ -12,8 +12,8 @@ from train_models import MakeEngine, load_twin, write_model
 from train_sequences import LOSS, random_sequences, same, twin_logprobs
 from train_variants import weights_of
 
-from arl.api.engine_config import LoRAConfig
 from arl.api.errors import CheckpointError, ConfigError
+from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.policy import Policy, token_logprobs, transformer_layers

@@ -17,10 +17,10 @@ from train_sequences import LOSS, random_sequences, same, twin_logprobs, twin_st
 from train_variants import VALUE, assert_same_tensors, weights_of
 from transformers import Qwen3MoeForCausalLM
 
-from arl.api.engine import Head, TokenLoss
-from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
-from arl.api.installing import install_command
+from arl.api.settings.engines import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.train_engine import Head, TokenLoss
+from arl.api.version import install_command
 from arl.engine.fsdp.lora import LoRAOrigin
 from arl.engine.fsdp.saving import _check_origin
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from random_groups import random_groups
 
-from arl.api.config import Config
 from arl.api.errors import ProcessLostError
-from arl.trainer_process import host_learner
-from arl.training.recovery import RecoveringLearner
-from arl.training.remote_learner import RemoteLearner
+from arl.api.settings.run import Config
+from arl.run.learner import host_learner
+from arl.training.learner_process import RemoteLearner
+from arl.training.learner_recovery import RecoveringLearner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from arl.api.engine import Head
 from arl.api.errors import ConfigError, ModelError
+from arl.api.train_engine import Head
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.parallel import split_layers
 from arl.engine.model_files import model_digest

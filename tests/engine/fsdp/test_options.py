@@ -15,8 +15,8 @@ from train_sequences import LOSS, random_sequences
 from train_variants import OPTIMIZER, weights_of
 
 from arl.algorithm.prefix_tree import Block
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError, ModelError
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.engine.fsdp.attention import block_attention
 from arl.engine.fsdp.policy import local_shard, token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -18,7 +18,7 @@ from transformers import MistralForCausalLM, Qwen3ForCausalLM
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
-from arl.api.train_sequence import TrainSequence
+from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.attention import (
     PackedLayout,
     block_attention,

@@ -27,10 +27,10 @@ from train_sequences import (
 from train_variants import LORA, OPTIMIZER, VARIANTS, Variant, assert_same_tensors
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError
-from arl.api.train_sequence import TrainSequence
-from arl.engine.fsdp.exported_weights import export_weights
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import TrainSequence
+from arl.engine.fsdp.export import export_weights
 from arl.engine.fsdp.parallel import loading_turn
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

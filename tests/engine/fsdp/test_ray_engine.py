@@ -16,9 +16,9 @@ from train_models import write_model
 from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences
 from train_variants import LORA, OPTIMIZER, assert_same_tensors
 
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ProcessLostError, TrainingError, TransportError
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.ray_cluster import Placement, RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

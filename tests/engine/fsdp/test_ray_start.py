@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from light_rank import LightRank
 
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
-from arl.api.installing import install_command
+from arl.api.settings.engines import TrainConfig
+from arl.api.version import install_command
 from arl.engine.fsdp import ray_engine
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, _as_ray_starts
 from arl.engine.fsdp.ray_engine import RankRoom, RayTrainEngine
@@ -26,7 +26,7 @@ LISTEN = "0A"
 STOPPED_WITH_RAY = """
 import asyncio, os, signal
 from arl import Config
-from arl.cli import run
+from arl.run.script import run_script
 from arl.engine.fsdp.ray_cluster import RayLease
 
 async def main(config):
@@ -39,7 +39,7 @@ async def main(config):
         await asyncio.to_thread(lease.release)
         print("saved", flush=True)
 
-run(main, Config, ["--model", "x"])
+run_script(main, Config, ["--model", "x"])
 """
 
 

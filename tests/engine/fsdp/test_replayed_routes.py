@@ -26,11 +26,10 @@ from train_variants import OPTIMIZER
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import needed_tokens, prefix_order
-from arl.api.engine import TokenLosses
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import ModelError
-from arl.api.routes import Routes
-from arl.api.train_sequence import TrainSequence
+from arl.api.routed_experts import Routes
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import TokenLosses, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from random_groups import random_groups
 
-import arl.replaying.replay
-from arl.api.config import Config
+import arl.run.replay.replay
 from arl.api.errors import ConfigError, RecordingError
-from arl.api.installing import __version__
-from arl.api.settings import laid_over
+from arl.api.settings.run import Config
+from arl.api.settings.sections import laid_over
 from arl.api.types import Group
-from arl.replaying.recorded_run import RecordedRun, other_settings
-from arl.replaying.replay import ComparedLearners, ComparedStep, nested, replay
-from arl.trainer_process import host_learner
-from arl.training.flat_groups import FlatBatch
+from arl.api.version import __version__
+from arl.run.learner import host_learner
+from arl.run.replay.recorded_run import RecordedRun, other_settings
+from arl.run.replay.replay import ComparedLearners, ComparedStep, nested, replay
+from arl.training.batch_codec import FlatBatch
+from arl.training.learner_recovery import RecoveringLearner
 from arl.training.recording import RecordedStep, Recorder, forget_steps, recorded_versions, step_file
-from arl.training.recovery import RecoveringLearner
 
 STEPS = 4
 
@@ -59,12 +59,12 @@ class LearnerHere:
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arl.replaying.replay, "RemoteLearner", LearnerHere)
+    monkeypatch.setattr(arl.run.replay.replay, "RemoteLearner", LearnerHere)
 
     def build_here(process: Any, what: str, build: Callable[[], Any], log: Path, environment: Any) -> None:
         process.object = build()
 
-    learners = arl.replaying.replay._LearnersProcess
+    learners = arl.run.replay.replay._LearnersProcess
     monkeypatch.setattr(learners.__base__, "__init__", build_here)
     monkeypatch.setattr(learners, "call", lambda self, method, *args: getattr(self.object, method)(*args))
     monkeypatch.setattr(learners, "close", lambda self: self.object.close())

@@ -18,15 +18,15 @@ from train_models import load_twin
 from transformers import PreTrainedModel
 
 from arl.algorithm.batch import Batch
-from arl.algorithm.implicit_rewards import outcomes_of
-from arl.api.config import Config
-from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.algorithm.process_rewards import outcomes_of
+from arl.api.settings.engines import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.settings.run import Config
 from arl.api.types import Group
 from arl.engine.fsdp.train_engine import build_optimizer
-from arl.trainer_process import host_learner, load_learner
+from arl.run.learner import host_learner, load_learner
 from arl.training.learner import Learner
-from arl.training.recovery import RecoveringLearner
-from arl.training.remote_learner import RemoteLearner
+from arl.training.learner_process import RemoteLearner
+from arl.training.learner_recovery import RecoveringLearner
 
 Make = Callable[..., Learner]
 BETA, LR = 0.3, 3e-3

@@ -8,7 +8,7 @@ import pytest
 from arl.api.errors import CheckpointError, ProcessLostError
 from arl.engine.fsdp import ranks
 from arl.engine.fsdp.ranks import Ranks
-from arl.remote_calls import CallOutcome
+from arl.runtime.processes.rpc import CallOutcome
 
 FAILED = CallOutcome(error=CheckpointError("cannot write the checkpoint: connection closed by peer"))
 ALIVE = CallOutcome(value=(7, "train_engine.py"))

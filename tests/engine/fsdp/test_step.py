@@ -14,10 +14,10 @@ from train_sequences import LOSS, assert_same_metrics, random_sequences, same, t
 from train_variants import assert_same_tensors, weights_of
 
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError
+from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.engines import OptimizerConfig
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.engine.fsdp.policy import transformer_layers
 from arl.engine.fsdp.train_engine import learning_rate
 

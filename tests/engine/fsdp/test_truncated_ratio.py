@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.api.algorithm import preset
-from arl.api.engine import PackedTokens, TokenOutputs
-from arl.api.kept_ids import KeptIds
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.algorithm import preset
+from arl.api.train_engine import PackedTokens, TokenOutputs
 from arl.api.types import SamplingParams
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.local.sampler import Filter

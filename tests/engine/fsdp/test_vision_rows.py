@@ -24,15 +24,14 @@ from vision_sequences import (
 
 from arl.algorithm.batch import Batch
 from arl.algorithm.prefix_tree import prefix_order
-from arl.api.routes import Routes
-from arl.api.train_sequence import TrainSequence
+from arl.api.routed_experts import Routes
+from arl.api.train_engine import TrainSequence
 from arl.api.types import Trajectory
+from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.policy import Policy
-from arl.engine.fsdp.vision import vision_tower
-from arl.engine.fsdp.vision_attention import segment_attention
-from arl.vision.processor import ImageProcessor
+from arl.engine.fsdp.vision import segment_attention, vision_tower
 
 CPU = torch.device("cpu")
 SEEN = (ONE, SAME_SIZE, WIDE, TALL)

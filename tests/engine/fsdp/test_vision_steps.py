@@ -19,13 +19,13 @@ from train_variants import COMPILING, OPTIMIZER, assert_same_tensors, weights_of
 from vision_sequences import FAMILIES, ONE, load_seeing_twin, seeing_sequences, sequence_of, write_seeing_model
 
 from arl.algorithm.batch import weigh_tokens
-from arl.api.engine_config import LoRAConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ImageError, ModelError
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import LoRAConfig, TrainConfig
+from arl.api.train_engine import TrainSequence
+from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp import ray_engine
-from arl.engine.fsdp.exported_weights import export_weights
+from arl.engine.fsdp.export import export_weights
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.vision.processor import ImageProcessor
 
 LORA = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "gate_proj", "up_proj"))
 """Of which the tower of Qwen2.5-VL has layers, too."""

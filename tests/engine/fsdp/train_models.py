@@ -17,9 +17,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from arl.api.engine import Head
-from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.train_engine import Head, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.packing import balanced_shares
-from arl.api.algorithm import Aggregation, preset
-from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
-from arl.api.engine_config import OptimizerConfig
-from arl.api.kept_ids import KeptIds
-from arl.api.train_sequence import TOKEN_FIELDS, TrainSequence
+from arl.api.sampling_mask import KeptIds
+from arl.api.settings.algorithm import Aggregation, preset
+from arl.api.settings.engines import OptimizerConfig
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenOutputs, TrainSequence
+from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.train_engine import learning_rate
-from arl.vision.processor import ImageProcessor
 
 VOCABULARY = 256
 LOSS = PolicyLoss.of(

@@ -13,9 +13,8 @@ from train_sequences import COMPOSED, LOSS, constrained_sequences, family_sequen
 
 from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
-from arl.api.engine import Head, Output, TokenLoss
-from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
-from arl.api.train_sequence import TrainSequence
+from arl.api.settings.engines import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.train_engine import Head, Output, TokenLoss, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)

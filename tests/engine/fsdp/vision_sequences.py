@@ -12,16 +12,16 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from arl.algorithm.batch import weigh_tokens
 from arl.api.images import Image, PlacedImage
-from arl.api.train_sequence import TrainSequence
-from arl.engine.tiny import TinyShape
-from arl.engine.tiny_vision import (
+from arl.api.train_engine import TrainSequence
+from arl.data.image_processor import ImageProcessor
+from arl.engine.tiny import (
+    TinyShape,
     TinyVision,
     VisionFamily,
     tiny_vision_model,
     tiny_vision_tokenizer,
     write_tiny_vision_model,
 )
-from arl.vision.processor import ImageProcessor
 
 FAMILIES: tuple[VisionFamily, ...] = ("qwen2_5_vl", "qwen3_vl")
 _SHAPE = TinyShape(

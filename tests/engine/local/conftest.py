@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_qwen import Deliveries, Reference, build_model, make_batch_of, save
 
-from arl.engine.local.running_batch import RunningBatch
-from arl.engine.local.scheduler import Scheduler, SchedulerSettings
+from arl.engine.local.model_thread import Scheduler, SchedulerSettings
+from arl.engine.local.scheduler import RunningBatch
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,9 +12,9 @@ from adapter_files import write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled
 
-from arl.engine.local.received_weights import WeightsError
-from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.scheduler import RunningBatch
 from arl.engine.local.sequences import Job
+from arl.engine.local.weight_receiver import WeightsError
 
 NAMES = ("one", "two")
 

@@ -21,7 +21,7 @@ from tiny_qwen import (
 )
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.scheduler import RunningBatch
 from arl.engine.local.sequences import Job
 
 MakeBatch = Callable[..., RunningBatch]

@@ -9,7 +9,7 @@ import torch
 from tiny_qwen import Reference, make_job, prompt_of, run_all
 
 from arl.engine.local.model_threads import ModelThreads
-from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.scheduler import RunningBatch
 
 
 @pytest.fixture

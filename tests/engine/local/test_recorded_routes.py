@@ -13,7 +13,7 @@ from reference import Reference
 from tiny_qwen import SIZES, make_batch_of, make_job, prompt_of, random_model, run_all, save, step_until_sampled
 from transformers import OlmoeConfig
 
-from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.scheduler import RunningBatch
 from arl.engine.local.sequences import Job
 
 

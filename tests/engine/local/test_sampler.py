@@ -9,8 +9,8 @@ from tiny_qwen import EOS, TOKENIZER, make_job, prompt_of, run_all
 
 from arl.api.types import SamplingParams
 from arl.engine.local import sampler
-from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sampler import BatchSampler, Filter, StopStrings, random_stream, uniforms
+from arl.engine.local.scheduler import RunningBatch
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_qwen import Deliveries, Reference, make_job, prompt_of
 
 from arl.api.errors import ArlError, ConfigError, EngineClosedError, ModelError
+from arl.engine.local.model_thread import Scheduler, SchedulerSettings
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
 
 def test_a_step_that_raises_fails_its_requests_and_not_the_thread(

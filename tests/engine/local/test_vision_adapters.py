@@ -11,9 +11,8 @@ from sighted import SEEING_FAMILIES, SeeingReference, laid_out, noise, write_sig
 from tiny_qwen import make_batch_of, make_job, prompt_of, run_all
 from transformers import AutoModelForImageTextToText
 
-from arl.engine.local.running_batch import RunningBatch
-from arl.engine.local.sequences import Job
-from arl.engine.local.views import View
+from arl.engine.local.scheduler import RunningBatch
+from arl.engine.local.sequences import Job, View
 
 ONE = noise(40, 25, 0)
 TARGETS = {"decoder": rf".*language_model.*({'|'.join(ALL)})", "tower": r".*(blocks.*(qkv|attn.proj)|q_proj|down_proj)"}

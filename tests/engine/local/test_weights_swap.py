@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled
 
-from arl.engine.local.received_weights import WeightsError
-from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.scheduler import RunningBatch
+from arl.engine.local.weight_receiver import WeightsError
 
 Weights = dict[str, torch.Tensor]
 

@@ -13,9 +13,8 @@ from reference import close
 from transformers import AutoModelForCausalLM
 
 from arl.api.types import SamplingParams
-from arl.engine.local.iteration_times import IterationTimes
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.scheduler import IterationTimes, RunningBatch
 from arl.engine.local.sequences import Job
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
 

@@ -9,7 +9,7 @@ from embedded_server import ServerProcess
 
 from arl.engine.weights.delta import Held, MirrorClient
 from arl.engine.weights.mirror import build_app, mirror_store
-from arl.web.server import bind, serving
+from arl.runtime.http.server import bind, serving
 
 
 @dataclass

@@ -11,10 +11,10 @@ import torch
 from embedded_server import ServerProcess
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightGroup
-from arl.api.engine_config import ClientConfig, OptimizerConfig, TrainConfig
-from arl.api.scripted import ScriptedTrainEngine
-from arl.api.train_sequence import TrainSequence
+from arl.api.engine import WeightGroup
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.engines import ClientConfig, OptimizerConfig, TrainConfig
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs, TrainSequence
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.snapshot import RankSnapshot

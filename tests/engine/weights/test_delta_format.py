@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from arl.engine.weights import package as delta
-from arl.engine.weights.package import (
+from arl.engine.weights import delta_format as delta
+from arl.engine.weights.delta_format import (
     BLOCK_HEADER,
     DeltaError,
     FilePart,

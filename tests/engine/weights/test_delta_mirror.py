@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from arl.api.errors import ConfigError, ServerError, ServerFailedError
 from arl.engine.weights import mirror as module
 from arl.engine.weights.delta import Held, MirrorClient
+from arl.engine.weights.delta_format import FilePart, PackageHeader, Replica, WrongBaseError, package, survey
 from arl.engine.weights.mirror import MirrorStore, main, mirror_store
-from arl.engine.weights.package import FilePart, PackageHeader, Replica, WrongBaseError, package, survey
 
 SIZE = 3 << 19
 """Numbers of bfloat16 in the model: a block and a half."""

@@ -14,12 +14,12 @@ from loaders import Receiver, Servers
 from mirrors import Mirror, mirror_here
 from safetensors.torch import load, save_file
 
-from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
-from arl.api.scripted import ScriptedTrainEngine
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.engines import DeltaWeightsConfig
 from arl.engine.weights import delta
 from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
-from arl.engine.weights.package import PackageHeader, WrongBaseError
+from arl.engine.weights.delta_format import PackageHeader, WrongBaseError
 
 SIZE = 1 << 16
 FULL = 2 * SIZE

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from loaders import AdapterExporter, Exporter, Receiver, Servers, Weights
 
-from arl.api.config import Config
-from arl.api.engine_config import AdapterWeightsConfig, DiskWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError, UnseenDirectoryError
-from arl.engine.weights import snapshot_places as module
+from arl.api.settings.engines import AdapterWeightsConfig, DiskWeightsConfig
+from arl.api.settings.run import Config
+from arl.engine.weights import snapshot_directories as module
 from arl.engine.weights.disk import DiskTransport
 
 
@@ -272,7 +272,7 @@ def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path)
 
 def test_leftovers_of_a_killed_run_are_removed_though_its_child_lives_and_a_living_ones_are_not(tmp_path: Path):
     script = (
-        "import os, sys, time, pathlib; from arl.api.engine_config import DiskWeightsConfig; "
+        "import os, sys, time, pathlib; from arl.api.settings.engines import DiskWeightsConfig; "
         "from arl.engine.weights.disk import DiskTransport; "
         "t = DiskTransport(DiskWeightsConfig(directory=pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[1])); "
         "read, write = os.pipe(); forked = os.fork() or (os.write(write, b'-'), time.sleep(600), os._exit(0)); "

@@ -18,11 +18,11 @@ from published import HookedEngine, Trainee, trainee
 from safetensors.torch import load_file
 
 from arl.api.engine import WeightGroup, WeightUpdate
-from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
-from arl.api.scripted import ScriptedTrainEngine
+from arl.api.fakes import ScriptedTrainEngine
+from arl.api.settings.engines import DistributedWeightsConfig
 from arl.engine.weights import distributed
-from arl.engine.weights import sender as weight_sender
+from arl.engine.weights import process_groups as weight_sender
 from arl.engine.weights.distributed import DistributedTransport
 
 

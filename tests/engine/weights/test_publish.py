@@ -14,8 +14,8 @@ from mirrors import mirror_here
 from published import HookedEngine, Trainee, client, request
 
 from arl.api.engine import WeightTransport
-from arl.api.engine_config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.errors import ServerError, TransportError
+from arl.api.settings.engines import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.types import ModelResponse
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.sglang_client import SGLangClient
@@ -23,7 +23,7 @@ from arl.engine.fsdp.snapshot import ShardGatherer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
-from arl.web.connections import Connections
+from arl.runtime.http.connections import Connections
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import TransportError
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.engine.fsdp import snapshot as module
 from arl.engine.fsdp.snapshot import RankSnapshot, ShardGatherer
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.engine.weights.distributed import SendableSnapshot
-from arl.engine.weights.tensor_ranges import ranges, views
+from arl.engine.weights.tensor_layout import ranges, views
 
 
 def sent(snapshot: RankSnapshot, bucket_bytes: int) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ import pytest
 from embedded_server import server_here
 from protocol_client import Client
 
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import EngineClosedError, PromptTooLongError, ServerError
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.frame_client import FrameClient
 from arl.engine.client.remote_engine import RemoteInferenceEngine
@@ -34,7 +34,7 @@ from arl.engine.frames import (
     results_of,
 )
 from arl.engine.local import frame_server
-from arl.web.connections import Connections
+from arl.runtime.http.connections import Connections
 
 LONG = SamplingParams(max_new_tokens=4000, ignore_eos=True)
 

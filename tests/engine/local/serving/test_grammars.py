@@ -14,9 +14,9 @@ import xgrammar
 from protocol_client import Client
 from reference import Reference, chosen, close
 
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError
 from arl.api.grammar import Grammar
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.local import grammars

@@ -19,9 +19,9 @@ from weight_trainer import joining as joining_body
 
 from arl.api.errors import ConfigError
 from arl.engine.local.__main__ import main, parse_arguments, run
-from arl.engine.local.running_batch import RunningBatch
-from arl.web.server import bind
-from arl.web.watch import Watch
+from arl.engine.local.scheduler import RunningBatch
+from arl.runtime.http.server import bind
+from arl.runtime.processes.parent_watch import Watch
 
 PROMPT = [10, 11, 12, 13]
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}

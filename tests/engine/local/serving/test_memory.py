@@ -5,7 +5,7 @@ from typing import Any
 
 from protocol_client import Client
 
-from arl.api.engine_config import RELEASED
+from arl.api.settings.engines import RELEASED
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
 

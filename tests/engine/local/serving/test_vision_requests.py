@@ -16,9 +16,9 @@ from protocol_client import Client
 from reference import close
 from sighted import SEEING_FAMILIES, START, Part, SeeingReference, laid_out, noise, write_sighted
 
-from arl.api.engine_config import ClientConfig
 from arl.api.errors import PromptTooLongError, RefusedRequestError
 from arl.api.images import Image, PlacedImage
+from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.sglang_client import SGLangClient
@@ -104,7 +104,7 @@ async def test_an_image_that_the_server_keeps_no_more_is_sent_again(
 ) -> None:
     once, between = noise(30, 30, 4), noise(30, 30, 5)
     await engine.agenerate(request(reference, once, [3]))
-    monkeypatch.setattr("arl.engine.local.arrived_images._KEPT_BYTES", 1)
+    monkeypatch.setattr("arl.engine.local.request_images._KEPT_BYTES", 1)
     await engine.agenerate(request(reference, between, [3]))
     asked = request(reference, [1], once, [4])
     check(reference, asked, await engine.agenerate(asked))

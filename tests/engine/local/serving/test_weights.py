@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from arl.engine.local.received_weights import WeightsError, read_directory
+from arl.engine.local.weight_receiver import WeightsError, read_directory
 
 TENSORS = {"embed": torch.arange(6.0).reshape(2, 3), "norm": torch.ones(3)}
 SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}

@@ -1,0 +1,445 @@
+"""Every setting of a run, in frozen sections. engines.py has the engines' sections, algorithm.py the
+algorithm's, evaluation.py the trackers'.
+
+Each component gets only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+from urllib.parse import urlsplit
+from zlib import crc32
+
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+
+from arl.api.errors import ConfigError
+from arl.api.settings.algorithm import AlgorithmConfig, preset
+from arl.api.settings.endpoint import EndpointConfig
+from arl.api.settings.engines import (
+    AdapterWeightsConfig,
+    DeltaWeightsConfig,
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    EngineConfig,
+    LocalEngineConfig,
+    RunningServersConfig,
+    SGLangProcessesConfig,
+    StartedServersConfig,
+    TrainConfig,
+    WeightsConfig,
+    check_fused,
+)
+from arl.api.settings.evaluation import EvaluationConfig, TrackerConfig
+from arl.api.settings.mixture import FixedMixture, MixtureConfig
+from arl.api.settings.objective import PassAtKAdvantage
+from arl.api.settings.policies import PolicyConfig, policies_flaw
+from arl.api.settings.sections import Section, laid_over
+
+METRICS_KEY = "ARL_METRICS_KEY"
+"""The environment variable with the key of scrapes."""
+
+
+class RolloutConfig(Section):
+    """How episodes run, and what happens when they fail."""
+
+    batch_size: PositiveInt = 32
+    """Groups in a batch (B): what the trainer takes at a time."""
+    group_size: PositiveInt = 8
+    """Episodes of each example."""
+    max_staleness: NonNegativeInt = 2
+    """How many versions older than the trainer's a trained token may be (eta). 0 is synchronous RL."""
+    max_concurrent_episodes: PositiveInt = 1024
+    """The most episodes that run at once, even if the buffer would admit more."""
+    num_workers: NonNegativeInt = 0
+    """Worker processes that run the workflow. 0: it runs in the script's own process."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Longest time one episode may take, retries included. The wait for a place, or for a program elsewhere, does not
+    count."""
+    episode_retries: NonNegativeInt = 1
+    """How often an episode that failed runs again."""
+    min_group_size: PositiveInt = 2
+    """The fewest finished episodes of a trained group; a smaller group is dropped. At most group_size. A task with a
+    smaller group_size of its own needs as many."""
+    max_failure_rate: float = Field(default=0.5, gt=0, le=1)
+    """The share of the last 64 episodes that may fail. Above it the run stops with the first traceback."""
+    drop_stragglers_after_s: PositiveFloat | None = None
+    """A group that keeps the trainer waiting for longer is aborted and dropped. Unset: the trainer waits."""
+    extra_episodes: NonNegativeInt = 0
+    """Over-sampling: start this many episodes more than group_size for each example. The first group_size that finish
+    are trained and the others are aborted, which favours short episodes."""
+    replay_groups: NonNegativeInt = 0
+    """How many groups of earlier batches are trained again with each batch, within max_staleness."""
+    replay_min_reward: float = 0.0
+    """A group is kept for replay if one of its trajectories has a reward above this."""
+    seed_requests: bool = False
+    """Give each request without a seed one that depends on `seed`, the group, the episode and the request's number: an
+    episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
+    shuffle: bool = True
+    """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses its own order."""
+    mixture: MixtureConfig = FixedMixture()
+    """With several tasks: how the run's groups are shared among them."""
+
+    @model_validator(mode="after")
+    def _group_sizes_fit(self) -> Self:
+        if self._changed("min_group_size") and self.min_group_size > self.group_size:  # the default bends
+            raise ValueError(
+                f"min_group_size is {self.min_group_size}; it must be at most group_size {self.group_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_makes_sense(self) -> Self:
+        if self.replay_groups and self.max_staleness == 0:
+            raise ValueError(
+                f"replay_groups is {self.replay_groups}, but max_staleness is 0, and a trained group is always older. "
+                "Set max_staleness to 1 or more, or replay_groups to 0"
+            )
+        if self.replay_groups == 0 and self.replay_min_reward != 0:
+            raise ValueError(
+                f"replay_min_reward is {self.replay_min_reward}, but replay_groups is 0, so no group is replayed; set "
+                "replay_groups"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, from which a rerun continues."""
+
+    every: PositiveInt | None = None
+    """Also save a checkpoint each time this many versions were trained. Unset: only by time (every_s)."""
+    every_s: PositiveFloat | None = 300.0
+    """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
+    notice_s: PositiveFloat | None = None
+    """The process ends this long after a Ctrl-C, SIGTERM or SIGUSR1, even if the checkpoint is not done: less than the
+    time until the kill (Kubernetes' grace period, Slurm's --signal). Unset, or in a notebook: no limit."""
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints to keep."""
+
+
+_ALL_TOKENS = 500_000
+
+
+class EventsConfig(Section):
+    """The event log, run_dir/events: what `arl view` shows."""
+
+    tokens: Literal["all", "some", "none"] | None = None
+    """Whose tokens to keep: all episodes', those of `share` and `notable`, or nobody's. Unset: all, in batches of up to
+    500,000 tokens; some in larger ones."""
+    share: float = Field(default=0.05, ge=0, le=1)
+    """With some: the share of the groups whose tokens are kept, 0 to 1."""
+    notable: NonNegativeInt = 2
+    """With some: also keep this many trajectories of a batch for each of: highest and lowest reward, longest, most
+    stale, largest weight; and this many that failed between two batches."""
+    every: PositiveInt = 1
+    """Keep tokens of each Nth batch only."""
+    max_gb: float = Field(default=5.0, ge=0.01)
+    """Largest size of run_dir/events, in GB (10^9 bytes). The oldest tokens are deleted first, then turns and calls,
+    then the rest."""
+
+    def keeps(self, num_tokens: int) -> Literal["all", "some", "none"]:
+        """Whose tokens to keep of a batch of so many, or of what comes between two batches."""
+        return self.tokens or ("all" if num_tokens <= _ALL_TOKENS else "some")
+
+    def has_in_share(self, group_id: int) -> bool:
+        """Whether a group is in `share`: the same groups in every process, spread evenly."""
+        return crc32(str(group_id).encode()) < self.share * (1 << 32)
+
+
+class ConsoleConfig(Section):
+    """The output of a run on the console."""
+
+    console: bool = True
+    """Print a live table."""
+    format: Literal["text", "json"] = "text"
+    """The form of stdout and stderr: text for people, or one JSON object for each line, for machines."""
+
+
+class LogConfig(ConsoleConfig):
+    """The output of a run, on the console and in files."""
+
+    max_mb: PositiveFloat = 64.0
+    """Largest size of each file in run_dir/logs, in MB (10^6 bytes). Older text moves to NAME.log.old, which has the
+    same limit."""
+    events: EventsConfig | None = EventsConfig()
+    """The event log. null: none."""
+    metrics_address: str | None = None
+    """HOST:PORT at which Prometheus finds /metrics while the run trains, such as 127.0.0.1:9400. Unset: none."""
+    metrics_key: SecretStr | None = None
+    """The bearer token that scrapes must send. Unset: $ARL_METRICS_KEY. Required beyond loopback. Not for the command
+    line."""
+
+    @property
+    def key(self) -> str | None:
+        given = self.metrics_key
+        return given.get_secret_value() if given is not None else os.environ.get(METRICS_KEY) or None
+
+    @property
+    def metrics_host_and_port(self) -> tuple[str, int]:
+        """Of metrics_address, which is set."""
+        address = urlsplit(f"//{self.metrics_address}")
+        return address.hostname or "", address.port or 0
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _is_an_address(cls, given: str | None) -> str | None:
+        if given is None:
+            return given
+        try:
+            address = urlsplit(f"//{given}")
+            is_whole = bool(address.hostname and address.port) and given == address.netloc and "@" not in given
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"metrics_address is {given!r}; write HOST:PORT, such as 127.0.0.1:9400 or [::1]:9400")
+        return given
+
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Experiment trackers: trackio, wandb, tensorboard, mlflow. Each is a name, or JSON with its settings:
+    {"kind": "wandb", "project": "sums"}."""
+    track_trajectories: NonNegativeInt = 4
+    """How many trajectories of a step, and of an evaluation, trackers get, with their text and their example; and at
+    most how many episodes that failed."""
+    track_every: PositiveInt = 10
+    """Trackers get trajectories of the first step, and then each time this many versions were trained."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _by_name(cls, given: object) -> object:
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            return ({"kind": given},) if isinstance(given, str) else given
+        return tuple({"kind": one} if isinstance(one, str) else one for one in cast("Sequence[object]", given))
+
+
+class StallConfig(Section):
+    """Reactions when nothing moves: no batch is trained, no request answered, no episode ended, nothing delivered."""
+
+    warn_after_s: PositiveFloat = 600.0
+    """Log what waits for what after this long, and again after twice as long each time."""
+    end_after_s: PositiveFloat | None = None
+    """End the run, with a checkpoint, after this long, and the process after twice as long. Unset: keep waiting. Set it
+    far above the time that training a batch or writing the last checkpoint takes: nothing moves meanwhile."""
+
+
+class Config(Section):
+    """A run. Run it again with the same run_dir, and it continues from the newest checkpoint there."""
+
+    model: str
+    """A Hugging Face model directory, or a model's name on the hub."""
+    run_dir: Path = Path("runs/run")
+    """Where metrics, the event log, checkpoints and logs go."""
+    steps: PositiveInt = 100
+    """Batches to train."""
+    seed: int = 0
+    """Seeds the dataset's order and the trainer's draws; with rollout.seed_requests sampling too."""
+    record: bool = False
+    """Record, in run_dir/recording, everything that each step's numbers depend on: `arl replay` trains the steps
+    again."""
+    engine: EngineConfig = LocalEngineConfig()
+    """The inference servers, and how to speak to them."""
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    algorithm: AlgorithmConfig = preset("decoupled_ppo")
+    weights: WeightsConfig = DiskWeightsConfig()
+    """How weights reach the servers."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    stall: StallConfig = StallConfig()
+    endpoint: EndpointConfig = EndpointConfig()
+    policies: dict[str, PolicyConfig] = Field(default_factory=dict)
+    """Several policies, by name: the roles of each, and what it does not share with the others. Empty: one policy plays
+    all roles."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, given: Any) -> object:
+        """A section given in part keeps what the class set in its default, its kind first of all."""
+        if not isinstance(given, dict):
+            return given
+        sections = {n: field.default for n, field in cls.model_fields.items() if isinstance(field.default, Section)}
+        return {name: laid_over(sections.get(name), value) for name, value in cast("dict[str, Any]", given).items()}
+
+    @model_validator(mode="after")
+    def _mirrors_have_servers(self) -> Self:
+        if not isinstance(self.weights, DeltaWeightsConfig):
+            return self
+        if not isinstance(self.engine, RunningServersConfig):
+            raise ValueError(
+                "weights.transport is delta, which is for servers on other machines, and "
+                f"engine.kind={self.engine.kind} starts them on this one; use weights.transport=disk"
+            )
+        if self.engine.servers_file is not None:  # it may name mirrors and servers
+            return self
+        if not self.weights.mirrors:
+            raise ValueError(
+                "weights.mirrors is empty: name the mirror of each server on another machine; on this one use "
+                "weights.transport=disk"
+            )
+        addresses = {address.rstrip("/") for address in self.engine.addresses}
+        if unknown := [server for server in self.weights.mirrors if server.rstrip("/") not in addresses]:
+            raise ValueError(
+                f"weights.mirrors has a mirror for {unknown[0]}, which is not among engine.addresses: "
+                f"{', '.join(self.engine.addresses)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_can_take_turns(self) -> Self:
+        if self.engine.colocated and not isinstance(self.weights, DiskWeightsConfig):
+            why = {
+                "distributed": "its groups would connect processes on one GPU, which NCCL refuses",
+                "delta": "it is for servers on other machines, whose GPUs nobody shares",
+                "adapter": "it needs the model's weights on the servers, which let go of them",
+            }[self.weights.transport]
+            raise ValueError(
+                f"weights.transport is {self.weights.transport}, but with engine.colocated {why}; use disk, whose "
+                "files are in this machine's memory"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> Self:
+        if not self.policies:
+            return self
+        refused = {
+            "record": self.record,
+            "engine.colocated": self.engine.colocated,
+            "engine.on_ray": self.engine_on_ray,
+            "algorithm.reward_model": self.algorithm.reward_model is not None,
+            "train.num_ranks above 1": self.train.is_over_ray,
+        }
+        if flaw := policies_flaw(self.policies, self.engine, self.weights, refused):
+            raise ValueError(flaw)
+        return self
+
+    @model_validator(mode="after")
+    def _ray_is_used(self) -> Self:
+        if self.engine_on_ray and self.train.ray_address is None:
+            raise ValueError("engine.on_ray is set, but train.ray_address is not: name the Ray cluster, such as auto")
+        if self.train.ray_address is not None and not self.train.is_over_ray and not self.engine_on_ray:
+            raise ValueError(
+                "train.ray_address is set, but train.num_ranks is 1, which trains without Ray, and engine.on_ray is "
+                "not set"
+            )
+        return self
+
+    @property
+    def engine_on_ray(self) -> bool:
+        """Whether arl starts the servers on the nodes of the Ray cluster."""
+        return isinstance(self.engine, StartedServersConfig) and self.engine.on_ray
+
+    @model_validator(mode="after")
+    def _each_worker_has_an_endpoint(self) -> Self:
+        if self.endpoint.is_fixed and self.rollout.num_workers > 1:
+            name = "port" if self.endpoint.port else "public_url"
+            raise ValueError(
+                f"endpoint.{name} is {getattr(self.endpoint, name)}, but each of rollout.num_workers="
+                f"{self.rollout.num_workers} processes has an endpoint of its own; leave endpoint.{name} out, or set "
+                "rollout.num_workers to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_can_be_published(self) -> Self:
+        if not isinstance(self.weights, AdapterWeightsConfig):
+            return self
+        if self.train.lora is None:
+            raise ValueError(
+                "weights.transport is adapter, but train.lora is unset, so there are no adapters; set train.lora, or "
+                "use weights.transport=disk"
+            )
+        if self.engine.pause_mode != "in_place":
+            raise ValueError(
+                f"engine.pause_mode is {self.engine.pause_mode}, but weights.transport=adapter pauses nothing: a "
+                "request keeps the adapter that it began with. Leave pause_mode at in_place"
+            )
+        is_sglang = self.engine.protocol == "sglang" and not isinstance(self.engine, LocalEngineConfig)
+        if is_sglang and self.train.lora.target_modules != "all-linear":
+            check_fused({name.rpartition(".")[2] for name in self.train.lora.target_modules})
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_can_do_it(self) -> Self:
+        if self.engine.protocol != "vllm":
+            return self
+        if isinstance(self.weights, DistributedWeightsConfig) and not self.train.device.startswith("cuda"):
+            raise ValueError(
+                f"weights.transport is distributed, which vLLM takes over NCCL from a GPU, and train.device is "
+                f"{self.train.device}; use weights.transport=disk"
+            )
+        if not self.engine.replay_truncation:
+            raise ValueError(
+                "engine.replay_truncation is false, but vLLM's logprobs under top_p, top_k and min_p are over the kept "
+                "tokens, so a trainer of the whole distribution would not agree with them; leave it on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_look_at_seeds(self) -> Self:
+        flag = "--enable-deterministic-inference"
+        if not isinstance(self.engine, SGLangProcessesConfig) or flag in self.engine.arguments:
+            return self
+        if self.rollout.seed_requests:
+            raise ValueError(
+                f"rollout.seed_requests is set, but servers honour seeds only with {flag}; add it to engine.arguments"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fewer_ranks_can_share(self) -> Self:
+        train, batch_size = self.train, self.rollout.batch_size
+        least, most = train.min_ranks or train.num_ranks, train.num_ranks
+        if least < most and len(train.rank_counts(batch_size)) == 1:
+            raise ValueError(
+                f"train.min_ranks is {least}, but no count from {least} to {most - 1} shares rollout.batch_size="
+                f"{batch_size} evenly, or keeps train.tensor_parallel whole; set min_ranks lower, or another batch_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit_the_algorithm(self) -> Self:
+        rollout, algorithm = self.rollout, self.algorithm
+        if rollout.batch_size % algorithm.minibatches:
+            raise ValueError(
+                f"algorithm.minibatches is {algorithm.minibatches}; it must divide "
+                f"rollout.batch_size={rollout.batch_size} (a preset takes its paper's value); set one of them"
+            )
+        if flaw := _group_size_flaw("rollout.group_size", rollout.group_size, algorithm):
+            raise ValueError(flaw)
+        return self
+
+
+def check_group_size(name: str, group_size: int, algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError for one that the algorithm cannot use. name: what the error calls it."""
+    if flaw := _group_size_flaw(name, group_size, algorithm):
+        raise ConfigError(flaw)
+
+
+def _group_size_flaw(name: str, group_size: int, algorithm: AlgorithmConfig) -> str | None:
+    if group_size == 1 and algorithm.is_group_relative:
+        other = (
+            ""
+            if algorithm.advantage.kind in ("pairs", "labels")
+            else (", or algorithm.advantage to one that does not compare, such as baseline=none")
+        )
+        return (
+            f"{name} is 1, but algorithm.preset={algorithm.preset} compares the episodes of a group: all advantages "
+            f"would be 0. Set group_size to 2 or more{other}"
+        )
+    if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k >= group_size:
+        return (
+            f"algorithm.advantage.k is {algorithm.advantage.k}; it must be below {name}={group_size}, or all "
+            "advantages are equal"
+        )
+    return None

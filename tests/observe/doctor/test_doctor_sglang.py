@@ -1,0 +1,163 @@
+"""`arl doctor` on stock SGLang: healthy, and with faults of its settings and of its code."""
+
+import asyncio
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance.servers import sglang, sglang_python
+from mixtures import write_mixture
+from observe.doctor.planted import IN_SGLANG, NAMED, USUAL, diagnosis_of, first_fault, post
+from safetensors.torch import load_file, save_file
+
+from arl.api.settings.engines import AdapterWeightsConfig, LoRAConfig, SGLangEngineConfig, TrainConfig
+from arl.api.settings.run import Config
+from arl.engine.model_files import load_tokenizer
+from arl.observe.doctor.checked import Diagnosis
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+FAULTS = Path(__file__).with_name("sglang_faults")
+DENSE = ("--context-length", "640", "--chunked-prefill-size", "128")
+OPTIONS = {
+    "dense": DENSE,
+    "adapters": (
+        *DENSE, "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "4", "--lora-target-modules",
+        "all",
+    ),
+    "mixture": ("--context-length", "1024", "--enable-return-routed-experts"),
+}  # fmt: skip
+
+
+def diagnosed(model: Path, tmp_path: Path, *options: str, served: Path | None = None) -> Diagnosis:
+    """served: another directory than the trained model's."""
+    sglang_python()
+    with sglang(served or model, tmp_path / "log", *options) as server:
+        config = Config(model=str(model), run_dir=tmp_path / "run", engine=SGLangEngineConfig(addresses=(server.url,)))
+        return asyncio.run(diagnosis_of(config, USUAL))
+
+
+def changed(file: Path, **values: Any) -> None:
+    """Change values of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def causes(diagnosis: Diagnosis) -> list[str]:
+    return list(dict.fromkeys(one.cause.name for one in diagnosis.faults if one.cause is not None))
+
+
+def test_healthy_sglang_is_not_accused(model: Path, tmp_path: Path) -> None:
+    """Its own defaults of top_k and temperature have no effect, because arl's requests name theirs."""
+    served = shutil.copytree(model, tmp_path / "served")
+    changed(served / "generation_config.json", top_k=5, temperature=0.1)
+    defaults = '{"top_k": 5, "temperature": 0.1}'
+    diagnosis = diagnosed(model, tmp_path, *DENSE, "--preferred-sampling-params", defaults, served=served)
+    assert diagnosis.is_healthy, diagnosis.verdict
+    skipped = [one.check for one in diagnosis.checked if one.outcome == "skipped"]
+    assert skipped == ["routing"]
+
+
+def test_keys_and_values_in_eight_bits_and_logprobs_before_the_temperature_are_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    diagnosis = diagnosed(model, tmp_path, *DENSE, "--kv-cache-dtype", "fp8_e4m3")
+    assert causes(diagnosis) == ["keys and values", "logprobs of another temperature"], diagnosis.verdict
+
+
+def test_another_template_a_short_context_and_bfloat16_are_named(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    options = ("--context-length", "60", "--dtype", "bfloat16", "--chat-template", str(template))
+    diagnosis = diagnosed(model, tmp_path, *options)
+    assert causes(diagnosis) == ["chat template", "context length", "precision"], diagnosis.verdict
+
+
+def test_another_tokenizer_cut_prompts_another_layer_and_another_end_are_named(model: Path, tmp_path: Path) -> None:
+    served = shutil.copytree(model, tmp_path / "served")
+    weights = load_file(served / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] += 0.1 * torch.randn(
+        64, 128, generator=torch.Generator().manual_seed(0)
+    )
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    tokenizer: Any = copy.deepcopy(load_tokenizer(str(model)))
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    changed(served / "config.json", eos_token_id=end)
+    changed(served / "generation_config.json", eos_token_id=end)
+    tokenizer.add_tokens(["brown fox"])
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(served)
+    diagnosis = diagnosed(model, tmp_path, *DENSE, "--allow-auto-truncate", served=served)
+    expected = ["tokenizer", "context length", "other weights", "end of sequence"]
+    assert causes(diagnosis) == expected, diagnosis.verdict
+
+
+@dataclass(frozen=True)
+class FaultySGLang:
+    kind: str
+    url: str
+    model: Path
+    planted: Path
+    """The file that names the planted fault."""
+
+    def config(self, run_dir: Path) -> Config:
+        more: dict[str, Any] = {}
+        if self.kind == "adapters":
+            more = {"train": TrainConfig(lora=LoRAConfig(rank=4, alpha=8)), "weights": AdapterWeightsConfig()}
+        engine = SGLangEngineConfig(addresses=(self.url,))
+        return Config(model=str(self.model), run_dir=run_dir, engine=engine, **more)
+
+
+def given_back(faulty: FaultySGLang) -> None:
+    """Load the server's own weights under their label: the doctor did so with the fault in place."""
+    post(faulty.url, "/update_weights_from_disk", {"model_path": str(faulty.model), "weight_version": "default"})
+
+
+@pytest.fixture(scope="module")
+def faulty(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultySGLang]:
+    sglang_python()
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == "mixture":
+        model = write_mixture(directory / "model", "qwen3_moe")
+    planted = directory / "fault"
+    planted.touch()
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(FAULTS))
+            patch.setenv("ARL_FAULT", str(planted))
+            server = stack.enter_context(sglang(model, directory / "log", *OPTIONS[request.param]))
+        yield FaultySGLang(request.param, server.url, model, planted)
+
+
+@pytest.mark.parametrize("faulty", ["adapters", "mixture"], indirect=True)
+def test_healthy_adapters_and_mixtures_in_sglang_are_not_accused(faulty: FaultySGLang, tmp_path: Path) -> None:
+    diagnosis = asyncio.run(diagnosis_of(faulty.config(tmp_path)))
+    assert diagnosis.is_healthy, diagnosis.verdict
+
+
+@pytest.mark.parametrize(
+    ("faulty", "name"),
+    [(kind, name) for kind, names in IN_SGLANG.items() for name in names],
+    indirect=["faulty"],
+    scope="module",  # one server for all faults of a kind
+)
+def test_the_first_cause_named_of_sglang_is_the_planted_one(faulty: FaultySGLang, name: str, tmp_path: Path) -> None:
+    faulty.planted.write_text(name)
+    try:
+        found = asyncio.run(first_fault(faulty.config(tmp_path)))
+    finally:
+        faulty.planted.write_text("")
+        if faulty.kind != "adapters":
+            given_back(faulty)
+    assert found is not None
+    assert found.cause is not None
+    assert found.cause.name == NAMED[name], found
