@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image as Pictures
 from sighted import write_sighted
 from sighted_script import COLOURS, HALF, SIDE
 
@@ -72,8 +73,9 @@ def check_files(run_dir: Path, record: RunRecord) -> None:
         for tokens in record.tokens(episode)
     )
     files = sorted(path.stem for path in (run_dir / "images").glob("*/*"))
-    assert len(files) == len({*files}) <= 2 * len(COLOURS)
-    assert {image.digest for image in seen} <= {*files}  # a group that waits in the checkpoint has its own
+    kept = {group.example["answer"] for group in record.groups if group.outcome == "kept"}  # some wait in a checkpoint
+    pictures = [Pictures.new("RGB", (side, side), colour) for colour in kept for side in (SIDE, HALF)]
+    assert files == sorted({image.digest for image in (*seen, *map(arl.Image.of, pictures))})
     assert len(files) <= 2 * len(COLOURS)
     assert all(image.image.picture().size == image.size for image in seen)
     assert not [path for path in (run_dir / "checkpoints").rglob("*") if path.suffix in (".png", ".jpg", ".webp")]
