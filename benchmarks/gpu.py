@@ -54,6 +54,7 @@ from arl.api.settings.engines import (
 from arl.api.train_engine import TrainSequence
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.fsdp import policy
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
@@ -186,10 +187,10 @@ def write_model(shape: Shape, directory: Path, device: str) -> Path:
 
 
 def build_engine(args: argparse.Namespace, model: Path) -> FSDPTrainEngine:
+    policy.LOGPROB_CHUNK_SIZE = args.chunk
     config = TrainConfig(
         optimizer=OptimizerConfig(lr=1e-6),
         max_tokens_per_microbatch=args.microbatch,
-        logprob_chunk_size=args.chunk,
         dtype=args.dtype,
         device=args.device,
         compile=args.compile,

@@ -215,7 +215,7 @@ class _Check:
         if fewer is not None:
             what += f"; {fewer} rank(s) train until it has (train.min_ranks)"
         elif not is_mistake:
-            what += f"; a run waits train.startup_timeout_s={config.train.startup_timeout_s:g} s for it"
+            what += "; a run waits some minutes for it"
         yield Finding(text=f"{what}; {advice}", is_mistake=is_mistake, ends_start=False)
 
     def _learn_facts(self) -> None:

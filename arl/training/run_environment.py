@@ -168,9 +168,8 @@ _HARMLESS = frozenset(
         "run_dir", "steps", "log", "checkpoint", "stall", "evaluation", "engine", "weights", "endpoint",
         "rollout.num_workers", "rollout.max_concurrent_episodes", "rollout.max_failure_rate",
         "train.device", "train.num_threads", "train.num_ranks", "train.min_ranks", "train.ray_address",
-        "train.startup_timeout_s", "train.rank_timeout_s", "train.replace_timeout_s", "train.max_recoveries",
-        "train.tensor_parallel", "train.activation_checkpointing", "train.cpu_offload", "train.compile",
-        "train.max_tokens_per_microbatch", "train.logprob_chunk_size", "train.share_prefixes",
+        "train.max_recoveries", "train.tensor_parallel", "train.activation_checkpointing", "train.cpu_offload",
+        "train.compile", "train.max_tokens_per_microbatch", "train.share_prefixes",
     )
 )  # fmt: skip
 """Settings and sections that change where, how fast and how far a run trains, but not what (except for rounding)."""

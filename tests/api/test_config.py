@@ -78,7 +78,6 @@ IMPOSSIBLE = [
     ({"engine": {"on_ray": True, "colocated": True}}, "engine.local", "share this machine's GPUs"),
     ({"train": {"min_ranks": 1}}, "train", "min_ranks is set, but num_ranks is 1"),
     ({"train": {"num_ranks": 2, "min_ranks": 3}}, "train", "min_ranks is 3, but num_ranks is 2"),
-    ({"train": {"num_ranks": 2, "replace_timeout_s": 3}}, "train", "replace_timeout_s is set, but min_ranks is not"),
     ({"train": {"num_ranks": 2, "min_ranks": 1, "max_recoveries": 0}}, "train", "but max_recoveries is 0"),
     (
         {"train": {"num_ranks": 4, "min_ranks": 3}, "rollout": {"batch_size": 8}},

@@ -17,7 +17,7 @@ def test_a_run_goes_on_with_fewer_ranks_when_a_node_is_lost_and_with_all_when_it
         here, other = cluster.nodes
         here.start_ray(1, env=NOTICES_SOON)
         other.start_ray(1)
-        train = {"num_ranks": 2, "min_ranks": 1, "replace_timeout_s": 3, "ray_address": "auto"}
+        train = {"num_ranks": 2, "min_ranks": 1, "ray_address": "auto"}
         run = PacedRun(cluster, here, "run", steps=7, train=train, checkpoint={"every": 2})
         run.train(3)
         other.kill()

@@ -85,7 +85,7 @@ def test_a_rank_that_finds_no_place_is_a_mistake_with_what_each_node_has(tmp_pat
     busy = FakeNode(2, cpus=3, free={"CPU": 1.0})
     waits = checked(tmp_path, FakeNode(1, cpus=1), busy, train={"num_ranks": 4})
     assert mistakes(waits) == []
-    assert "n2 has 1 of 3 CPUs free; a run waits train.startup_timeout_s=300 s" in warnings(waits)[0]
+    assert "n2 has 1 of 3 CPUs free; a run waits some minutes" in warnings(waits)[0]
     fewer = {"num_ranks": 4, "min_ranks": 1}
     begins = checked(tmp_path, FakeNode(1, cpus=1), FakeNode(2, cpus=1), train=fewer, rollout={"batch_size": 8})
     assert mistakes(begins) == []

@@ -390,8 +390,6 @@ class TrainConfig(Section):
     """The device to train on: cpu, cuda, or one GPU of several as cuda:1."""
     num_threads: PositiveInt = 1
     """CPU threads of the trainer's torch."""
-    logprob_chunk_size: PositiveInt = 1024
-    """For how many tokens the logits, [tokens, vocabulary], are held at once."""
     share_prefixes: bool = True
     """Forward a prefix that sequences of a microbatch share (a prompt, earlier turns) once."""
     num_ranks: PositiveInt = 1
@@ -399,17 +397,10 @@ class TrainConfig(Section):
     ray_address: str | None = None
     """With several ranks, or engine.on_ray: the Ray cluster to use, such as auto. Unset: one on this machine, for this
     run only."""
-    startup_timeout_s: PositiveFloat = 300.0
-    """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
-    the model (the ranks of a machine load one after another)."""
-    rank_timeout_s: PositiveFloat = 1800.0
-    """With several ranks: they are replaced as hung when none has finished a call, or a microbatch, for this long."""
     min_ranks: PositiveInt | None = None
-    """If the cluster has no room for num_ranks within replace_timeout_s, train with the most ranks that have room, at
-    least so many, which share rollout.batch_size evenly; and with all once there is room, after the next checkpoint.
-    Unset: wait for room for num_ranks."""
-    replace_timeout_s: PositiveFloat = 60.0
-    """With min_ranks: longest wait for room for num_ranks before fewer are taken."""
+    """If the cluster has no room for num_ranks within a minute, train with the most ranks that have room, at least so
+    many, which share rollout.batch_size evenly; and with all once there is room, after the next checkpoint. Unset: wait
+    for room for num_ranks."""
     max_recoveries: NonNegativeInt = 3
     """How often in a row, without a newly trained batch, a trainer's process or rank that died, hangs or fails is
     replaced. What it held is trained again. 0: the first loss ends the run."""
@@ -449,11 +440,8 @@ class TrainConfig(Section):
     def _ranks_fit(self) -> Self:
         if self.num_ranks % self.tensor_parallel:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks={self.num_ranks}")
-        of_ray = self._changed("startup_timeout_s", "rank_timeout_s", "min_ranks", "replace_timeout_s")
-        if self.num_ranks == 1 and of_ray:
-            raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains without Ray")
-        if self.min_ranks is None and self._changed("replace_timeout_s"):
-            raise ValueError("replace_timeout_s is set, but min_ranks is not, so the trainer waits for all ranks")
+        if self.num_ranks == 1 and self.min_ranks is not None:
+            raise ValueError("min_ranks is set, but num_ranks is 1, which trains without Ray")
         if self.min_ranks is not None and self.min_ranks > self.num_ranks:
             raise ValueError(f"min_ranks is {self.min_ranks}, but num_ranks is {self.num_ranks}; lower it")
         if self.min_ranks is not None and self.max_recoveries == 0:

@@ -35,7 +35,7 @@ def export_weights(checkpoint: Path, model: str, directory: Path, *, adapter: bo
         loaded = load_model(model)
         writer = ModelWriter(loaded)
         adapters = _adapters(loaded, model, progress.lora)
-        policy = Policy(loaded.model, logprob_chunk_size=1)
+        policy = Policy(loaded.model)
         for name, parameter in policy.named_parameters():
             if name in progress.frozen:
                 parameter.requires_grad_(False)

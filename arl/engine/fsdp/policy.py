@@ -46,12 +46,12 @@ class TokenModel(nn.Module):
         return decode(self.model, inputs, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
 
 
+LOGPROB_CHUNK_SIZE = 1024
+"""For how many tokens the logits, [tokens, vocabulary], are held at once."""
+
+
 class Policy(TokenModel):
     """A causal language model."""
-
-    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int) -> None:
-        super().__init__(model)
-        self.logprob_chunk_size = logprob_chunk_size
 
     def forward(self, batch: Microbatch) -> TokenOutputs:
         logprobs, entropy = token_logprobs(
@@ -59,7 +59,7 @@ class Policy(TokenModel):
             head_weight(self.model),
             batch.targets,
             batch.temperatures,
-            self.logprob_chunk_size,
+            LOGPROB_CHUNK_SIZE,
             batch.kept_ids,
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy, values=torch.zeros_like(logprobs, requires_grad=False))

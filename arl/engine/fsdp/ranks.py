@@ -55,7 +55,7 @@ class _Watch:
         silent = [rank for rank in pending if rank not in answers]
         where = [f"rank {rank} does not answer, as if it were stopped" for rank in silent]
         where += [f"rank {rank} is at {place}" for rank, (_, place) in sorted(answers.items())]
-        return f"has not moved for {self._timeout_s:g} s (train.rank_timeout_s): {'; '.join(where)}"
+        return f"has not moved for {self._timeout_s:g} s: {'; '.join(where)}"
 
 
 class Ranks:
@@ -239,7 +239,7 @@ class Ranks:
         if not failed:
             late = [rank for rank in range(len(self)) if rank not in outcomes]
             self.end(reason := f"{method} took too long on ranks {late} of {len(self)}")
-            raise TrainingError(f"{reason}; set train.startup_timeout_s higher for a large model or slow storage")
+            raise TrainingError(f"{reason}; put the model on faster storage, or use fewer ranks on a machine")
         # A dead rank is the cause of the others' broken connections.
         rank, first = min(failed.items(), key=lambda item: not item[1].is_dead)
         cause = OtherTracebackError(f"on rank {rank}:\n{first.traceback}")

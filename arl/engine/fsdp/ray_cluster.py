@@ -245,10 +245,10 @@ class Placement:
         there = " and ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s" for name in self._bundle)
         needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in self._bundle.items())
         shortage = f"{num_ranks} ranks need {needed} each, and the Ray cluster has {there} free"
-        logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
+        logger.warning("%s: waiting for room", shortage)
         if group := _reserved(bundles, deadline):
             return group
-        late = f"{shortage}; no room became free within train.startup_timeout_s"
+        late = f"{shortage}; no room became free in time"
         raise TrainingError(f"{late}. Make room, or set train.num_ranks or train.num_threads lower")
 
 

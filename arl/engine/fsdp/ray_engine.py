@@ -41,6 +41,12 @@ _ENGINES = 2
 """A Ray that arl starts declares CPUs for two engines: a policy's, and that of a critic or a reward model."""
 _ROOM_TIMEOUT_S = 5.0
 """How long Ray may take to say that there is room."""
+START_TIMEOUT_S = 900.0
+"""Longest time until all ranks have a place on the cluster, and then, for each, until it holds the model."""
+_REPLACE_TIMEOUT_S = 60.0
+"""With train.min_ranks: longest wait for room for train.num_ranks before fewer are taken."""
+RANK_TIMEOUT_S = 1800.0
+"""Ranks are replaced as hung when none has finished a call, or a microbatch, for this long."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +60,8 @@ class RayTrainEngine:
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
-        """As FSDPTrainEngine's. Raises TrainingError, too, if the cluster has no room within config.startup_timeout_s,
-        or building takes longer than that for each rank.
+        """As FSDPTrainEngine's. Raises TrainingError, too, if the cluster has no room within START_TIMEOUT_S, or
+        building takes longer than that for each rank.
         """
         self._config = config
         self._model = model
@@ -63,10 +69,10 @@ class RayTrainEngine:
         self._version = 0
         self.kept: list[dict[str, torch.Tensor]] = []
         with ExitStack() as stack:
-            deadline = time.monotonic() + config.startup_timeout_s
+            deadline = time.monotonic() + START_TIMEOUT_S
             self._ranks, self._lease, address = _start_ranks(config, stack, deadline)
             # Ranks of one machine load the model one after another.
-            deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
+            deadline = time.monotonic() + START_TIMEOUT_S * config.num_ranks
             (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
             directory = str(Path(model).absolute()) if Path(model).is_dir() else str(model)
             build = ((address, port), directory, config, seed, head)
@@ -248,22 +254,20 @@ class RankRoom:
         self._lease = _lease(config)
 
     def wait(self, counts: Sequence[int]) -> int:
-        """The first of `counts` that has room; waits replace_timeout_s for the very first. Raises TrainingError if none
-        has room within startup_timeout_s.
-        """
-        config, began = self._config, time.monotonic()
-        if self.has(counts[0], config.replace_timeout_s):
+        """The first of `counts` that has room; waits longer for the very first. Raises TrainingError if none has."""
+        began = time.monotonic()
+        if self.has(counts[0], _REPLACE_TIMEOUT_S):
             return counts[0]
-        while True:  # at least once: replace_timeout_s may be the longer one
+        while True:
             for count in counts:
                 if self.has(count):
                     rest = f"of {counts[0]}, until the cluster has room for all (train.min_ranks)"
                     logger.warning("training goes on with %d rank(s) %s", count, rest)
                     return count
-            if time.monotonic() >= began + config.startup_timeout_s:
+            if time.monotonic() >= began + START_TIMEOUT_S:
                 raise TrainingError(
                     f"the Ray cluster had no room for {counts[-1]} rank(s), the fewest of train.min_ranks, within "
-                    "train.startup_timeout_s; make room, or set train.min_ranks lower"
+                    f"{START_TIMEOUT_S:g} s; make room, or set train.min_ranks lower"
                 )
 
     def has(self, count: int, timeout_s: float = _ROOM_TIMEOUT_S) -> bool:
@@ -296,6 +300,6 @@ def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tupl
     # After the lease, which imports Ray in the way that suits it.
     from arl.engine.fsdp.ranks import Ranks
 
-    ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus, timeout_s=config.rank_timeout_s)
+    ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus, timeout_s=RANK_TIMEOUT_S)
     stack.callback(ranks.close)
     return ranks, lease, placement.address

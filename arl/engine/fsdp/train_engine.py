@@ -104,9 +104,7 @@ class FSDPTrainEngine:
                 if config.freeze_vision_tower:
                     freeze_tower(loaded.model, model)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
-                self._policy = (
-                    Critic(loaded.model) if head == "value" else Policy(loaded.model, config.logprob_chunk_size)
-                )
+                self._policy = Critic(loaded.model) if head == "value" else Policy(loaded.model)
                 shard(self._policy, mesh, config)
             self._trained = trained_parameters(self._policy)
             self._reference = Reference(self._policy)

@@ -23,10 +23,7 @@ _MATTER = ("seed", "train", "algorithm", "rollout")
 """The sections on which a step's numbers depend, besides its batch."""
 _ABOUT_TRAINING = ("algorithm", "train", "seed")
 """The sections that a replay can change."""
-_OF_RANKS = (
-    "num_ranks", "min_ranks", "tensor_parallel", "ray_address", "startup_timeout_s", "rank_timeout_s",
-    "replace_timeout_s", "max_recoveries",
-)  # fmt: skip
+_OF_RANKS = ("num_ranks", "min_ranks", "tensor_parallel", "ray_address", "max_recoveries")
 """Of `train`, but without effect: other settings are compared on one rank."""
 
 

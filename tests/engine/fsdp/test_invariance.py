@@ -48,7 +48,7 @@ def with_an_untrained_one(minibatches: Minibatches) -> Minibatches:
 
 SPLITS = {
     "as few tokens at a time as the longest sequence has": (list, {"max_tokens_per_microbatch": 1}),
-    "backwards, chunk by chunk": (backwards, {"max_tokens_per_microbatch": 60, "logprob_chunk_size": 7}),
+    "backwards": (backwards, {"max_tokens_per_microbatch": 60}),
     "nothing shared": (with_an_untrained_one, {"share_prefixes": False, "max_tokens_per_microbatch": 100}),
     "activations computed twice": (list, {"activation_checkpointing": True}),
 }

@@ -14,6 +14,7 @@ from train_variants import weights_of
 
 from arl.api.errors import CheckpointError, ConfigError
 from arl.api.settings.engines import LoRAConfig
+from arl.engine.fsdp import policy as policy_models
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
 from arl.engine.fsdp.policy import Policy, token_logprobs, transformer_layers
@@ -127,8 +128,9 @@ def test_memory_is_that_of_a_few_chunks_of_logits_and_the_weights_gradient():
         assert logits <= memory.peak < 6 * logits + 4 * gradient + 16 * rest
 
 
-def test_a_training_pass_holds_no_logits_for_all_tokens(tmp_path: Path):
-    policy = Policy(load_model(write_model(tmp_path, tied=True)).model, logprob_chunk_size=4)
+def test_a_training_pass_holds_no_logits_for_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(policy_models, "LOGPROB_CHUNK_SIZE", 4)
+    policy = Policy(load_model(write_model(tmp_path, tied=True)).model)
     batch = build_microbatch(random_sequences(40), torch.device("cpu"))
     num_logits = len(batch.targets) * policy.model.config.vocab_size
     with Memory() as memory:

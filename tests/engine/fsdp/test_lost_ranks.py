@@ -12,8 +12,9 @@ from random_groups import random_groups
 
 from arl.api.errors import ProcessLostError
 from arl.api.settings.run import Config
+from arl.engine.fsdp import ray_engine
 from arl.run.learner import host_learner
-from arl.training.learner_process import RemoteLearner
+from arl.training.learner_process import LearnerHost, RemoteLearner
 from arl.training.learner_recovery import RecoveringLearner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,16 +28,21 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def host_impatient_learner(config: Config) -> LearnerHost:
+    ray_engine.RANK_TIMEOUT_S = 4.0
+    return host_learner(config)
+
+
 def ranks(model_dir: Path, directory: Path) -> RecoveringLearner:
     settings = {
         "model": str(model_dir),
         "run_dir": directory,
         "rollout": {"batch_size": 4, "group_size": 2},
-        "train": {"num_ranks": 2, "rank_timeout_s": 4, "optimizer": {"lr": 1e-3, "eps": 1e-3}},
+        "train": {"num_ranks": 2, "optimizer": {"lr": 1e-3, "eps": 1e-3}},
         "algorithm": {"minibatches": 2},
     }
     config = Config.model_validate(settings)
-    start = partial(RemoteLearner, partial(host_learner, config), directory / "trainer.log", 1)
+    start = partial(RemoteLearner, partial(host_impatient_learner, config), directory / "trainer.log", 1)
     return RecoveringLearner(start, directory / "checkpoints", config.train)
 
 

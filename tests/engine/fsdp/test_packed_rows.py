@@ -50,7 +50,7 @@ def test_a_row_gives_what_the_model_by_itself_gives_its_sequences_one_at_a_time(
     sequences = family_sequences() + random_sequences(6)
     assert min(len(s) for s in family_sequences()) > 2 * WINDOW
     write_model(tmp_path, model_class, **config)
-    policy, twin = Policy(load_model(tmp_path).model, logprob_chunk_size=16), load_twin(tmp_path)
+    policy, twin = Policy(load_model(tmp_path).model), load_twin(tmp_path)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes)
     outputs = policy(batch)
     ours = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()

@@ -114,15 +114,14 @@ def test_a_running_ray_is_used_and_left_as_it_was(
         assert addresses <= loopback
 
         monkeypatch.setattr(RayLease, "_holders", 0)  # as if it were someone else's
-        short = TrainConfig(num_ranks=2, startup_timeout_s=1)
+        monkeypatch.setattr(ray_engine, "START_TIMEOUT_S", 1.0)
         with pytest.raises(
             TrainingError, match=r"2 ranks need 1 CPU\(s\) each, and the Ray cluster has 1 of 1 CPUs free"
         ):
-            RayTrainEngine(tmp_path, short)
+            RayTrainEngine(tmp_path, TrainConfig(num_ranks=2))
         monkeypatch.setattr(ray_engine, "_ROOM_TIMEOUT_S", 1.0)
-        fewer = {"num_ranks": 2, "min_ranks": 1, "replace_timeout_s": 0.1}
-        policy = RankRoom(TrainConfig(**fewer), num_engines=1)
-        both = RankRoom(TrainConfig(**fewer, startup_timeout_s=0.5), num_engines=2)
+        monkeypatch.setattr(ray_engine, "_REPLACE_TIMEOUT_S", 0.1)
+        policy, both = (RankRoom(TrainConfig(num_ranks=2, min_ranks=1), num_engines=n) for n in (1, 2))
         assert policy.wait([2, 1]) == 1
         assert "training goes on with 1 rank(s) of 2, until the cluster has room" in caplog.text
         assert not policy.has(2, 0.1)
@@ -141,12 +140,10 @@ def test_a_running_ray_is_used_and_left_as_it_was(
     assert processes_of(temporary) == []
 
 
-def test_fewer_ranks_start_also_after_a_wait_for_all_that_is_longer_than_a_start_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_most_ranks_start_that_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_lease", lambda config: None)
     monkeypatch.setattr(ray_engine, "has_room", lambda bundles, timeout_s: len(bundles) < 4)
-    room = RankRoom(TrainConfig(num_ranks=4, min_ranks=1, startup_timeout_s=1e-9), num_engines=1)
+    room = RankRoom(TrainConfig(num_ranks=4, min_ranks=1), num_engines=1)
     assert room.wait([4, 2, 1]) == 2
 
 

@@ -48,7 +48,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_by_itself(model_dir: 
     loaded = load_model(model_dir)
     assert loaded.processor is not None
     sequences = seeing_sequences(loaded.processor)
-    policy, twin = Policy(loaded.model, logprob_chunk_size=16), load_seeing_twin(model_dir)
+    policy, twin = Policy(loaded.model), load_seeing_twin(model_dir)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes, processor=loaded.processor)
     outputs = policy(batch)
     ours = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()
@@ -77,7 +77,7 @@ class CountedPatches:
 
 def test_each_distinct_image_that_trained_tokens_follow_is_seen_once(model_dir: Path) -> None:
     loaded = load_model(model_dir)
-    processor, policy = loaded.processor, Policy(loaded.model, logprob_chunk_size=16)
+    processor, policy = loaded.processor, Policy(loaded.model)
     assert processor is not None
     counted, sequences = CountedPatches(policy), seeing_sequences(processor)
     policy(build_microbatch(sequences, CPU, processor=processor))
@@ -112,7 +112,7 @@ def test_no_branch_begins_within_an_image(model_dir: Path) -> None:
 def test_an_image_changes_what_follows_it_alone(model_dir: Path) -> None:
     loaded = load_model(model_dir)
     assert loaded.processor is not None
-    policy = Policy(loaded.model, logprob_chunk_size=16)
+    policy = Policy(loaded.model)
     whole = [sequence_of(loaded.processor, 9, image, 5, seed=3) for image in (ONE, SAME_SIZE)]
     for sequence in whole:
         sequence.loss_mask[2:9] = True
