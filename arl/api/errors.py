@@ -149,7 +149,7 @@ class StarvedError(ArlError):
 
 
 class StalledError(ArlError):
-    """Nothing has moved for stall.end_after_s; the message says what waits for what."""
+    """Nothing has moved for stall_timeout_s; the message says what waits for what."""
 
 
 class EngineClosedError(ArlError):

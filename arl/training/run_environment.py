@@ -165,7 +165,7 @@ def _commit_of(directory: Path) -> _Commit:
 _HARMLESS = frozenset(
     (
         "model",  # another name of the same model: another model is an error
-        "run_dir", "steps", "log", "checkpoint", "stall", "evaluation", "engine", "weights", "endpoint",
+        "run_dir", "steps", "log", "checkpoint", "stall_timeout_s", "evaluation", "engine", "weights", "endpoint",
         "rollout.num_workers", "rollout.max_concurrent_episodes", "rollout.max_failure_rate",
         "train.device", "train.num_threads", "train.num_ranks", "train.min_ranks", "train.ray_address",
         "train.max_recoveries", "train.tensor_parallel", "train.activation_checkpointing", "train.cpu_offload",

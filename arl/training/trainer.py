@@ -149,7 +149,7 @@ class Trainer:
         It saves before it waits for the tasks to end, so an episode that ignores its cancellation cannot prevent it.
         """
         where, last_words = self.learner.whereabouts, self.last_words
-        watchdog = Watchdog(self.config.stall, self._progress, self._end, where, last_words)
+        watchdog = Watchdog(self.config.stall_timeout_s, self._progress, self._end, where, last_words)
         try:
             with watchdog.watching():
                 async with self._tokens_noted(), self._tasks:

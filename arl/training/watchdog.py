@@ -2,7 +2,7 @@
 
     its thread --every period--> the event loop: has anything moved? If not: who waits for what, and who would wake it
                --no answer--> the loop is blocked: where?
-               --twice end_after_s--> the process ends, because the run could not end itself
+               --twice limit_s--> the process ends, because the run could not end itself
 
 `WAITS` is the table of docs/architecture.md, "Who waits for whom", as the watchdog reads it from suspended tasks.
 """
@@ -25,12 +25,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 from arl.api.errors import StalledError
-from arl.api.settings.run import StallConfig
 
 log = logging.getLogger(__name__)
 
+WARN_AFTER_S = 600.0
+"""The watchdog logs what waits for what after this long, and again after twice as long each time."""
 _TICKS = 20
-"""How often the watchdog looks within warn_after_s."""
+"""How often the watchdog looks within that time."""
 _SHOWN = 12
 """Kinds of waits that one message names."""
 
@@ -110,13 +111,13 @@ class Watchdog:
 
     def __init__(
         self,
-        config: StallConfig,
+        limit_s: float | None,
         progress: Callable[[], object],
         end: Callable[[StalledError], object],
         elsewhere: Callable[[], str],
         last_words: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        self._config = config
+        self._limit_s = limit_s
         self._progress = progress
         self._end = end
         self._elsewhere = elsewhere
@@ -125,7 +126,7 @@ class Watchdog:
         self._seen: object = None
         self._now = self._moved_at = self._beat_at = 0.0
         """Seconds in which this process ran, without those in which it was stopped, or its machine slept."""
-        self._warn_at_s = config.warn_after_s
+        self._warn_at_s = WARN_AFTER_S
         self._has_ended_run = False
 
     @contextmanager
@@ -145,19 +146,19 @@ class Watchdog:
             thread.join()
 
     def _run(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
-        shortest_s = min(self._config.warn_after_s, self._config.end_after_s or self._config.warn_after_s)
-        period_s, blocked_warning_s, looked_at = shortest_s / _TICKS, self._config.warn_after_s, time.monotonic()
+        period_s = min(WARN_AFTER_S, self._limit_s or WARN_AFTER_S) / _TICKS
+        blocked_warning_s, looked_at = WARN_AFTER_S, time.monotonic()
         while not self._is_over.wait(period_s):
             looked_at, before = time.monotonic(), looked_at
             self._now += min(looked_at - before, 2 * period_s)
             loop.call_soon_threadsafe(self._beat)
             blocked_s, still_s = self._now - self._beat_at, self._now - self._moved_at
-            if blocked_s < self._config.warn_after_s:
-                blocked_warning_s = self._config.warn_after_s
+            if blocked_s < WARN_AFTER_S:
+                blocked_warning_s = WARN_AFTER_S
             elif blocked_s >= blocked_warning_s:
                 blocked_warning_s *= 2
                 log.error("the event loop has been blocked for %.0f s, in\n%s", blocked_s, _stack_of(loop_thread))
-            if self._config.end_after_s is not None and still_s >= 2 * self._config.end_after_s:
+            if self._limit_s is not None and still_s >= 2 * self._limit_s:
                 self._last_words(f"nothing moved for {still_s:.0f} s, and the run could not end itself")
                 _end_process(still_s)
 
@@ -166,15 +167,15 @@ class Watchdog:
         self._beat_at = now = self._now
         progress = self._progress()
         if progress is None or progress != self._seen:
-            self._seen, self._moved_at, self._warn_at_s = progress, now, self._config.warn_after_s
+            self._seen, self._moved_at, self._warn_at_s = progress, now, WARN_AFTER_S
             return
-        still_s, limit_s = now - self._moved_at, self._config.end_after_s
+        still_s, limit_s = now - self._moved_at, self._limit_s
         if still_s >= self._warn_at_s:
             self._warn_at_s *= 2
             log.error("%s", self._report(still_s))
         if limit_s is not None and still_s >= limit_s and not self._has_ended_run:
             self._has_ended_run = True
-            self._end(StalledError(f"{self._report(still_s)}\nThe run ends, as stall.end_after_s is {limit_s:g}"))
+            self._end(StalledError(f"{self._report(still_s)}\nThe run ends, as stall_timeout_s is {limit_s:g}"))
 
     def _report(self, still_s: float) -> str:
         lines = (*waits(asyncio.all_tasks()), *_threads(), f"  {self._elsewhere()}")
@@ -245,7 +246,7 @@ def _stack_of(thread: int) -> str:
 
 def _end_process(still_s: float) -> None:
     log.critical(
-        "the run could not end itself %.0f s after it stalled: its process ends now (stall.end_after_s). The same "
+        "the run could not end itself %.0f s after it stalled: its process ends now (stall_timeout_s). The same "
         "command continues from the newest checkpoint",
         still_s,
     )

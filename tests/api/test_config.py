@@ -144,7 +144,7 @@ def test_settings_cannot_change_during_a_run() -> None:
 
 
 class TunedConfig(Config):
-    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
+    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), update_timeout_s=7.0)
     train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
     weights: WeightsConfig = DeltaWeightsConfig(mirrors={"http://a:1": "http://m:1"}, api_key=SecretStr("k"))
     labels: dict[str, int] = Field(default={"a": 1})
@@ -153,7 +153,7 @@ class TunedConfig(Config):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"engine": {"max_retries": 2}}, SGLangEngineConfig(addresses=("http://a:1",), max_retries=2)),
+        ({"engine": {"update_timeout_s": 2}}, SGLangEngineConfig(addresses=("http://a:1",), update_timeout_s=2)),
         (
             {"weights": {"mirrors": {"http://a:1/": "x"}}},
             DeltaWeightsConfig(mirrors={"http://a:1/": "x"}, api_key=SecretStr("k")),

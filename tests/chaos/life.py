@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import arl.engine.client.server_processes
 import arl.engine.fsdp.train_engine
 import arl.engine.local.__main__
 import arl.engine.local.app
 import arl.engine.local.model_thread
 import arl.run.engines
 import arl.run.launch
+import arl.training.watchdog
 from arl.api.engine import Sampler
 from arl.api.settings.run import Config
 from arl.api.train_engine import Saving, TokenLoss, TrainSequence
@@ -126,6 +128,8 @@ def train(config: str, *, has_workers: bool, weather: str | None, seed: str) -> 
                 sys.stdout.flush()
 
     arl.run.engines.host_learner = remembering
+    arl.engine.client.server_processes._MAX_RESTARTS = 10
+    arl.training.watchdog.WARN_AFTER_S = 45.0
     if weather is not None:
         {"jumping_clock": jumping_clock, "slow_files": slow_files}[weather](random.Random(seed))
     run_script(main, Config, ["--config", config])

@@ -43,7 +43,6 @@ SETTINGS = {
     "train": {"optimizer": {"lr": 1e-6}, "max_recoveries": 20},
     "checkpoint": {"every": 2},
     "log": {"console": False},
-    "stall": {"warn_after_s": 45},
 }
 TIMEOUTS = {"request_timeout_s": 8, "update_timeout_s": 4}
 STALL_S = 90.0
@@ -172,7 +171,7 @@ class Run:
     def _settings(self) -> dict[str, Any]:
         """What differs between runs."""
         has_adapters = self._transport == "adapter"
-        engine: dict[str, Any] = {"kind": "local", "max_restarts": 10}
+        engine: dict[str, Any] = {"kind": "local"}
         if self.place == "apart":
             engine = {"kind": "sglang", "addresses": self._addresses, "update_order": self._update_order}
         engine |= {"pause_mode": "in_place" if has_adapters else self._pause_mode, **TIMEOUTS}

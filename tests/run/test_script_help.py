@@ -26,7 +26,7 @@ class AgentConfig(Config):
 
 
 class TunedConfig(AgentConfig):
-    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
+    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), update_timeout_s=7.0)
     """The servers."""
     algorithm: AlgorithmConfig = preset("gspo")
 
@@ -59,7 +59,7 @@ def shown(config: type[Config], flag: str = "--help-all") -> dict[str, str]:
         (AgentConfig, "--log.console", "true"),
         (TunedConfig, "--steps", "7"),
         (TunedConfig, "--engine.kind", "sglang"),
-        (TunedConfig, "--engine.max_retries", "7"),
+        (TunedConfig, "--engine.update_timeout_s", "7.0"),
         (TunedConfig, "--algorithm.loss.kind", "gspo"),
         (TunedConfig, "--algorithm.minibatches", "4"),
     ],

@@ -17,7 +17,6 @@ from training.trainer_run import run, running
 from arl.api.engine import Sampler
 from arl.api.errors import StalledError
 from arl.api.fakes import ScriptedTrainEngine
-from arl.api.settings.run import StallConfig
 from arl.api.types import Example, Trajectory
 from arl.training.checkpoints import Checkpoints
 from arl.training.run_result import how_it_ended
@@ -37,8 +36,9 @@ async def test_a_run_in_which_nothing_moves_says_who_waits_for_what_and_ends_wit
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("arl.training.watchdog._end_process", lambda still_s: None)  # a slow machine may need longer
-    settings = {"rollout": {"shuffle": False}, "stall": {"warn_after_s": 0.2, "end_after_s": 0.5}}
-    with pytest.raises(StalledError, match=r"stall\.end_after_s is 0\.5") as ended:
+    monkeypatch.setattr("arl.training.watchdog.WARN_AFTER_S", 0.2)
+    settings = {"rollout": {"shuffle": False}, "stall_timeout_s": 0.5}
+    with pytest.raises(StalledError, match=r"stall_timeout_s is 0\.5") as ended:
         await run(tmp_path, workflow=Stuck(), steps=9, **settings)
     for said in (str(ended.value), caplog.text):
         assert "1 x a batch that may be taken; woken by a group that finishes or is released" in said
@@ -91,7 +91,7 @@ async def test_a_stall_that_is_found_while_the_run_ends_already_changes_nothing(
 @pytest.mark.parametrize(("progress", "times"), [(None, 0), (1, 1)])
 async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: object, times: int) -> None:
     ended: list[StalledError] = []
-    watchdog = Watchdog(StallConfig(end_after_s=1e-9), lambda: progress, ended.append, str)
+    watchdog = Watchdog(1e-9, lambda: progress, ended.append, str)
     for second in range(3):
         watchdog._now = float(second)
         watchdog._beat()
@@ -99,9 +99,11 @@ async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: obje
     assert len(ended) == times
 
 
-async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest.LogCaptureFixture) -> None:
-    config = StallConfig(warn_after_s=0.1)
-    with Watchdog(config, lambda: None, lambda error: None, str).watching(), caplog.at_level(logging.ERROR):
+async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arl.training.watchdog.WARN_AFTER_S", 0.1)
+    with Watchdog(None, lambda: None, lambda error: None, str).watching(), caplog.at_level(logging.ERROR):
         time.sleep(0.25)  # noqa: ASYNC251 - it is what blocks
     assert "the event loop has been blocked for" in caplog.text
     assert "time.sleep(0.25)" in caplog.text
@@ -110,13 +112,12 @@ async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest
 def test_a_process_that_cannot_end_its_run_is_ended_and_end_json_says_so(tmp_path: Path) -> None:
     script = """
 import asyncio, sys, time
-from arl.api.settings.run import Config, StallConfig
+from arl.api.settings.run import Config
 from arl.training.run_result import OpenRun
 from arl.training.watchdog import Watchdog
 async def main():
-    stall = StallConfig(warn_after_s=0.1, end_after_s=0.1)
     async with OpenRun(Config(model="none", run_dir=sys.argv[1])) as held:
-        with Watchdog(stall, lambda: 1, lambda error: None, str, held.stalled_now).watching():
+        with Watchdog(0.1, lambda: 1, lambda error: None, str, held.stalled_now).watching():
             time.sleep(60)
 asyncio.run(main())
 """
@@ -134,11 +135,10 @@ asyncio.run(main())
 def test_a_process_that_was_stopped_for_long_has_not_stalled() -> None:
     script = """
 import asyncio, itertools, os, sys
-from arl.api.settings.run import StallConfig
 from arl.training.watchdog import Watchdog
 async def main():
     counter, ended = itertools.count(), []
-    with Watchdog(StallConfig(warn_after_s=1, end_after_s=1), lambda: next(counter), ended.append, str).watching():
+    with Watchdog(1.0, lambda: next(counter), ended.append, str).watching():
         print(os.getpid(), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         await asyncio.sleep(0.5)

@@ -33,8 +33,6 @@ class ClientConfig(Section):
 
     request_timeout_s: PositiveFloat = 600.0
     """Longest time one agenerate may take, pauses and retries included."""
-    max_retries: NonNegativeInt = 3
-    """How often a request is sent again after its server failed. It keeps the tokens that it has."""
     pause_mode: PauseMode = "in_place"
     """How a weight update treats running requests: in_place keeps their KV cache, retract recomputes it under the
     new weights, abort returns partial outputs that the client continues. With colocated: retract, if unset."""
@@ -93,8 +91,6 @@ class StartedServersConfig(ClientConfig):
 
     num_servers: PositiveInt = 1
     """How many servers to start, each as its own process on a free port."""
-    max_restarts: NonNegativeInt = 3
-    """How often in a row a server that died or hangs is started again. Ten minutes of service reset the count."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest time a server may take until it answers /health."""
     on_ray: bool = False

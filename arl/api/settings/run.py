@@ -221,16 +221,6 @@ class LogConfig(ConsoleConfig):
         return tuple({"kind": one} if isinstance(one, str) else one for one in cast("Sequence[object]", given))
 
 
-class StallConfig(Section):
-    """Reactions when nothing moves: no batch is trained, no request answered, no episode ended, nothing delivered."""
-
-    warn_after_s: PositiveFloat = 600.0
-    """Log what waits for what after this long, and again after twice as long each time."""
-    end_after_s: PositiveFloat | None = None
-    """End the run, with a checkpoint, after this long, and the process after twice as long. Unset: keep waiting. Set it
-    far above the time that training a batch or writing the last checkpoint takes: nothing moves meanwhile."""
-
-
 class Config(Section):
     """A run. Run it again with the same run_dir, and it continues from the newest checkpoint there."""
 
@@ -255,7 +245,11 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    stall: StallConfig = StallConfig()
+    stall_timeout_s: PositiveFloat | None = None
+    """End the run, with a checkpoint, when nothing has moved for this long, and the process after twice as long: no
+    batch is trained, no request answered, no episode ended, nothing delivered. Unset: keep waiting, and log every ten
+    minutes, then less often, what waits for what. Set it far above the time that training a batch or writing the last
+    checkpoint takes: nothing moves meanwhile."""
     endpoint: EndpointConfig = EndpointConfig()
     policies: dict[str, PolicyConfig] = Field(default_factory=dict)
     """Several policies, by name: the roles of each, and what it does not share with the others. Empty: one policy plays

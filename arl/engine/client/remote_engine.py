@@ -64,6 +64,8 @@ from arl.engine.client.weight_check import WeightCheck
 from arl.runtime.http.connections import Connections
 from arl.runtime.http.process import allow_many_connections
 
+_MAX_RETRIES = 3
+"""How often a request is sent again after its server failed."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _SHARE_OF_TIMEOUT = 0.5
@@ -166,7 +168,7 @@ class RemoteInferenceEngine:
         """Continue `request.input_ids`; see InferenceEngine.agenerate.
 
         An answer that was cut short is continued on the session's server. A request whose server fails goes to another
-        server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
+        server, at most _MAX_RETRIES times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server; ImageError for images to a model of texts.
         """
         self._check_images(request)
@@ -209,9 +211,8 @@ class RemoteInferenceEngine:
                 continue
             faults += 1
             self._watch.num_failed_requests += 1
-            if faults > self._config.max_retries:
-                what = f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries})"
-                raise ServerError(f"{what}; the last error: {fault}")
+            if faults > _MAX_RETRIES:
+                raise ServerError(f"request {request.rid} failed {faults} times; the last error: {fault}")
             await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 
     async def pause(self) -> None:

@@ -47,7 +47,9 @@ _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 600.0
-"""A server that has served for this long may again die max_restarts times."""
+"""A server that has served for this long may again die _MAX_RESTARTS times."""
+_MAX_RESTARTS = 3
+"""How often in a row a server that died or hangs is started again."""
 _SGLANG = {KEEPS_IMAGES: "0"}
 """Environment variables of SGLang's servers."""
 
@@ -126,10 +128,10 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 async def running(seats: Sequence[Seat], config: StartedServersConfig) -> AsyncIterator[ServerProcesses]:
     """Run a server on each seat; yields them once all are ready.
 
-    A server that dies is started again, at most config.max_restarts times in a row, with a warning that
-    shows the end of its log; meanwhile the engine fences it. When the last server has died for good, the block is
-    cancelled and ServerError raised in its place. Leaving the block, in whatever way, ends the servers with all their
-    children: SIGTERM, and SIGKILL a few seconds later.
+    A server that dies is started again, at most _MAX_RESTARTS times in a row, with a warning that shows the end of its
+    log; meanwhile the engine fences it. When the last server has died for good, the block is cancelled and ServerError
+    raised in its place. Leaving the block, in whatever way, ends the servers with all their children: SIGTERM, and
+    SIGKILL a few seconds later.
 
     Raises ServerError with the end of the log if a server dies or is not ready within startup_timeout_s at the start.
     """
@@ -142,7 +144,7 @@ async def running(seats: Sequence[Seat], config: StartedServersConfig) -> AsyncI
                 for server in servers:
                     group.create_task(server.start())
             async with asyncio.TaskGroup() as group:
-                watcher = group.create_task(_watch(servers, config.max_restarts))
+                watcher = group.create_task(_watch(servers))
                 try:
                     yield ServerProcesses(servers)
                 except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
@@ -222,10 +224,10 @@ class _ProcessHere:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
+async def _watch(servers: Sequence[_Server]) -> None:
     """Keep the servers alive; raises when none is left."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(server.keep_alive(max_restarts)) for server in servers]
+        tasks = [group.create_task(server.keep_alive()) for server in servers]
     raise ServerError(f"every server that arl started died; {tasks[0].result()}")
 
 
@@ -333,7 +335,7 @@ class _Server:
             raise ServerError(f"a server did not start: {self.last_words()}")
         self.address, self._up_since = process.address, time.monotonic()
 
-    async def keep_alive(self, max_restarts: int) -> str:
+    async def keep_alive(self) -> str:
         """Start it again whenever it dies; returns its last words when it has died too often in a row."""
         restarts = 0
         while True:
@@ -344,7 +346,7 @@ class _Server:
             self._up_since = None
             self.kill()
             words = await offload(self.last_words)
-            if restarts >= max_restarts:
+            if restarts >= _MAX_RESTARTS:
                 logger.warning("%s died and is not started again: %s", self.address, words)
                 return words
             backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**restarts)
@@ -353,7 +355,7 @@ class _Server:
             self.events.emit(ProcessRestarted(name=self.address, how=words))
             logger.warning(
                 "%s died; restart %d of %d follows in %g s: %s",
-                self.address, restarts, max_restarts, backoff_s, words,
+                self.address, restarts, _MAX_RESTARTS, backoff_s, words,
             )  # fmt: skip
             await asyncio.sleep(backoff_s)
             with suppress(ArlError):  # its last words are told in the next turn

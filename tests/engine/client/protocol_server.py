@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import pytest
 from aiohttp import web
 
 from arl.api.engine import ServedModel
 from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
+from arl.engine.client import remote_engine
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 
 T = TypeVar("T")
@@ -320,15 +322,22 @@ class Server:
 
 @asynccontextmanager
 async def over(
-    *servers: Server, api_key: str | None = None, version: int = 0, model: ServedModel | None = None, **settings: Any
+    *servers: Server,
+    api_key: str | None = None,
+    version: int = 0,
+    model: ServedModel | None = None,
+    max_retries: int = 3,
+    **settings: Any,
 ) -> AsyncIterator[RemoteInferenceEngine]:
     """An engine over these servers, with settings of ClientConfig; they have forgotten the calls of its start."""
     addresses = [server.address for server in servers]
     config = ClientConfig(**{"request_timeout_s": 20.0, **settings})
-    async with RemoteInferenceEngine(addresses, config, api_key=api_key, version=version, model=model) as engine:
-        for server in servers:
-            server.calls.clear()
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_engine, "_MAX_RETRIES", max_retries)
+        async with RemoteInferenceEngine(addresses, config, api_key=api_key, version=version, model=model) as engine:
+            for server in servers:
+                server.calls.clear()
+            yield engine
 
 
 def ask(num_tokens: int = 4, *, session: str | None = None, **sampling: Any) -> ModelRequest:

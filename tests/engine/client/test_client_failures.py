@@ -44,7 +44,7 @@ async def test_a_request_is_sent_to_a_busy_server_rather_than_again_to_the_one_t
 async def test_a_request_that_always_fails_gives_up_after_max_retries(server: Server):
     server.faults += [500] * 10
     async with over(server, max_retries=2) as engine:
-        with pytest.raises(ServerError, match=r"failed 3 times \(engine\.max_retries is 2\).*HTTP 500: it broke"):
+        with pytest.raises(ServerError, match=r"failed 3 times.*HTTP 500: it broke"):
             await engine.agenerate(ask())
     assert len(server.requests) == 3
 

@@ -188,7 +188,7 @@ async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(serv
             server.abort_running()
         error = await call
     assert isinstance(error, ServerError)
-    assert "engine.max_retries is 1" in str(error)
+    assert "failed 2 times" in str(error)
     assert "nobody asked for it" in str(error)
 
 

@@ -172,13 +172,14 @@ async def test_a_server_that_cannot_be_started_again_is_tried_again_without_its_
 
 
 async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_their_last_words(
-    play: Play, tmp_path: Path, notes: Path
+    play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(server_processes, "_MAX_RESTARTS", 1)
     play("threading.Timer(0.3, lambda: (say('out of memory'), os._exit(9))).start()\n" + SERVE)
     words = r"every server that arl started died(.|\n)*exit code 9(.|\n)*of memory"
 
     async def run() -> None:
-        async with started_here("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
+        async with started_here("m", LocalEngineConfig(num_servers=2), tmp_path):
             try:
                 await asyncio.Event().wait()
             finally:
@@ -194,8 +195,9 @@ async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
     play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(server_processes, "_STEADY_S", 0.0)
+    monkeypatch.setattr(server_processes, "_MAX_RESTARTS", 1)
     play(SERVE)
-    async with started_here("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
+    async with started_here("m", LocalEngineConfig(), tmp_path) as servers:
         for deaths in (1, 2, 3):
             os.kill(max(pids(notes)), signal.SIGKILL)
             await until(lambda deaths=deaths: len(pids(notes)) == 1 + deaths and servers.num_restarts == deaths)
@@ -205,11 +207,12 @@ async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
 async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_killed_again(
     play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(server_processes, "_MAX_RESTARTS", 0)
     killed: list[int] = []
     kill_group = os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, number: (killed.append(pid), kill_group(pid, number)))
     play(SERVE)
-    async with started_here("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as servers:
+    async with started_here("m", LocalEngineConfig(num_servers=2), tmp_path) as servers:
         addresses = servers.addresses
         os.kill(pids(notes)[0], signal.SIGKILL)
         assert "is not started again: it was ended by SIGKILL" in await warnings.get()

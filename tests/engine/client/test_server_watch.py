@@ -180,13 +180,13 @@ async def test_a_started_server_that_hangs_is_killed_and_started_again_unless_it
 async def test_a_started_server_that_loads_too_slowly_each_time_is_given_up_with_the_setting_to_change(
     server: Server, tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        server_processes, "_STEADY_S", 0.0
-    )  # nor does it earn new restarts by living on behind its fence
+    monkeypatch.setattr(server_processes, "_MAX_RESTARTS", 1)
+    # Nor does it earn new restarts by living on behind its fence.
+    monkeypatch.setattr(server_processes, "_STEADY_S", 0.0)
     remedy = r"every server that arl started died(.|\n)*did not load version 1 within 0\.3 s.*engine\.update_timeout_s"
 
     async def run() -> None:
-        async with started_here("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
+        async with started_here("m", LocalEngineConfig(), tmp_path) as servers:
             addresses, config = [*servers.addresses, server.address], ClientConfig(update_timeout_s=0.3)
             async with RemoteInferenceEngine(addresses, config, processes=servers) as engine:
                 await engine.update_weights(weights(1))

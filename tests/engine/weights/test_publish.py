@@ -17,6 +17,7 @@ from arl.api.engine import WeightTransport
 from arl.api.errors import ServerError, TransportError
 from arl.api.settings.engines import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.types import ModelResponse
+from arl.engine.client import remote_engine
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.fsdp.snapshot import ShardGatherer
@@ -127,9 +128,11 @@ async def test_weights_that_cannot_be_put_together_leave_the_servers_as_they_wer
 
 @asynccontextmanager
 async def patient(*servers: ServerProcess, version: int = 0, **settings: float) -> AsyncIterator[RemoteInferenceEngine]:
-    given = {"pause_mode": "abort", "max_retries": 20, **settings}
-    async with asyncio.timeout(90), client(*servers, version=version, **given) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_engine, "_MAX_RETRIES", 20)
+        given = {"pause_mode": "abort", **settings}
+        async with asyncio.timeout(90), client(*servers, version=version, **given) as engine:
+            yield engine
 
 
 @asynccontextmanager
