@@ -37,7 +37,7 @@ class Task:
     dataset: Any
     """Its examples, as `launch` takes them."""
     weight: float = 1.0
-    """How much of the run it gets beside other tasks; rollout.mixture says how. 0: nothing for now."""
+    """Its share of the groups that the run hands out, relative to other tasks' weights. 0: nothing for now."""
     group_size: int | None = None
     """Episodes of each example. Unset: rollout.group_size."""
     eval_dataset: Any = None
@@ -85,9 +85,9 @@ class TaskRecord:
     num_rejected: int
     num_dropped: int
     reward: float | None
-    """The mean reward over its last groups (64, or rollout.mixture.window). None until an episode finished."""
+    """The mean reward over its last 64 groups. None until an episode finished."""
     success: float | None
-    """The share of their episodes with a reward of at least 1, or rollout.mixture.success_reward."""
+    """The share of their episodes with a reward of at least 1."""
 
 
 class TaskCurriculum(Protocol):

@@ -10,16 +10,14 @@ from statistics import fmean
 from typing import Any
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.settings.mixture import FixedMixture, MixtureConfig, SuccessMixture, TemperatureMixture
 from arl.api.tasks import TaskCurriculum, TaskRecord, check_weight
 from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger
 
 log = logging.getLogger(__name__)
 
-_RECENT = SuccessMixture()
-"""Its window and its success_reward describe recent groups, if the mixture does not say."""
-
+_WINDOW = 64
+"""How many of a task's last groups TaskRecord describes."""
 
 OneLedger = ExampleLedger | StreamLedger
 
@@ -76,7 +74,6 @@ class TaskLedger:
         ledgers: Mapping[str, OneLedger],
         weights: Mapping[str, float],
         numbers: GroupNumbers,
-        mixture: MixtureConfig = FixedMixture(),  # noqa: B008 - it is frozen
         *,
         curriculum: TaskCurriculum | None = None,
         every: int = 1,
@@ -90,15 +87,12 @@ class TaskLedger:
         self._ledgers = dict(ledgers)
         self._weights = dict(weights)
         self._numbers = numbers
-        self._mixture = mixture
         self._curriculum = curriculum
         self._every = every
         self._asked_at: int | None = None
         """The number of groups at which the curriculum was last asked."""
         self._turns = Turns(len(ledgers))
-        counted = mixture if isinstance(mixture, SuccessMixture) else _RECENT
-        self._success_reward = counted.success_reward
-        self._fared = {name: _Fared(recent=deque(maxlen=counted.window)) for name in ledgers}
+        self._fared = {name: _Fared(recent=deque(maxlen=_WINDOW)) for name in ledgers}
 
     def prepare(self) -> None:
         for ledger in self._ledgers.values():
@@ -127,13 +121,12 @@ class TaskLedger:
     def shares(self) -> dict[str, float]:
         """Each task's share of the groups that are handed out now. They add up to 1."""
         self._ask()
-        raw = {name: weight * self._factor(name) for name, weight in self._weights.items()}
-        total = sum(raw.values())
-        return {name: one / total for name, one in raw.items()}
+        total = sum(self._weights.values())
+        return {name: weight / total for name, weight in self._weights.items()}
 
     def note_rewards(self, example_id: ExampleId, rewards: Sequence[float], task: str = "") -> None:
         """Of the episodes that finished. A group without any counts as one without success."""
-        succeeded = fmean(reward >= self._success_reward for reward in rewards) if rewards else 0.0
+        succeeded = fmean(reward >= 1 for reward in rewards) if rewards else 0.0
         self._fared[task].recent.append((fmean(rewards) if rewards else 0.0, succeeded))
         self._ledgers[task].note_rewards(example_id, rewards)
 
@@ -209,17 +202,6 @@ class TaskLedger:
                 f"the checkpoint was written with {told}, this run has {', '.join(map(repr, names))}; give the same "
                 "tasks in the same order, new ones after them, or start in another run_dir"
             )
-
-    def _factor(self, name: str) -> float:
-        match self._mixture:
-            case FixedMixture():
-                return 1.0
-            case TemperatureMixture(temperature=temperature):
-                return (self._ledgers[name].num_examples or 0) ** (1 / temperature)
-            case SuccessMixture(floor=floor):
-                success = self._fared[name].mean(1)
-                p = 0.5 if success is None else success
-                return floor + 4 * p * (1 - p)
 
     def _ask(self) -> None:
         """Let the curriculum change the weights, where it is due."""

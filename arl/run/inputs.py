@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings.algorithm import AlgorithmConfig
-from arl.api.settings.mixture import FixedMixture, TemperatureMixture
 from arl.api.settings.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.settings.policies import PolicyRoles
 from arl.api.settings.run import Config, check_group_size
@@ -205,19 +204,11 @@ def check_choice(given: Given) -> None:
 def check_settings(config: Config, given: RunTasks) -> None:
     """Raise ConfigError for settings that do not fit the tasks."""
     _check_roles(config, given)
-    mixture = config.rollout.mixture
-    if not given.names and not isinstance(mixture, FixedMixture):
-        raise ConfigError(f"rollout.mixture.kind is {mixture.kind}, but the run has no tasks to mix; leave it out")
     for task in given.tasks:
         if task.curriculum is not None and isinstance(task.dataset, StreamedRows):
             raise ConfigError(
                 f"the {task.called('curriculum')} chooses examples by their index, and its dataset is a stream; leave "
                 "it out, or give rows by index"
-            )
-        if isinstance(task.dataset, StreamedRows) and isinstance(mixture, TemperatureMixture):
-            raise ConfigError(
-                f"rollout.mixture.kind is temperature, which needs the size of each dataset, and the "
-                f"{task.called('dataset')} is a stream; choose another mixture, or give rows by index"
             )
         if task.group_size is not None:
             check_group_size(task.called("group_size"), task.group_size, config.algorithm)
@@ -247,7 +238,6 @@ def ledger_of(config: Config, tasks: RunTasks) -> Ledger:
         ledgers,
         {task.name: task.weight for task in tasks.tasks},
         numbers,
-        config.rollout.mixture,
         curriculum=tasks.curriculum,
         every=config.rollout.batch_size,
     )

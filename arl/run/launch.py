@@ -103,7 +103,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
     each is evaluated and reported under its name.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
     examples of each stage, in order; without one, epochs of the whole dataset. tasks: several of these at once, in the
-    place of workflow, dataset, eval_dataset, keep and curriculum; rollout.mixture shares the run's groups among them by
+    place of workflow, dataset, eval_dataset, keep and curriculum; the run's groups are shared among them by
     their weights, which task_curriculum may change. trackers: your own, beside those of
     log.trackers. engines: your own, of a model of another kind (docs/extending.md); config.model is whatever they take
     for one. held: run_dir, if the caller holds it. The workflow is entered first and left last, in each worker if
@@ -255,7 +255,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _GivenRun, played
     runner = _runner(stack, config, given, played, learner, events, tokens)
     rollout = await offload(_rollout, config, given, engine, runner, buffer)
     kept = config.rollout
-    replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
+    replay = Replay(kept.replay_groups, max_staleness=kept.max_staleness)
     if state is None:
         await offload(rollout.ledger.prepare)
     else:

@@ -29,7 +29,6 @@ IMPOSSIBLE = [
     ({"rollout": {"bach_size": 3}}, "rollout.bach_size", "Extra inputs are not permitted"),
     ({"rollout": {"min_group_size": 9}}, "rollout", "min_group_size is 9; it must be at most group_size 8"),
     ({"rollout": {"replay_groups": 1, "max_staleness": 0}}, "rollout", "Set max_staleness to 1 or more"),
-    ({"rollout": {"replay_min_reward": 0.5}}, "rollout", "replay_groups is 0, so no group is replayed"),
     (
         {"rollout": {"seed_requests": True}, "engine": {"kind": "sglang_processes"}},
         "",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from players import as_json
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.settings.mixture import MixtureConfig, SuccessMixture, TemperatureMixture
 from arl.api.tasks import TaskCurriculum, TaskRecord
 from arl.rollout.ledger import ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.task_ledger import TaskLedger, Turns
@@ -22,14 +21,13 @@ def tasks(
     sizes: Sequence[int] = (5, 7, 11),
     curriculum: TaskCurriculum | None = None,
     every: int = 1,
-    **mixture: Any,
 ) -> TaskLedger:
     numbers = GroupNumbers()
     ledgers = {
         name: ExampleLedger(size, shuffle=True, seed=f"0-{name}", task=name, numbers=numbers)
         for name, size in zip(weights, sizes, strict=False)
     }
-    return TaskLedger(ledgers, weights, numbers, curriculum=curriculum, every=every, **mixture)
+    return TaskLedger(ledgers, weights, numbers, curriculum=curriculum, every=every)
 
 
 def issued(ledger: TaskLedger, n: int) -> list[Issue]:
@@ -78,26 +76,15 @@ def test_each_task_goes_through_its_own_epochs_and_group_ids_are_the_runs() -> N
         assert sorted(own[:size]) == [(0, index) for index in range(size)]
 
 
-def test_a_temperature_shares_by_the_sizes_of_datasets() -> None:
-    """num_examples^(1 / temperature), written out."""
-    sizes, temperature = (1, 32, 243), 5.0
-    ledger = tasks({"a": 1.0, "b": 1.0, "c": 2.0}, sizes, mixture=TemperatureMixture(temperature=temperature))
-    raw = {"a": 1.0, "b": 2.0, "c": 2 * 3.0}
-    assert ledger.shares() == pytest.approx({name: one / 9 for name, one in raw.items()})
-
-
-def test_success_shares_most_with_tasks_that_are_solved_half_of_the_time() -> None:
-    mixture = SuccessMixture(floor=0.1, window=2, success_reward=0.5)
-    ledger = tasks({"solved": 1.0, "half": 1.0, "new": 1.0}, mixture=mixture)
-    for _ in range(3):
-        ledger.note_rewards((0, 0), [1.0, 0.5], "solved")
-        ledger.note_rewards((0, 0), [0.0, 0.9], "half")
-    assert ledger.shares() == pytest.approx({"solved": 0.1 / 2.3, "half": 1.1 / 2.3, "new": 1.1 / 2.3})
-    ledger.note_rewards((0, 0), [0.0, 0.0], "solved")  # the window holds two groups
-    assert ledger.shares()["solved"] == pytest.approx(1.1 / 3.3)
+def test_success_is_that_of_the_last_groups_and_a_group_without_finished_episodes_had_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arl.rollout.task_ledger._WINDOW", 2)
+    ledger = tasks({"half": 1.0, "new": 1.0})
+    for rewards in ([1.0, 1.5], [0.0, 1.0], [0.9, 1.0]):
+        ledger.note_rewards((0, 0), rewards, "half")
+    ledger.note_rewards((0, 0), [], "new")
     assert ledger.counters()["task/half/success"] == 0.5
-    for _ in range(2):
-        ledger.note_rewards((0, 0), [], "new")  # no episode finished
     assert ledger.counters()["task/new/success"] == 0.0
 
 
@@ -135,16 +122,20 @@ def test_a_curriculum_over_tasks_that_is_wrong_ends_the_run_by_its_name(weights:
         ledger.issue()
 
 
-MIXTURES: list[MixtureConfig] = [TemperatureMixture(), SuccessMixture(window=3)]
+def learnable(num_groups: int, records: Sequence[TaskRecord]) -> Mapping[str, float]:
+    solved = {task.name: 0.5 if task.success is None else task.success for task in records}
+    return {name: 0.1 + 4 * p * (1 - p) for name, p in solved.items()}
 
 
-@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.kind)
+@pytest.mark.parametrize("curriculum", [None, learnable])
 @pytest.mark.parametrize("resumed_at", [0, 1, 7, 30])
-def test_a_resumed_run_hands_out_what_one_that_never_stopped_does(mixture: MixtureConfig, resumed_at: int) -> None:
+def test_a_resumed_run_hands_out_what_one_that_never_stopped_does(
+    curriculum: TaskCurriculum | None, resumed_at: int
+) -> None:
     """What was pending comes again, under its group id, and takes no turn."""
     weights = {"a": 0.7, "b": 0.2, "c": 1.0}
     rng = random.Random(4)
-    whole, stopped = tasks(weights, mixture=mixture), tasks(weights, mixture=mixture)
+    whole, stopped = (tasks(weights, curriculum=curriculum) for _ in range(2))
     for _ in range(resumed_at):
         issue, same = whole.issue(), stopped.issue()
         assert issue == same
@@ -153,7 +144,7 @@ def test_a_resumed_run_hands_out_what_one_that_never_stopped_does(mixture: Mixtu
             ledger.note_rewards(issue.example_id, rewards, issue.task)
             ledger.settle(issue.example_id, GroupOutcome.TRAINED, issue.task)
     pending = [issue for name in weights for issue in pending_of(stopped, name)]
-    copy = tasks(weights, mixture=mixture)
+    copy = tasks(weights, curriculum=curriculum)
     copy.load_state_dict(as_json(stopped.state_dict()))
     again = issued(copy, len(pending))
     assert sorted(again, key=lambda issue: issue.group_id) == again

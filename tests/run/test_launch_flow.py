@@ -156,13 +156,13 @@ async def test_a_run_dir_that_cannot_hold_files_is_refused_before_anything_start
     assert run.asked == []
 
 
-@pytest.mark.parametrize(("min_reward", "replayed", "when_continued"), [(0.5, [0, 1, 1], [1]), (1.0, [0, 0, 0], [0])])
-async def test_groups_above_the_replays_reward_are_replayed_also_when_a_run_is_continued(
-    run: Run, min_reward: float, replayed: list[int], when_continued: list[int]
+@pytest.mark.parametrize(("reward", "replayed", "when_continued"), [(1.0, [0, 1, 1], [1]), (0.0, [0, 0, 0], [0])])
+async def test_groups_with_a_reward_are_replayed_also_when_a_run_is_continued(
+    run: Run, reward: float, replayed: list[int], when_continued: list[int]
 ) -> None:
-    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": min_reward}
+    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1}
     for steps, expected in ((3, replayed), (4, when_continued)):
-        trained = await run(OneTurn(lambda _: {"reward": 1.0}), rollout=rollout, steps=steps)
+        trained = await run(OneTurn(lambda _: {"reward": reward}), rollout=rollout, steps=steps)
         assert [step.metrics["replayed_groups"] for step in trained] == expected
 
 

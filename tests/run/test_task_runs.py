@@ -229,15 +229,13 @@ def test_wrong_tasks_are_refused_with_what_is_wrong(make: Any, message: str) -> 
         ([task(dataset=[])], {}, DatasetError, "task 'a': dataset is empty"),
         ([task(group_size=1)], {}, ConfigError, "group_size of task 'a' is 1, but algorithm.preset=.* compares"),
         ([task(group_size=2)], PASS_AT_4, ConfigError, "k is 4; .* below group_size of"),
-        (None, {"rollout": {"mixture": {"kind": "success"}}}, ConfigError, "kind is success, but the run has no tasks"),
     ],
 )
 async def test_what_cannot_be_trained_is_refused_before_anything_starts(
     tmp_path: Path, tasks: Any, settings: Any, error: type[Exception], message: str
 ) -> None:
-    given = {"tasks": tasks} if tasks else {"workflow": OneTurn(), "dataset": LOW}
     with pytest.raises(error, match=message):
-        async with launch(small(tmp_path, **settings), **given):
+        async with launch(small(tmp_path, **settings), tasks=tasks):
             pass
 
 
@@ -261,19 +259,10 @@ async def test_a_stream_is_trained_in_its_order_beside_rows_by_index_and_goes_on
     assert all(group.example["number"] == 100 + group.row for group in groups)
 
 
-@pytest.mark.parametrize(
-    ("given", "mixture", "message"),
-    [
-        ({"curriculum": lambda *_: [0]}, "fixed", "the curriculum of task 'a' chooses .* its dataset is a stream"),
-        ({}, "temperature", "needs the size of each dataset, and the dataset of task 'a' is a stream"),
-    ],
-)
-async def test_what_needs_the_length_of_a_stream_is_refused(
-    tmp_path: Path, given: dict[str, Any], mixture: str, message: str
-) -> None:
+async def test_a_curriculum_over_the_rows_of_a_stream_is_refused(tmp_path: Path) -> None:
     stream = datasets.Dataset.from_list(HIGH).to_iterable_dataset()
-    with pytest.raises(ConfigError, match=message):
-        await run(small(tmp_path, rollout={"mixture": {"kind": mixture}}), [task(dataset=stream, **given)])
+    with pytest.raises(ConfigError, match=r"the curriculum of task 'a' chooses .* its dataset is a stream"):
+        await run(small(tmp_path), [task(dataset=stream, curriculum=lambda *_: [0])])
 
 
 def test_a_group_of_a_checkpoint_from_before_there_were_tasks_has_none() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from one_turn import OneTurn
 from training.trainer_run import running, trained_examples
 
@@ -13,6 +14,7 @@ from arl.api.engine import Sampler, UpdateStats, WeightUpdate
 from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.observe.events.run_record import read_run
+from arl.rollout.buffer import Replay
 from arl.rollout.ledger import GroupOutcome
 from arl.training.metrics_log import read_jsonl
 
@@ -39,8 +41,14 @@ class Hesitant(ScriptedEngine):
         return stats
 
 
+@pytest.fixture(autouse=True)
+def all_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are replayed whatever their rewards."""
+    monkeypatch.setattr(Replay, "_is_good", lambda self, group: True)
+
+
 REPLAY: dict[str, Any] = {
-    "rollout": {"max_staleness": 3, "max_concurrent_episodes": 2, "replay_groups": 3, "replay_min_reward": -1.0},
+    "rollout": {"max_staleness": 3, "max_concurrent_episodes": 2, "replay_groups": 3},
     "log": {"console": False},
 }
 
@@ -95,7 +103,7 @@ class Ranked(OneTurn):
 async def test_episodes_that_dpo_does_not_compare_are_booked_as_masked_in_new_groups_and_replayed_ones(
     tmp_path: Path,
 ) -> None:
-    rollout = {"group_size": 3, "max_staleness": 3, "replay_groups": 1, "replay_min_reward": -1.0}
+    rollout = {"group_size": 3, "max_staleness": 3, "replay_groups": 1}
     engine, algorithm = ScriptedTrainEngine(), {"preset": "online_dpo"}
     async with running(tmp_path, engine, workflow=Ranked(), algorithm=algorithm, rollout=rollout) as trainer:
         steps = [step async for step in trainer]

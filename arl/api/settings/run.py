@@ -41,7 +41,6 @@ from arl.api.settings.engines import (
     check_fused,
 )
 from arl.api.settings.evaluation import EvaluationConfig, TrackerConfig
-from arl.api.settings.mixture import FixedMixture, MixtureConfig
 from arl.api.settings.objective import PassAtKAdvantage
 from arl.api.settings.policies import PolicyConfig, policies_flaw
 from arl.api.settings.sections import Section, laid_over
@@ -79,16 +78,13 @@ class RolloutConfig(Section):
     """Over-sampling: start this many episodes more than group_size for each example. The first group_size that finish
     are trained and the others are aborted, which favours short episodes."""
     replay_groups: NonNegativeInt = 0
-    """How many groups of earlier batches are trained again with each batch, within max_staleness."""
-    replay_min_reward: float = 0.0
-    """A group is kept for replay if one of its trajectories has a reward above this."""
+    """How many groups of earlier batches are trained again with each batch, within max_staleness: those in which a
+    trajectory has a reward above 0."""
     seed_requests: bool = False
     """Give each request without a seed one that depends on `seed`, the group, the episode and the request's number: an
     episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
     shuffle: bool = True
     """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses its own order."""
-    mixture: MixtureConfig = FixedMixture()
-    """With several tasks: how the run's groups are shared among them."""
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:
@@ -104,11 +100,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"replay_groups is {self.replay_groups}, but max_staleness is 0, and a trained group is always older. "
                 "Set max_staleness to 1 or more, or replay_groups to 0"
-            )
-        if self.replay_groups == 0 and self.replay_min_reward != 0:
-            raise ValueError(
-                f"replay_min_reward is {self.replay_min_reward}, but replay_groups is 0, so no group is replayed; set "
-                "replay_groups"
             )
         return self
 
