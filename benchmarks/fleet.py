@@ -40,7 +40,7 @@ from arl.api.engine import DiskWeights
 from arl.api.errors import ArlError
 from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.discovery import RosterFiles
+from arl.engine.client.membership import RosterFiles
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.runtime.http.process import allow_many_connections
 from arl.runtime.http.server import bind

@@ -30,7 +30,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.endpoint.served_workflow import ServedWorkflow
-from arl.engine.client.discovery import RosterFiles
+from arl.engine.client.membership import RosterFiles
 from arl.engine.client.ray_servers import started_on_ray
 from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.server_processes import ServerProcesses, adapter_options, started_here

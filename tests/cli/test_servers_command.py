@@ -16,7 +16,7 @@ from engine.client.scripted_weights import weights
 
 from arl.__main__ import main
 from arl.api.settings.engines import ClientConfig
-from arl.engine.client.discovery import RosterFiles
+from arl.engine.client.membership import RosterFiles
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.servers_file import parse, read_state
 from arl.training.run_dir import RunLock
@@ -36,7 +36,7 @@ async def other() -> AsyncIterator[Server]:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arl.engine.client.discovery._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("arl.engine.client.membership._LOOK_EVERY_S", 0.01)
     monkeypatch.setattr("arl.cli.servers_command._LOOK_EVERY_S", 0.02)
 
 

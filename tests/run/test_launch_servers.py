@@ -33,7 +33,7 @@ async def opened(config: Config) -> OpenedServers:
 async def servers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Server]]:
     use_scripted_training(monkeypatch)
     monkeypatch.setattr(arl.run.servers, "served_model", lambda name, **_: ServedModel(name=name))
-    monkeypatch.setattr("arl.engine.client.discovery._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("arl.engine.client.membership._LOOK_EVERY_S", 0.01)
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(Server()) for _ in range(2)]
 

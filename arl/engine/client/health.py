@@ -1,32 +1,172 @@
-"""Keeps the servers of a pool fit to serve: updates all of them, fences those that fail, and probes these.
+"""Keeps the servers of a pool fit to serve: updates one or all of them, fences those that fail, and probes these.
 
-A server that fails is fenced: it gets no requests, and a probe runs until it is healthy and holds the newest weights.
-`ServerUpdates` updates one server, `Membership` adds and removes servers, `ServerWatch` counts and logs what happens.
+**An update of one server**: prepare while it generates, then pause, load, resume. It may fail, or be cut off, at any
+point. Until the pause the server holds its old weights, whole. From the first byte of a load until its end it may hold
+a mixture, whatever label it shows. It is not resumed in that time. An adapter is loaded beside the others while the
+server generates, and new requests name it from then on.
+
+**A server that fails** is fenced: it gets no requests, and a probe runs until it is healthy and holds the newest
+weights. `Membership` adds and removes servers, `ServerWatch` counts and logs what happens.
+
+**A server can load new weights in part**, and say that it has them all: vLLM on a CPU computes linear layers from
+copies that it packed at the start. Then every label is right and every logprob is of a mixture. So `WeightCheck`
+compares its logprobs of a few tokens with the trainer's, after its first load and again when it holds weights 1, 2, 4,
+8, ... versions later: what a layer missed grows as training goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightUpdate
-from arl.api.errors import ArlError, ProcessLostError, ServerError, ServerFailedError, TransportError, first_error
+import numpy as np
+
+from arl.api.engine import ServedModel, SharedUpdate, UpdateStats, WeightProbe, WeightUpdate
+from arl.api.errors import (
+    ArlError,
+    ProcessLostError,
+    PromptTooLongError,
+    ServerError,
+    ServerFailedError,
+    TransportError,
+    first_error,
+)
 from arl.api.settings.engines import RELEASED, ClientConfig
 from arl.engine.client.server_client import Greeting, Holding, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.watchdog import ServerWatch
-from arl.engine.client.weight_update import ServerUpdates, leave_running
 
 _PROBE_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _CLEANUP_TIMEOUT_S = 3.0
+_RESUME_TIMEOUT_S = 3.0
+_UNLOAD_TIMEOUT_S = 30.0
 _MAX_CONCURRENT_ABORTS = 64
 _STARTS_PER_TURN = 16
 """Servers whose update begins in one turn of the event loop: hundreds at once would block it."""
+_RECENT_PAUSES, _ENOUGH_PAUSES = 256, 4
+_PATIENCE, _LEAST_PAUSE_S = 4.0, 5.0
+"""A server is fenced as hung if an update pauses it this many times as long as the longest recent update did, and for
+at least so long."""
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class ServerUpdates:
+    """Brings single servers of `pool` to new weights. The caller holds `server.busy`, and fences the server if a call
+    raises. spawn: runs a coroutine in the background.
+    """
+
+    def __init__(
+        self, pool: ServerPool, config: ClientConfig, spawn: Callable[[Coroutine[Any, Any, None]], object]
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._spawn = spawn
+        self._pauses_s: deque[float] = deque(maxlen=_RECENT_PAUSES)
+
+    async def load(self, server: Server, update: WeightUpdate, limit_s: float | None = None) -> UpdateStats:
+        """Bring the server to `update`. limit_s: the longest that it may be paused."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        if update.adapter is not None and update.adapter not in server.adapters:
+            server.adapters.append(update.adapter)  # before it is loaded: a load that arl gave up may still succeed
+        await update.prepare(server.client)
+        started = now()
+        if update.adapter is not None:
+            self._pool.turn_to(server, update.version, update.adapter)
+            in_flight = {attempt.weights.adapter for attempt in server.attempts}
+            if unused := [name for name in server.adapters[:-2] if name not in in_flight]:
+                # In the background: SGLang first waits for the requests that it believes in flight, and loads no other
+                # adapter meanwhile.
+                self._spawn(self.unload(server, unused))
+            return UpdateStats(pause_s=0.0, load_s=started - began)
+        limit = asyncio.timeout(limit_s)
+        resume_s = 0.0
+        try:
+            async with limit:
+                if server.state is ServerState.ASLEEP:
+                    await server.client.resume_memory()
+                    resume_s = now() - started
+                    self._pool.wake(server, resume_s)
+                else:
+                    await self.pause(server)
+                paused = now()
+                self._pool.begin_load(server)
+                await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
+                self._pool.end_load(server, update.version)
+                loaded = now()
+                if not self._pool.is_held:
+                    await self.resume(server)
+        except TimeoutError:
+            if limit_s is None or not limit.expired():
+                raise  # the transport's own
+            raise ServerFailedError(f"an update took {limit_s:.3g} s, far longer than any before it") from None
+        self._pauses_s.append(now() - started)
+        return UpdateStats(pause_s=self._pauses_s[-1], load_s=loaded - paused, resume_s=resume_s)
+
+    def longest_pause_s(self) -> float | None:
+        """How long a server may be paused for an update; None while only update_timeout_s limits that."""
+        is_known = len(self._pauses_s) >= _ENOUGH_PAUSES
+        return max(_LEAST_PAUSE_S, _PATIENCE * max(self._pauses_s)) if is_known else None
+
+    async def release_memory(self, server: Server) -> None:
+        """Pause it, and let it sleep. Does nothing if it sleeps."""
+        if server.state is ServerState.ASLEEP:
+            return
+        await self.pause(server)
+        began = asyncio.get_running_loop().time()
+        await server.client.release_memory()
+        self._pool.sleep(server, asyncio.get_running_loop().time() - began)
+
+    async def pause(self, server: Server) -> None:
+        self._pool.pause(server)
+        if worked := await _twice(lambda: server.client.pause(self._config.pause_mode)):
+            self._pool.note_work(worked)
+
+    async def resume(self, server: Server) -> None:
+        await _twice(server.client.resume)
+        self._pool.resume(server)
+
+    async def unload(self, server: Server, adapters: list[str]) -> None:
+        """Unload adapters that no request names any more. If that fails, the next load tries again."""
+        for name in adapters:
+            try:
+                async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
+                    await server.client.unload_adapter(name)
+            except (ServerError, TimeoutError) as error:
+                logger.warning("%s did not unload the adapter %s: %s", server.address, name, error)
+                return
+            if name in server.adapters:  # otherwise a former task that took long has unloaded it
+                server.adapters.remove(name)
+
+
+async def leave_running(server: Server) -> None:
+    """Resume a server that this engine releases. If it does not answer, it is left as it is.
+
+    One that sleeps has no weights: its label says so to whoever uses it next.
+    """
+    with suppress(ServerError, TimeoutError):
+        async with asyncio.timeout(_RESUME_TIMEOUT_S):
+            if await server.client.weight_label() == RELEASED:
+                await server.client.resume_memory()
+            await server.client.resume()
+
+
+async def _twice(call: Callable[[], Awaitable[T]]) -> T:
+    """Make an idempotent call again if it fails: a fence in the middle of an update loses all running requests."""
+    try:
+        return await call()
+    except ServerFailedError:
+        return await call()
 
 
 class Upkeep:
@@ -79,17 +219,17 @@ class Upkeep:
         self._pool.fall_asleep()
         if refusals := await self._on_each(self._pool.in_service, self.updates.release_memory):
             raise refusals[0]
+
+        async def release(server: Server) -> None:
+            """Its probe, or its addition, may be bringing it up to date. Perhaps it is dead: it gets little time."""
+            with suppress(ServerError, TimeoutError):
+                async with asyncio.timeout(_PROBE_TIMEOUT_S), server.busy:
+                    await self._let_sleep(server)
+
         async with asyncio.TaskGroup() as group:
             for server in self._pool.servers:
                 if not server.is_in_service:
-                    group.create_task(self._release_memory_of(server))
-
-    async def _release_memory_of(self, server: Server) -> None:
-        """Of one out of service, which its probe, or its addition, may be bringing up to date. It is not waited for
-        long: perhaps it is dead."""
-        with suppress(ServerError, TimeoutError):
-            async with asyncio.timeout(_PROBE_TIMEOUT_S), server.busy:
-                await self._let_sleep(server)
+                    group.create_task(release(server))
 
     def abort(self, server: Server, rid: str) -> None:
         """Tell the server, in the background, that nobody waits for this request any more."""
@@ -357,11 +497,6 @@ class Upkeep:
                 await server.client.pause(self._config.pause_mode)
                 await server.client.release_memory()
 
-    async def awake(self) -> None:
-        """Wait until servers may serve. The next update wakes this wait."""
-        while self._pool.is_asleep:
-            await self._pool.changed()
-
     async def _bring_up_to_date(self, server: Server, target: WeightUpdate, told: Holding) -> None:
         limit_s = self._config.update_timeout_s
         try:
@@ -385,3 +520,78 @@ class Upkeep:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._is_closed = True  # the group ends with it, and takes no more tasks
+
+
+_EXACT_GAP, _ROUNDED_GAP = 0.02, 0.5
+"""The largest mean difference at the first check, in nats: where both compute in float32, and elsewhere."""
+_GROWTH, _LEAST_GAP = 5.0, 2e-3
+"""Later a difference may be this many times the smallest so far, and always this large."""
+_CHECK_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Checked:
+    """What is known of a server since it was greeted."""
+
+    greeting: Greeting | None
+    due: int
+    """The version at which it is checked next."""
+    distance: int = 1
+    least: float | None = None
+    """The smallest difference so far."""
+
+
+class WeightCheck:
+    """Checks servers of `pool` when they are due."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self._checked: dict[Server, _Checked] = {}
+
+    def is_due(self, version: int) -> bool:
+        """Whether a server that takes this version is to be checked then."""
+        return any(self._of(server, version).due <= version for server in self._pool.in_service)
+
+    async def run(self, probe: WeightProbe) -> None:
+        """Ask the servers that are due and hold probe.version. Raises ServerError for one that computes otherwise."""
+        servers = [one for one in self._pool.in_service if one.version == probe.version]
+        due = [one for one in servers if self._of(one, probe.version).due <= probe.version]
+        gaps = await asyncio.gather(*(self._gap(server, probe) for server in due))
+        for server, gap in zip(due, gaps, strict=True):
+            if gap is not None:
+                self._judge(server, probe, gap)
+        self._checked = {server: told for server, told in self._checked.items() if server in self._pool.servers}
+
+    def _of(self, server: Server, version: int) -> _Checked:
+        """A server that was started again is greeted again, and new."""
+        known = self._checked.get(server)
+        if known is None or known.greeting is not server.greeting:
+            known = self._checked[server] = _Checked(greeting=server.greeting, due=version)
+        return known
+
+    async def _gap(self, server: Server, probe: WeightProbe) -> float | None:
+        """The mean absolute difference of logprobs; None if the server did not answer in time."""
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                told = await server.client.score(probe.token_ids, server.weights.adapter)
+        except (ServerFailedError, PromptTooLongError, TimeoutError) as error:
+            logger.warning("%s could not be checked: %s", server.address, error or "it took too long")
+            return None
+        return float(np.abs(np.array(told) - probe.logprobs).mean())
+
+    def _judge(self, server: Server, probe: WeightProbe, gap: float) -> None:
+        known = self._of(server, probe.version)
+        is_exact = probe.is_exact and server.greeting is not None and server.greeting.is_exact
+        limit = _EXACT_GAP if is_exact else _ROUNDED_GAP
+        if known.least is not None:
+            limit = min(limit, max(_GROWTH * known.least, _LEAST_GAP))
+        if not gap <= limit:
+            raise ServerError(
+                f"{server.address} does not compute with the weights of version {probe.version} that it was given: its "
+                f"logprobs of {len(probe.token_ids)} tokens differ from the trainer's by {gap:.2g} nats on average "
+                f"(at most {limit:.2g} is rounding). A part of its layers may have kept older weights (on a CPU, vLLM "
+                "packs linear layers at the start), or it has another dtype or quantization. See docs/servers.md; "
+                "engine.check_weights=false trains on"
+            )
+        known.least = gap if known.least is None else min(known.least, gap)
+        known.due, known.distance = probe.version + known.distance, 2 * known.distance

@@ -20,7 +20,7 @@ import asyncio
 import math
 from collections import OrderedDict, deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
@@ -42,7 +42,7 @@ _load = attrgetter("load")
 class _Waiter:
     session_id: str | None
     avoid: Server | None
-    server: asyncio.Future[Server]
+    server: asyncio.Future[Server] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Line:
@@ -60,7 +60,7 @@ class Line:
         """The expectation for which requests are held, and when the hold ends."""
         self._looks_again = False
         self._error: Exception | None = None
-        pool.listen(self._look_again)
+        pool.on_change = self._look_again
 
     async def find(self, session_id: str | None, deadline: float, avoid: Server | None = None) -> Server:
         """The session's server, else the one with the fewest requests. Raises TimeoutError at the deadline, by
@@ -73,10 +73,18 @@ class Line:
             raise self._error
         if not self._line and (server := self._choose(session_id, avoid)) is not None:
             return server
+        waiter = _Waiter(session_id, avoid)
+        self._line.append(waiter)
         limit = self._pool.clock.limit(deadline)
         try:
             async with limit:
-                return await self._wait_in_line(session_id, avoid)
+                while True:
+                    server = await self._turn_of(waiter)
+                    if server.state is ServerState.SERVING and not self._pool.is_held:
+                        return server
+                    waiter.server = asyncio.get_running_loop().create_future()
+                    self._line.appendleft(waiter)  # the server was paused, or failed, in the same moment
+                    self._look_again()  # others may serve, and nothing else may move the line for long
         finally:
             self._pool.clock.ended(limit)
 
@@ -100,17 +108,6 @@ class Line:
                 self._num_starts += 1
         if self._num_starts:
             asyncio.get_running_loop().call_soon(self._begin_turn)
-
-    async def _wait_in_line(self, session_id: str | None, avoid: Server | None) -> Server:
-        waiter = _Waiter(session_id, avoid, asyncio.get_running_loop().create_future())
-        self._line.append(waiter)
-        while True:
-            server = await self._turn_of(waiter)
-            if server.state is ServerState.SERVING and not self._pool.is_held:
-                return server
-            waiter.server = asyncio.get_running_loop().create_future()
-            self._line.appendleft(waiter)  # the server was paused, or failed, in the same moment
-            self._look_again()  # others may serve, and nothing else may move the line for long
 
     def turn_away(self, error: Exception) -> None:
         """Raise this for all requests that wait, and for all later ones."""
@@ -157,9 +154,12 @@ class Line:
             return None
         if (best := min(ready, key=_load)) is avoid and len(ready) > 1:
             best = min((server for server in ready if server is not avoid), key=_load)
-        bound = self._bound_to(session_id)
-        if bound is not None and bound is not avoid and bound.load <= 2 * best.load + _CROWD:
-            return bound
+        if session_id is not None and (binding := self._sessions.get(session_id)) is not None:
+            bound, load_number = binding
+            if bound.state is ServerState.SERVING and bound.weights.load_number == load_number:
+                self._sessions.move_to_end(session_id)
+                if bound is not avoid and bound.load <= 2 * best.load + _CROWD:
+                    return bound
         if best.load >= self._share():
             return None
         if session_id is not None:
@@ -168,29 +168,20 @@ class Line:
                 self._sessions.popitem(last=False)
         return best
 
-    def _bound_to(self, session_id: str | None) -> Server | None:
-        if session_id is None or (binding := self._sessions.get(session_id)) is None:
-            return None
-        server, load_number = binding
-        if server.state is not ServerState.SERVING or server.weights.load_number != load_number:
-            return None
-        self._sessions.move_to_end(session_id)
-        return server
-
     def _share(self) -> float:
-        """How many requests each server may have at most; infinite if no other is expected back soon."""
-        ready, soon = self._pool.ready, self._pool.expected
-        if not soon or not self._may_hold():
-            return math.inf
-        return math.ceil((max(len(self._line), 1) + sum(map(_load, (*ready, *soon)))) / (len(ready) + len(soon)))
+        """How many requests each server may have at most; infinite if no other is expected back soon.
 
-    def _may_hold(self) -> bool:
-        """Whether requests may wait although a server serves: once per expectation, from the first that serves."""
-        loop = asyncio.get_running_loop()
-        expectation = self._pool.expectation
+        Requests wait although a server serves once per expectation, from the first that serves.
+        """
+        ready, soon = self._pool.ready, self._pool.expected
+        if not soon:
+            return math.inf
+        loop, expectation = asyncio.get_running_loop(), self._pool.expectation
         if self._hold is None or self._hold[0] is not expectation:
             least_s = _OUTAGE_HOLD_S if expectation.is_outage else _HOLD_S
             until = loop.time() + max(least_s, loop.time() - expectation.began)
             self._hold = expectation, until
             loop.call_at(until, self._look_again)
-        return loop.time() < self._hold[1]
+        if loop.time() >= self._hold[1]:
+            return math.inf
+        return math.ceil((max(len(self._line), 1) + sum(map(_load, (*ready, *soon)))) / (len(ready) + len(soon)))

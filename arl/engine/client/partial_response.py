@@ -1,12 +1,11 @@
-"""A response in the making: one attempt with the versions of its tokens, and the answers of all attempts together."""
+"""A response in the making: the answers of all its attempts together."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,91 +15,6 @@ from arl.api.routed_experts import Routes, Routing
 from arl.api.sampling_mask import KeptIds
 from arl.api.types import ModelRequest, ModelResponse, StopReason
 from arl.engine.client.server_client import Answer, GenerateCall
-
-_MAX_DIGITS = 19
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Attempt:
-    """One call of generate in flight, and what was true of its server when it was sent."""
-
-    rid: str
-    version: int
-    """The version of the server's weights."""
-    adapter: str | None
-    """The adapter that a request must name for this version; None if the server's own weights are this version."""
-    is_ours: bool
-    """The weights came from this engine."""
-    initial_label: str
-    """The server's label for weights that came from elsewhere."""
-    num_late: int
-    """Most tokens that an update may label too new (Greeting.num_late)."""
-    pauses: int
-    """How often the server had been paused."""
-    sent_at: float
-    """The event loop's time."""
-    scope: asyncio.Timeout
-    """The call's timeout, which `lose` ends early."""
-    lost: str | None = None
-    """Why it was ended early."""
-    limit_s: float = math.inf
-    """How long it may take. Only Patience writes this and the fields below."""
-    due: float = math.inf
-    """When it takes too long, by the event loop's time."""
-    is_late: bool = False
-    """It got a second limit because its server had been paused. That limit counts."""
-    is_cut: bool = False
-    """It took too long, and the server was told to return what it has."""
-
-    def lose(self, reason: str) -> None:
-        """End the call; its caller sends it elsewhere."""
-        if self.lost is None and not self.scope.expired():
-            self.lost = reason
-            self.scope.reschedule(asyncio.get_running_loop().time())
-
-    def foreign_label(self, answer: Answer, newest: int) -> str | None:
-        """A label which shows that the server was restarted, or given weights, by somebody else; None without one.
-
-        newest: the newest version that this engine has begun to send to any server.
-        """
-        labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
-        return next((label for label in labels if not self._is_known(label, newest)), None)
-
-    def versions(self, answer: Answer) -> list[int]:
-        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
-        versions = [self.version] * len(answer.output_ids)
-        for label, start, stop in answer.spans:
-            end = min(stop, len(versions))
-            versions[start:end] = [self._version_of(label)] * (end - start)
-        return _held_back(versions, self.version, self.num_late) if self.num_late else versions
-
-    def _is_known(self, label: str, newest: int) -> bool:
-        if label == self.initial_label and (self.adapter is not None or not self.is_ours):
-            return True
-        version = version_of(label)
-        return self.adapter is None and version is not None and self.version <= version <= newest
-
-    def _version_of(self, label: str) -> int:
-        is_first = not self.is_ours and label == self.initial_label
-        version = version_of(label)
-        return self.version if is_first or version is None else version
-
-
-def version_of(label: str) -> int | None:
-    """The version that a server's label stands for; None if it is not a version."""
-    return int(label) if label.isdecimal() and len(label) < _MAX_DIGITS else None
-
-
-def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
-    """The first `num_late` tokens of each version are given the version before."""
-    out: list[int] = []
-    before = current = sent_under
-    start = 0
-    for index, version in enumerate(versions):
-        if version != current:
-            before, current, start = current, version, index
-        out.append(before if index - start < num_late else version)
-    return out
 
 
 class PartialResponse:
@@ -117,12 +31,9 @@ class PartialResponse:
     told; others take all of them for the prompt, so there the response begins again.
     """
 
-    def __init__(
-        self, request: ModelRequest, *, replays_truncation: bool = True, routing: Routing | None = None
-    ) -> None:
+    def __init__(self, request: ModelRequest, *, replays_truncation: bool, routing: Routing | None) -> None:
         """replays_truncation: under top_p, top_k or min_p, ask for what each token was sampled among. routing: of a
         mixture of experts, whose routes to ask for."""
-        self.session_id = request.session_id
         self.sampling = request.sampling
         self.needs_kept_ids = self.is_constrained or (replays_truncation and request.sampling.is_filtered)
         self._routing = routing
@@ -239,6 +150,7 @@ class PartialResponse:
         """The finished response. Only valid once stop_reason is set."""
         if self.stop_reason is None:
             raise RuntimeError("the response is not finished")
+        routes = [Routes.of(experts) for experts in self._experts]
         return ModelResponse(
             output_ids=tuple(self._output_ids),
             output_logprobs=tuple(self._logprobs),
@@ -246,7 +158,7 @@ class PartialResponse:
             stop_reason=self.stop_reason,
             temperature=self.sampling.logprob_temperature,
             kept_ids=KeptIds.joined(self._kept_ids),
-            routes=self._routes(),
+            routes=Routes.joined([self._routes_from, *routes, 1]) if routes else None,
             server=self.server,
             queued_s=self.queued_s,
             sends=self.sends,
@@ -254,30 +166,20 @@ class PartialResponse:
             server_s=self.server_s,
         )
 
-    def _routes(self) -> Routes | None:
-        parts = [Routes.of(experts) for experts in self._experts]
-        return Routes.joined([self._routes_from, *parts, 1]) if parts else None
-
     def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:
-        if answer.finish == "stop" or self._completes_a_stop_string(answer.text):
-            return "stop"
+        sampling = self.sampling
+        if sampling.stop:
+            text = self._tail + answer.text
+            self._tail = text[-max(map(len, sampling.stop)) :]
+            if any(stop in text for stop in sampling.stop):
+                return "stop"
         # Also of an answer cut for length: SGLang looks at the budget first, and a seam may have asked for one token.
-        ends = () if self.sampling.ignore_eos else (*self.sampling.stop_token_ids, *eos_token_ids)
-        if answer.output_ids and answer.output_ids[-1] in ends:
+        ends = () if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
+        if answer.finish == "stop" or (answer.output_ids and answer.output_ids[-1] in ends):
             return "stop"
-        if self.num_tokens >= self.sampling.max_new_tokens:
-            return "length"
         # A server that stops for length before the budget it was given has reached the end of its context.
-        cut_short = answer.finish == "length" and len(answer.output_ids) < self._asked
-        return "length" if cut_short else None
-
-    def _completes_a_stop_string(self, text: str) -> bool:
-        longest = max(map(len, self.sampling.stop), default=0)
-        if longest == 0:
-            return False
-        text = self._tail + text
-        self._tail = text[-longest:]
-        return any(stop in text for stop in self.sampling.stop)
+        is_full = answer.finish == "length" and len(answer.output_ids) < self._asked
+        return "length" if is_full or self.num_tokens >= sampling.max_new_tokens else None
 
 
 def _token_array(request: ModelRequest) -> np.ndarray:

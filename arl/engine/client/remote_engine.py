@@ -25,6 +25,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -32,7 +33,6 @@ import numpy as np
 from arl.api.engine import ServedModel, UpdateStats, WeightProbe, WeightUpdate
 from arl.api.errors import (
     ArlError,
-    ConfigError,
     EngineClosedError,
     ImageError,
     PromptTooLongError,
@@ -46,21 +46,24 @@ from arl.api.events import NOWHERE, Events
 from arl.api.settings.engines import RELEASED, ClientConfig, Protocol, StockServersConfig
 from arl.api.types import ModelRequest, ModelResponse
 from arl.data.image_processor import FAMILIES
-from arl.engine.client.adaptive_timeout import Patience
-from arl.engine.client.discovery import Roster, RosterFiles
-from arl.engine.client.health import Upkeep
-from arl.engine.client.image_prompts import ScaledImages
+from arl.engine.client.health import Upkeep, WeightCheck
 from arl.engine.client.load_balancer import Line
-from arl.engine.client.membership import Membership
-from arl.engine.client.partial_response import Attempt, PartialResponse, version_of
-from arl.engine.client.server_client import MIXTURE, Answer, ServerClient, SharedFaultError, UnfitServerError
-from arl.engine.client.server_pool import Server, ServerPool
+from arl.engine.client.membership import Membership, Roster, RosterFiles
+from arl.engine.client.partial_response import PartialResponse
+from arl.engine.client.server_client import (
+    MIXTURE,
+    Answer,
+    ScaledImages,
+    ServerClient,
+    SharedFaultError,
+    UnfitServerError,
+)
+from arl.engine.client.server_pool import Attempt, Server, ServerPool, version_of
 from arl.engine.client.server_processes import ServerProcesses
 from arl.engine.client.servers_file import DRAIN_S, base_url
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.vllm_client import VLLMClient
-from arl.engine.client.watchdog import ServerWatch
-from arl.engine.client.weight_check import WeightCheck
+from arl.engine.client.watchdog import Patience, ServerWatch
 from arl.runtime.http.connections import Connections
 from arl.runtime.http.process import allow_many_connections
 
@@ -111,35 +114,34 @@ class RemoteInferenceEngine:
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
         self._config = config
         self._least = None if files is None or files.needs_all else config.min_servers
-        self._api_key = api_key
         self._updating = asyncio.Lock()
         self._model = model or ServedModel(name="the model")
         self._tasks = asyncio.TaskGroup()
+        self._connections = Connections(keepalive_s=_KEEPALIVE_S)
+        spawn = self._tasks.create_task
+        new_client = partial(client_class(config), self._connections, api_key=api_key, spawn=spawn)
         self._pool = ServerPool(version, events)
         self._line = Line(self._pool)
         self._watch = ServerWatch(self._pool, config, processes)
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
-        self._membership = Membership(self._pool, config, self._upkeep)
+        self._membership = Membership(self._pool, config, self._upkeep, new_client)
         self._patience = Patience(self._pool, self._upkeep.abort)
-        self._roster = Roster(self._pool, config, files, self.add_server, self.remove_server) if files else None
+        self._roster = Roster(self._pool, config, files, self._membership) if files else None
         self._check = WeightCheck(self._pool)
         self._scaled_images = ScaledImages(self._model.name) if self._model.model_type in FAMILIES else None
-        self._connections: Connections | None = None
-        self._is_closed = False
+        self._is_open = self._is_closed = False
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
-        connections = Connections(keepalive_s=_KEEPALIVE_S)
-        clients = [self._client_of(connections, address) for address in self._addresses]
         try:
-            await self._membership.start(clients, self._least)
+            await self._membership.start(self._addresses, self._least)
             await self._tasks.__aenter__()
             self._upkeep.watch(self._patience.watch(), *([self._roster.run()] if self._roster else []))
         except BaseException:  # whatever it is: __aexit__ will not run
-            await connections.aclose()
+            await self._connections.aclose()
             raise
-        self._connections = connections
+        self._is_open = True
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -171,49 +173,134 @@ class RemoteInferenceEngine:
         server, at most _MAX_RETRIES times, each time from the tokens that it already has. Raises TrajectoryError for a
         token that the model does not have: it would end an SGLang server; ImageError for images to a model of texts.
         """
-        self._check_images(request)
-        request = await self._scaled(request)
-        replays_truncation = self._config.replay_truncation
-        partial = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
-        self._check_tokens(request, partial)
-        with self._pool.clock.request():
-            await self._complete(request, partial)
-        return partial.response()
-
-    async def _complete(self, request: ModelRequest, partial: PartialResponse) -> None:
-        """Send the request until its response is finished."""
-        now = asyncio.get_running_loop().time
-        deadline = self._pool.clock.now() + self._config.request_timeout_s
+        made = await self._begun(request)
+        now, clock = asyncio.get_running_loop().time, self._pool.clock
+        deadline = clock.now() + self._config.request_timeout_s
         faults = 0
         failed: Server | None = None
-        while partial.stop_reason is None:
-            asked = now()
-            self._check_open()
-            try:
-                server = await self._line.find(request.session_id, deadline, avoid=failed)
-            except TimeoutError:
-                raise self._no_server(request) from None
-            self._check_open()  # what begins after the engine was closed would be ended by nobody
-            partial.server, partial.sends = server.address, partial.sends + 1
-            partial.queued_s += now() - asked
-            # No other attempt has this name, also where a caller sends one request several times. SGLang aborts all
-            # whose names begin with the one that it is told, so none begins with another.
-            rid = f"{request.rid}.{next(self._numbers):09}"
-            try:
-                fault = await self._attempt(server, partial, rid, deadline)
-            except PromptTooLongError:
-                if partial.num_tokens == 0:
-                    raise
-                partial.stop_reason = "length"  # the tokens so far fill the context
-                break
-            failed = server if fault is not None else None
-            if fault is None:
-                continue
-            faults += 1
-            self._watch.num_failed_requests += 1
-            if faults > _MAX_RETRIES:
-                raise ServerError(f"request {request.rid} failed {faults} times; the last error: {fault}")
-            await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
+        with clock.request():
+            while made.stop_reason is None:
+                self._check_open()
+                asked = now()
+                try:
+                    server = await self._line.find(request.session_id, deadline, avoid=failed)
+                except TimeoutError:
+                    raise self._no_server(request) from None
+                self._check_open()  # what begins after the engine was closed would be ended by nobody
+                made.server, made.sends = server.address, made.sends + 1
+                made.queued_s += now() - asked
+                # No other attempt has this name, also where a caller sends one request several times. SGLang aborts
+                # all whose names begin with the one that it is told, so none begins with another.
+                rid = f"{request.rid}.{next(self._numbers):09}"
+                fault = await self._attempt(server, made, rid, deadline)
+                failed = None if fault is None else server
+                if fault is None:
+                    continue
+                faults += 1
+                self._watch.num_failed_requests += 1
+                if faults > _MAX_RETRIES:
+                    raise ServerError(f"request {request.rid} failed {faults} times; the last error: {fault}")
+                await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
+        return made.response()
+
+    async def _begun(self, request: ModelRequest) -> PartialResponse:
+        """An empty response to a request that the model understands, with images that no server has to scale."""
+        if request.images and (kind := self._model.model_type) not in (None, *FAMILIES):
+            raise ImageError(  # stock SGLang would drop them
+                f"request {request.rid} has {len(request.images)} images, and {self._model.name} is a {kind}, which "
+                f"takes none that arl knows; those of {', '.join(FAMILIES)} do"
+            )
+        is_scaled = not request.images or all(server.client.is_embedded for server in self._pool.servers)
+        if not is_scaled and self._scaled_images is not None:
+            request = replace(request, images=await self._scaled_images.of(request.images))
+        replays_truncation = self._config.replay_truncation
+        made = PartialResponse(request, replays_truncation=replays_truncation, routing=self._model.routing)
+        size, ids = self._model.vocab_size, made.prompt_ids
+        if size is not None and ids.view(np.uint32).max() >= size:  # unsigned, a negative id is a large one
+            position, token_id = next((t, i) for t, i in enumerate(ids) if not 0 <= i < size)
+            raise TrajectoryError(
+                f"request {request.rid} has token id {token_id} at position {position}, but {self._model.name} has "
+                f"{size} tokens (0 to {size - 1})"
+            )
+        return made
+
+    async def _attempt(self, server: Server, made: PartialResponse, rid: str, deadline: float) -> str | None:
+        """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
+        if made.needs_kept_ids:
+            server.client.check_kept_ids(made.sampling)
+        goes_on = server.client.continues_grammars
+        attempt = self._pool.begin(server, rid, self._pool.clock.limit(deadline))
+        key, adapter = self._pool.cache_key(server), attempt.weights.adapter
+        call = made.call(rid, key, adapter, continues_grammars=goes_on)
+        try:
+            async with attempt.scope:
+                if made.may_cut and (goes_on or not made.is_constrained):  # else a cut loses tokens
+                    self._patience.begin(attempt)
+                answer = await server.client.generate(call)
+                self._patience.answered(attempt)
+        except PromptTooLongError:
+            if made.num_tokens == 0:
+                raise
+            made.stop_reason = "length"  # the tokens so far fill the context
+            return None
+        except ServerFailedError as failure:
+            if not isinstance(failure, SharedFaultError):
+                blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
+                blame(server, str(failure))
+            return str(failure)
+        except TimeoutError:
+            return self._timed_out(server, attempt)
+        except asyncio.CancelledError:
+            self._upkeep.abort(server, rid)
+            raise
+        finally:
+            self._pool.clock.ended(attempt.scope)
+            made.may_cut = made.may_cut and not attempt.is_cut
+            self._pool.end(server, attempt)
+        if (fault := self._flaw(server, attempt, made, answer)) is not None:
+            self._upkeep.fence(server, fault)
+            return fault
+        self._pool.note_answer(server)
+        made.extend(answer, attempt.versions(answer), self._model.end_token_ids)
+        was_meant = attempt.is_cut or server.pauses != attempt.pauses or server.is_leaving
+        if answer.finish != "abort" or was_meant or made.stop_reason is not None:
+            return None
+        return f"{server.address} aborted the request, and nobody asked for it"
+
+    def _flaw(self, server: Server, attempt: Attempt, made: PartialResponse, answer: Answer) -> str | None:
+        """Why the answer cannot be trusted; None if it can."""
+        if (flaw := made.flaw(answer, self._model.vocab_size)) is not None:
+            return f"{server.address} {flaw}"
+        newest = self._pool.newest_sent
+        if (label := attempt.foreign_label(answer, newest)) is None:
+            return None
+        if (version_of(label) or 0) > newest:
+            return (
+                f"{server.address} serves version {label}, and the newest that this training has sent is {newest}: "
+                "another training seems to update this server; give each its own servers"
+            )
+        return f"{server.address} lost its weights: it serves {label!r}, not version {attempt.weights.version}"
+
+    def _timed_out(self, server: Server, attempt: Attempt) -> str:
+        """The scope ended: the engine was closed, the server was lost (a fault), or the time is over."""
+        self._check_open()
+        if attempt.lost is not None:
+            return attempt.lost
+        self._upkeep.abort(server, attempt.rid)
+        waited_s = asyncio.get_running_loop().time() - attempt.sent_at
+        if waited_s > _SHARE_OF_TIMEOUT * self._config.request_timeout_s:
+            self._upkeep.fence(server, f"a request got no answer in {waited_s:.3g} s")
+        raise RequestTimeoutError(
+            f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
+            f"(engine.request_timeout_s); {server.address} had it for the last {waited_s:.3g} s"
+        )
+
+    def _no_server(self, request: ModelRequest) -> ArlError:
+        waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"
+        if not self._pool.in_service:
+            return ServerError(f"{waited} for a server, and none came back: {self._pool.report()}")
+        addresses = ", ".join(server.address for server in self._pool.in_service)
+        return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
 
     async def pause(self) -> None:
         """Stop generation on every server, in the configured mode; requests wait until resume."""
@@ -271,11 +358,8 @@ class RemoteInferenceEngine:
         Raises ServerError if it can't be reached, is of another kind, serves another model or refuses the weights; the
         engine is then as it was.
         """
-        connections = self._check_open()
-        address = base_url(address)
-        if self._pool.at(address) is not None:
-            raise ConfigError(f"{address} is already one of the servers")
-        await self._membership.add(self._client_of(connections, address))
+        self._check_open()
+        await self._membership.add(base_url(address))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = DRAIN_S) -> None:
         """Give the server no new requests, wait for those that run there, and forget it. It is left running.
@@ -284,18 +368,12 @@ class RemoteInferenceEngine:
         Raises ConfigError for an unknown address, ServerError if no other server would be left to serve.
         """
         self._check_open()
-        server = self._pool.at(base_url(address))
-        if server is None:
-            known = ", ".join(server.address for server in self._pool.servers)
-            raise ConfigError(f"{address} is not one of the servers: {known}")
-        await self._membership.remove(server, drain_timeout_s)
+        await self._membership.remove(base_url(address), drain_timeout_s)
 
     async def aclose(self) -> None:
         """Abort what runs, leave no server paused, release connections. Idempotent; a few seconds at most."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._connections is None:
+        was_open, self._is_open, self._is_closed = self._is_open, False, True
+        if not was_open:
             return
         try:
             self._line.turn_away(EngineClosedError("the engine is closed"))
@@ -305,115 +383,8 @@ class RemoteInferenceEngine:
                 await server.client.aclose()
             await self._connections.aclose()
 
-    def _client_of(self, connections: Connections, address: str) -> ServerClient:
-        return client_class(self._config)(connections, address, self._api_key, self._tasks.create_task)
-
-    def _no_server(self, request: ModelRequest) -> ArlError:
-        waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"
-        if not self._pool.in_service:
-            return ServerError(f"{waited} for a server, and none came back: {self._pool.report()}")
-        addresses = ", ".join(server.address for server in self._pool.in_service)
-        return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
-
-    async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
-        """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
-        if partial.needs_kept_ids:
-            server.client.check_kept_ids(partial.sampling)
-        attempt = self._pool.begin(server, rid, self._pool.clock.limit(deadline))
-        cache_key = self._pool.cache_key(server)
-        continues_grammars = server.client.continues_grammars
-        call = partial.call(rid, cache_key, attempt.adapter, continues_grammars=continues_grammars)
-        try:
-            async with attempt.scope:
-                if partial.may_cut and (continues_grammars or not partial.is_constrained):  # else a cut loses tokens
-                    self._patience.begin(attempt)
-                answer = await server.client.generate(call)
-                self._patience.answered(attempt)
-        except ServerFailedError as failure:
-            if not isinstance(failure, SharedFaultError):
-                blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
-                blame(server, str(failure))
-            return str(failure)
-        except TimeoutError:
-            return self._timed_out(server, attempt)
-        except asyncio.CancelledError:
-            self._upkeep.abort(server, rid)
-            raise
-        finally:
-            self._pool.clock.ended(attempt.scope)
-            partial.may_cut = partial.may_cut and not attempt.is_cut
-            self._pool.end(server, attempt)
-        return self._keep(server, attempt, partial, answer)
-
-    def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
-        """Add the answer to what the request has; returns the fault, if there is one."""
-        fault = self._flaw(server, attempt, partial, answer)
-        if fault is not None:
-            self._upkeep.fence(server, fault)
-            return fault
-        self._pool.note_answer(server)
-        partial.extend(answer, attempt.versions(answer), self._model.end_token_ids)
-        was_meant = attempt.is_cut or server.pauses != attempt.pauses or server.is_leaving
-        if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
-            return None
-        return f"{server.address} aborted the request, and nobody asked for it"
-
-    def _flaw(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
-        """Why the answer cannot be trusted; None if it can."""
-        if (flaw := partial.flaw(answer, self._model.vocab_size)) is not None:
-            return f"{server.address} {flaw}"
-        newest = self._pool.newest_sent
-        if (label := attempt.foreign_label(answer, newest)) is None:
-            return None
-        if (version_of(label) or 0) > newest:
-            return (
-                f"{server.address} serves version {label}, and the newest that this training has sent is {newest}: "
-                "another training seems to update this server; give each its own servers"
-            )
-        return f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
-
-    def _timed_out(self, server: Server, attempt: Attempt) -> str:
-        """The scope ended: the engine was closed, the server was lost (a fault), or the time is over."""
-        self._check_open()
-        if attempt.lost is not None:
-            return attempt.lost
-        self._upkeep.abort(server, attempt.rid)
-        waited_s = asyncio.get_running_loop().time() - attempt.sent_at
-        if waited_s > _SHARE_OF_TIMEOUT * self._config.request_timeout_s:
-            self._upkeep.fence(server, f"a request got no answer in {waited_s:.3g} s")
-        raise RequestTimeoutError(
-            f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
-            f"(engine.request_timeout_s); {server.address} had it for the last {waited_s:.3g} s"
-        )
-
-    def _check_tokens(self, request: ModelRequest, partial: PartialResponse) -> None:
-        size, ids = self._model.vocab_size, partial.prompt_ids
-        if size is None or ids.view(np.uint32).max() < size:  # unsigned, a negative id is a large one
-            return
-        position, token_id = next((t, i) for t, i in enumerate(ids) if not 0 <= i < size)
-        raise TrajectoryError(
-            f"request {request.rid} has token id {token_id} at position {position}, but {self._model.name} has "
-            f"{size} tokens (0 to {size - 1})"
-        )
-
-    def _check_images(self, request: ModelRequest) -> None:
-        """Stock SGLang would drop the images of a request to a model of texts."""
-        if request.images and (kind := self._model.model_type) not in (None, *FAMILIES):
-            raise ImageError(
-                f"request {request.rid} has {len(request.images)} images, and {self._model.name} is a {kind}, which "
-                f"takes none that arl knows; those of {', '.join(FAMILIES)} do"
-            )
-
-    async def _scaled(self, request: ModelRequest) -> ModelRequest:
-        """The request, with images that no server has to scale."""
-        are_exact = all(server.client.is_embedded for server in self._pool.servers)
-        if not request.images or are_exact or self._scaled_images is None:
-            return request
-        return replace(request, images=await self._scaled_images.of(request.images))
-
-    def _check_open(self) -> Connections:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("the engine is closed")
-        if self._connections is None:
+        if not self._is_open:
             raise EngineClosedError("the engine is not open yet: use it inside `async with`")
-        return self._connections

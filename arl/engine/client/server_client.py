@@ -6,6 +6,12 @@ servers by this class alone.
 A call raises ServerFailedError if the server could not answer; another, or the same one later, may (UnfitServerError:
 it must not go on as it is). It raises ServerError if the server refused, and would refuse again (NoSuchPathError: it
 has no such path), and PromptTooLongError if the prompt does not fit. Timeouts are the caller's, by asyncio.timeout.
+
+**Images.** Prompts hold a placeholder for each vector of an image. The embedded server takes them so. SGLang and vLLM
+take one placeholder for each image, which they expand, and say on request what the prompt has become
+(docs/sglang_protocol.md, docs/vllm_protocol.md). They get images as PNG, without loss, of the size to which the model's
+image processor scales them. Left to themselves, these servers scale with torchvision, and SGLang decodes JPEG on a GPU.
+Both round otherwise than Pillow, so that the model would see another image than in training.
 """
 
 from __future__ import annotations
@@ -14,8 +20,11 @@ import asyncio
 import json
 import math
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,12 +32,13 @@ import numpy as np
 from yarl import URL
 
 from arl.api.engine import MODEL_SIZES, ServedModel, TensorSpec, WeightGroup
-from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError
+from arl.api.errors import NoSuchPathError, RefusedRequestError, ServerError, ServerFailedError
 from arl.api.events import ServerWorked
-from arl.api.images import PlacedImage
+from arl.api.images import Image, PlacedImage
 from arl.api.sampling_mask import KeptIds
 from arl.api.settings.engines import PauseMode
 from arl.api.types import SamplingParams
+from arl.data.image_processor import ImageProcessor
 from arl.runtime.http.client import JsonClient
 from arl.runtime.http.connections import Connections
 from arl.runtime.http.process import is_loopback
@@ -80,6 +90,43 @@ class GenerateCall:
     images: tuple[PlacedImage, ...] = ()
     """What lies at the placeholders among input_ids."""
 
+    def contracted(self, program: str) -> np.ndarray:
+        """input_ids with one placeholder for each image. Raises RefusedRequestError for placeholders without one.
+
+        program: the server's, for the message.
+        """
+        is_left_out = np.zeros(len(self.input_ids), bool)
+        for placed in self.images:
+            is_left_out[placed.start + 1 : placed.stop] = True
+        ids = self.input_ids[~is_left_out]
+        placeholder = self.input_ids[self.images[0].start]
+        if (num_others := int((ids == placeholder).sum()) - len(self.images)) > 0:
+            raise RefusedRequestError(
+                f"the prompt has the placeholder of images, {placeholder}, {num_others} times where no image lies, as "
+                f"a model can sample it; {program} would take it for an image"
+            )
+        return ids
+
+    def check_prompt(self, address: str, body: Mapping[str, Any]) -> None:
+        """Raise RefusedRequestError unless a server computed the tokens of this call with images, by its answer.
+
+        An embedded server says how many the prompt had, and has checked them.
+        """
+        told = body.get("prompt_token_ids")
+        count = (body.get("meta_info") or {}).get("prompt_tokens") if told is None else len(told)
+        wanted = len(self.input_ids)
+        if count == wanted and (told is None or np.array_equal(told, self.input_ids)):
+            return
+        if count is None:
+            raise RefusedRequestError(f"{address} does not say which tokens it computed for a prompt with images")
+        what = (
+            f"{count} tokens where the prompt has {wanted}" if count != wanted else "other tokens than the prompt has"
+        )
+        raise RefusedRequestError(
+            f"{address} computed {what}, with its {len(self.images)} images: its image processor or the settings of "
+            "that (min_pixels, max_pixels) are not those in the model's directory here"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -112,7 +159,8 @@ class Answer:
             raise ValueError(f"token id {next(i for i in ids if type(i) is not int or i < 0)!r}")
         are_numbers = set(map(type, logprobs)) <= {float, int} and all(map(math.isfinite, logprobs))
         if not are_numbers or max(logprobs, default=0) > _MAX_LOGPROB:
-            raise ValueError(f"logprob {next(value for value in logprobs if not _is_logprob(value))!r}")
+            wrong = [x for x in logprobs if type(x) not in (float, int) or not -math.inf < x <= _MAX_LOGPROB]
+            raise ValueError(f"logprob {wrong[0]!r}")
         if wrong := [s for s in self.spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:
             raise ValueError(f"the span {wrong[0]} of weight_versions")
         if len(logprobs) != len(ids):
@@ -230,13 +278,13 @@ class ServerClient(JsonClient):
     async def resume_memory(self) -> None:
         """Have it take memory for its weights, which must be loaded next. `resume` brings the rest."""
 
-    @abstractmethod
-    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
-        """Load a model directory (an absolute path), and label it with the version."""
+    # As in WeightServer
 
     @abstractmethod
-    async def join_group(self, group: WeightGroup) -> None:
-        """Returns when the sender and all receivers have met."""
+    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None: ...
+
+    @abstractmethod
+    async def join_group(self, group: WeightGroup) -> None: ...
 
     @abstractmethod
     async def leave_group(self, name: str) -> None: ...
@@ -247,8 +295,7 @@ class ServerClient(JsonClient):
     @abstractmethod
     async def receive(
         self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
-    ) -> None:
-        """Receive tensors in one broadcast; see WeightServer.receive."""
+    ) -> None: ...
 
     @abstractmethod
     async def end_update(self) -> None: ...
@@ -336,39 +383,24 @@ def count_of(told: Any) -> int:
     return told if type(told) is int and told > 0 else 0
 
 
-def seconds_of(told: Any) -> float:
-    return told if type(told) is float and 0 < told < math.inf else 0.0
-
-
-def _is_logprob(value: Any) -> bool:
-    return type(value) in (float, int) and math.isfinite(value) and value <= _MAX_LOGPROB
-
-
 def is_here(address: str) -> bool:
     """Whether a server's address says that it is on this machine."""
     return is_loopback(URL(address).host or "")
 
 
 async def described(client: ServerClient, model_path: str, context_length: Any) -> dict[str, Any]:
-    """Traits that a server of any kind may tell: its tokenizer's work, and its model's shape if that is on this
+    """Traits that a server of any kind may tell: its tokenizer's work, and its model's shape if both are on this
     machine."""
-    return {
-        **_shape(client.address, model_path),
-        "context length": context_length,
-        f"tokenization of {_PROBE_TEXT!r}": await client.tokens_of(_PROBE_TEXT),
-    }
-
-
-def _shape(address: str, model_path: str) -> dict[str, Any]:
-    """The shape of a server's model, if server and model are on this machine; else empty."""
-    if not is_here(address):
-        return {}
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_bytes())
-        text = config.get("text_config") or config
-        return {name: text.get(name) for name in MODEL_SIZES}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    shape = dict[str, Any]()
+    if is_here(client.address):
+        try:
+            config = json.loads((Path(model_path) / "config.json").read_bytes())
+            text = config.get("text_config") or config
+            shape = {name: text.get(name) for name in MODEL_SIZES}
+        except (OSError, ValueError, AttributeError):
+            pass
+    tokens = await client.tokens_of(_PROBE_TEXT)
+    return {**shape, "context length": context_length, f"tokenization of {_PROBE_TEXT!r}": tokens}
 
 
 async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
@@ -399,3 +431,37 @@ def difference(greetings: Sequence[Greeting]) -> str | None:
             if trait != first:
                 return f"the {name} is {first} at {first_address}, but {trait} at {address}"
     return None
+
+
+_MOST_SCALED = 128
+"""The episodes of a group show the same images, and each turn those of the turns before it."""
+_SCALING = ThreadPoolExecutor(2, "arl-scaling")
+
+
+class ScaledImages:
+    """Belongs to the event loop. model: the directory or name of a model that sees."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._kept: OrderedDict[str, Future[Image]] = OrderedDict()
+        """By the digests of the images that were scaled."""
+
+    async def of(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+        """The same images, scaled, on the same placeholders. Raises ImageError, ModelError."""
+        scaled = [self._begun(placed.image) for placed in images]
+        # Others may wait for the same image, so a caller that is cancelled cancels none.
+        files = [await asyncio.shield(asyncio.wrap_future(one)) for one in scaled]
+        return tuple(replace(placed, image=file) for placed, file in zip(images, files, strict=True))
+
+    def _begun(self, image: Image) -> Future[Image]:
+        scaled = self._kept.pop(image.digest, None)
+        if scaled is None or (scaled.done() and scaled.exception() is not None):
+            scaled = _SCALING.submit(lambda: self._processor.scaled(image))
+        self._kept[image.digest] = scaled
+        while len(self._kept) > _MOST_SCALED:
+            self._kept.popitem(last=False)
+        return scaled
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self._model)

@@ -24,7 +24,7 @@ to bring them up to date. `turn_to` changes a server's weights (to an adapter lo
 state. A load or a sleep that is begun, ended or disturbed out of turn raises RuntimeError; any other call leaves the
 state as it is.
 
-All methods belong to one event loop. A wake ends the wait `changed`, and calls the functions given to `listen`.
+All methods belong to one event loop. A wake ends the wait `changed`, and calls `on_change`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ from arl.api.events import (
     ServerWorked,
 )
 from arl.api.types import new_id
-from arl.engine.client.partial_response import Attempt
-from arl.engine.client.server_client import Greeting, Holding, ServerClient
+from arl.engine.client.server_client import Answer, Greeting, Holding, ServerClient
 from arl.runtime.clocks import AwakeClock
 
 
@@ -72,6 +71,7 @@ _IN_SERVICE = frozenset((_SERVING, _PAUSED, _ASLEEP, _LOADING, _DRAINING))
 
 _MAX_REPORTED = 20
 """How many servers a report names."""
+_MAX_DIGITS = 19
 
 _MOVES: Mapping[str, Mapping[ServerState, ServerState]] = {
     "admit": {_JOINING: _SERVING, _FENCED: _SERVING},
@@ -112,6 +112,76 @@ class HeldWeights:
     """The last load, if any, was complete. Otherwise the weights have no version."""
     load_number: int = 0
     """The number, among all loads of the pool, of the load that gave the server these weights."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One call of generate in flight, and what was true of its server when it was sent."""
+
+    rid: str
+    weights: HeldWeights
+    initial_label: str
+    """The server's label for weights that came from elsewhere."""
+    num_late: int
+    """Most tokens that an update may label too new (Greeting.num_late)."""
+    pauses: int
+    """How often the server had been paused."""
+    sent_at: float
+    """The event loop's time."""
+    scope: asyncio.Timeout
+    """The call's timeout, which `lose` ends early."""
+    lost: str | None = None
+    """Why it was ended early."""
+    limit_s: float = math.inf
+    """How long it may take. Only Patience writes this and the fields below."""
+    due: float = math.inf
+    """When it takes too long, by the event loop's time."""
+    is_late: bool = False
+    """It got a second limit because its server had been paused. That limit counts."""
+    is_cut: bool = False
+    """It took too long, and the server was told to return what it has."""
+
+    def lose(self, reason: str) -> None:
+        """End the call; its caller sends it elsewhere."""
+        if self.lost is None and not self.scope.expired():
+            self.lost = reason
+            self.scope.reschedule(_now())
+
+    def foreign_label(self, answer: Answer, newest: int) -> str | None:
+        """A label which shows that the server was restarted, or given weights, by somebody else; None without one.
+
+        newest: the newest version that this engine has begun to send to any server.
+        """
+        held = self.weights
+        for label in [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label):
+            is_first = label == self.initial_label and (held.adapter is not None or not held.is_ours)
+            version = None if held.adapter is not None else version_of(label)
+            if not is_first and (version is None or not held.version <= version <= newest):
+                return label
+        return None
+
+    def versions(self, answer: Answer) -> list[int]:
+        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
+        held = self.weights
+        versions = [held.version] * len(answer.output_ids)
+        for label, start, stop in answer.spans:
+            is_first = not held.is_ours and label == self.initial_label
+            version = None if is_first else version_of(label)
+            end = min(stop, len(versions))
+            versions[start:end] = [held.version if version is None else version] * (end - start)
+        before = current = held.version
+        since = 0
+        for index, version in enumerate(versions if self.num_late else ()):
+            if version != current:
+                before, current, since = current, version, index
+            if index - since < self.num_late:
+                versions[index] = before
+        return versions
+
+
+def version_of(label: str) -> int | None:
+    """The version that a server's label stands for; None if it is not a version."""
+    return int(label) if label.isdecimal() and len(label) < _MAX_DIGITS else None
 
 
 @dataclass(slots=True, eq=False)
@@ -185,12 +255,6 @@ class Server:
         """Why it is out of service, and stays so."""
         return f"{self.reason}; now: {self.probed}" if self.probed and self.probed != self.reason else self.reason
 
-    @property
-    def unused_adapters(self) -> list[str]:
-        """Adapters that no request will name any more. The newest two stay."""
-        in_flight = {attempt.adapter for attempt in self.attempts}
-        return [name for name in self.adapters[:-2] if name not in in_flight]
-
     def holds(self, version: int, told: Holding) -> bool:
         """Whether it holds this version. Its label proves nothing: a broken load or another run may have set it."""
         return self.weights.is_whole and self.version == version and self.keeps(told)
@@ -206,8 +270,8 @@ class Server:
 class Expectation:
     """Servers that were taken out together, and will serve again soon: they are paused, or about to be."""
 
-    servers: frozenset[Server] = frozenset()
-    is_outage: bool = False
+    servers: frozenset[Server]
+    is_outage: bool
     """All servers were fenced instead; some may not come back."""
     began: float = math.inf
     """When the first of them was paused, by the event loop's clock."""
@@ -231,14 +295,15 @@ class ServerPool:
         self.newest_sent = version
         """The newest version that any server was told to load. A token of a newer version is not from this engine."""
         self.servers: list[Server] = []
-        self.expectation = Expectation()
+        self.expectation = Expectation(frozenset(), is_outage=False)
         self._ready: list[Server] | None = None
         self._expected: list[Server] | None = None
         """Looked up once after each change; None until then."""
         self.num_changes = 0
         """Counts changes of states and versions: while it is the same, so are they."""
         self._numbers = itertools.count()
-        self._listeners: list[Callable[[], None]] = []
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever a server changes its state, and whenever a request ends."""
         self._num_loads = 0
         self._version = version
         self._run = new_id()[:12]
@@ -260,7 +325,9 @@ class ServerPool:
     def expected(self) -> list[Server]:
         """The servers that are out, but will serve soon."""
         if self._expected is None:
-            self._expected = [server for server in self.servers if self._is_expected(server)]
+            soon, is_outage = self.expectation.servers, self.expectation.is_outage
+            out = [one for one in self.servers if (one.state is _FENCED if is_outage else one.is_paused)]
+            self._expected = [one for one in out if one in soon and not one.is_leaving]
         return self._expected
 
     @property
@@ -284,11 +351,7 @@ class ServerPool:
         """Let every waiting task look again."""
         self._changed.set()
         self._changed = asyncio.Event()
-        self._tell()
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a server changes its state, and whenever a request ends."""
-        self._listeners.append(listener)
+        self.on_change()
 
     # Requests
 
@@ -300,13 +363,11 @@ class ServerPool:
         """A call that is about to be sent; the sender calls `end`."""
         attempt = Attempt(
             rid=rid,
-            version=server.version,
-            adapter=server.weights.adapter,
-            is_ours=server.weights.is_ours,
+            weights=server.weights,
             initial_label=server.initial_label,
             num_late=server.greeting.num_late if server.greeting else 0,
             pauses=server.pauses,
-            sent_at=asyncio.get_running_loop().time(),
+            sent_at=_now(),
             scope=scope,
         )
         server.attempts.add(attempt)
@@ -314,7 +375,7 @@ class ServerPool:
 
     def end(self, server: Server, attempt: Attempt) -> None:
         server.attempts.discard(attempt)
-        self._tell()
+        self.on_change()
         if server.is_leaving and not server.attempts:
             self.wake_all()
 
@@ -344,7 +405,7 @@ class ServerPool:
         self._events.emit(ServerPaused(server=server.address))
         server.pauses += 1
         if server in self.expectation.servers:
-            self.expectation.began = min(self.expectation.began, asyncio.get_running_loop().time())
+            self.expectation.began = min(self.expectation.began, _now())
 
     def note_work(self, worked: ServerWorked) -> None:
         """Embedded servers tell this whenever they are paused. One that tells fewer tokens than before is a new
@@ -356,9 +417,10 @@ class ServerPool:
         self._told[worked.server] = told
         self._events.emit(worked)
 
-    def expect(self, servers: Iterable[Server]) -> None:
+    def expect(self, servers: Iterable[Server], *, is_outage: bool = False) -> None:
         """Note that these servers are about to be paused and resumed together. Forgets those of the last time."""
-        self._expect(Expectation(frozenset(servers)))
+        self.expectation = Expectation(frozenset(servers), is_outage=is_outage)
+        self._note_change()
 
     def fall_asleep(self) -> None:
         """From now on servers sleep, each as it is told to."""
@@ -412,7 +474,7 @@ class ServerPool:
             self._events.emit(ServerFenced(server=server.address, reason=reason))
         self._move(server, "fence")
         if was_in_service and not self.in_service:  # failed together, as with a network: may return together
-            self._expect(Expectation(frozenset(self.servers), is_outage=True))
+            self.expect(self.servers, is_outage=True)
         return was_in_service
 
     def leave(self, server: Server) -> None:
@@ -452,23 +514,11 @@ class ServerPool:
         server.weights = HeldWeights(version=version, adapter=adapter, is_ours=True, load_number=load_number)
         self._note_change()
 
-    def _expect(self, expectation: Expectation) -> None:
-        self.expectation = expectation
-        self._note_change()
-
-    def _is_expected(self, server: Server) -> bool:
-        is_out = server.state is _FENCED if self.expectation.is_outage else server.is_paused
-        return is_out and not server.is_leaving and server in self.expectation.servers
-
     def _note_change(self) -> None:
         """Called at each change of a server, but for its requests. The version outlasts the fencing of the last one."""
         self.num_changes += 1
         self._ready = self._expected = None
         self._version = min((server.weights.version for server in self.in_service), default=self._version)
-
-    def _tell(self) -> None:
-        for listener in self._listeners:
-            listener()
 
 
 def _now() -> float:

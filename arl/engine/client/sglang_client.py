@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,6 @@ from arl.api.sampling_mask import KeptIds
 from arl.api.settings.engines import RELEASED, PauseMode
 from arl.api.types import SamplingParams, new_id
 from arl.engine.client.frame_client import FrameClient
-from arl.engine.client.image_prompts import KEEPS_IMAGES, check_prompt, embedded_fields, num_bytes, sglang_fields
 from arl.engine.client.server_client import (
     CONNECT_TIMEOUT_S,
     MIXTURE,
@@ -51,7 +51,6 @@ from arl.engine.client.server_client import (
     count_of,
     described,
     scored,
-    seconds_of,
     spans_of,
 )
 from arl.engine.frames import FORMAT, PATH, Result
@@ -73,6 +72,9 @@ _SETTINGS = (
 )
 """The part of a request that frames carry besides its tokens and its name."""
 
+KEEPS_IMAGES = "SGLANG_VLM_CACHE_SIZE_MB"
+"""The environment variable with the size of SGLang's cache of what the tower made of images. No update of the weights
+empties it, so that images would be seen with old weights: it has to be 0."""
 _MAX_CACHED_BYTES = 1024
 _MEMORY = {"tags": ["kv_cache", "weights"]}
 _IDLE_POLL_S = 0.05
@@ -110,18 +112,23 @@ class SGLangClient(ServerClient):
     async def generate(self, call: GenerateCall) -> Answer:
         frames = await self._frame_client() if self.takes_frames else None
         payload = self._payload(call)
-        if frames is not None and frames.fits(call.rid, len(call.input_ids), num_bytes(call.images)):
+        num_image_bytes = sum(len(placed.image.data) for placed in call.images)
+        if frames is not None and frames.fits(call.rid, len(call.input_ids), num_image_bytes):
             answer = await self._ask_in_frames(frames, payload, call.images)
         else:
             if call.images:
-                payload |= (embedded_fields if self.is_embedded else sglang_fields)(call)
+                payload["image_data"] = [placed.image.data_url for placed in call.images]
+                if self.is_embedded:
+                    payload["image_places"] = [(placed.start, placed.stop) for placed in call.images]
+                else:
+                    payload |= {"input_ids": call.contracted("SGLang"), "return_prompt_token_ids": True}
             answer = await self.call("POST", "/generate", payload)
         try:
             if isinstance(answer, Result):
                 return _answer_of(answer)
             body = answer.json_object()
             if call.images:
-                check_prompt(self.address, body, call)
+                call.check_prompt(self.address, body)
             return _parse_answer(body)
         except NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
@@ -422,6 +429,7 @@ def _answer_of(result: Result) -> Answer:
 
 def _answer(meta: Mapping[str, Any], ids: list[int], logprobs: list[float], **parts: Any) -> Answer:
     """Raises as Answer does."""
+    took_s = meta.get("e2e_latency")
     return Answer(
         output_ids=ids,
         output_logprobs=logprobs,
@@ -429,7 +437,7 @@ def _answer(meta: Mapping[str, Any], ids: list[int], logprobs: list[float], **pa
         label=str(meta.get("weight_version", "")),
         spans=spans_of(meta.get("weight_versions")),
         cached_tokens=count_of(meta.get("cached_tokens")),
-        server_s=seconds_of(meta.get("e2e_latency")),
+        server_s=took_s if type(took_s) is float and 0 < took_s < math.inf else 0.0,
         **parts,
     )
 

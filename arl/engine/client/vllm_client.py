@@ -17,7 +17,6 @@ from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, Refuse
 from arl.api.sampling_mask import KeptIds
 from arl.api.settings.engines import RELEASED, PauseMode
 from arl.api.types import SamplingParams, new_id
-from arl.engine.client.image_prompts import check_prompt, vllm_fields
 from arl.engine.client.server_client import (
     MIXTURE,
     MOST_KEPT,
@@ -86,7 +85,7 @@ class VLLMClient(ServerClient):
         try:
             body = reply.json_object()
             if call.images:
-                check_prompt(self.address, body, call)
+                call.check_prompt(self.address, body)
             return _parse_answer(body, call.routes_from)
         except NONSENSE as error:
             what = f"{self.address} answered {_GENERATE} with what cannot be trained on"
@@ -100,6 +99,14 @@ class VLLMClient(ServerClient):
                 f"temperature is {sampling.temperature:g}, and vLLM samples at {_LEAST_TEMPERATURE} instead of a lower "
                 f"one; use 0, or {_LEAST_TEMPERATURE} and more"
             )
+        images = dict[str, Any]()
+        if call.images:
+            urls = ((placed.image.data_url, placed.image.digest) for placed in call.images)
+            images = {
+                "token_ids": call.contracted("vLLM"),
+                "content_parts": [{"type": "image_url", "url": url, "uuid": digest} for url, digest in urls],
+                "return_token_ids": True,
+            }
         return {
             "request_id": call.rid,
             "token_ids": call.input_ids,
@@ -107,7 +114,7 @@ class VLLMClient(ServerClient):
             "cache_salt": call.cache_key,
             "output_mode": "text" if sampling.stop else "tokens",
             **({} if call.adapter is None else {"model": call.adapter}),
-            **(vllm_fields(call) if call.images else {}),
+            **images,
         }
 
     def _sampling_params(self, call: GenerateCall) -> dict[str, Any]:

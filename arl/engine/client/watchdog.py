@@ -8,19 +8,27 @@
 The log tells when a server is fenced, and why, and when it serves again: for each server one fence a minute, and
 reminders after 1, 2, 4, ... minutes; for all of them _MAX_LINES a minute, and one line more that counts the others.
 A server of arl's own that stays fenced without a proper answer is started again.
+
+**Slow requests.** If a connection is dropped silently, or a server loses a request, the episode would wait until
+engine.request_timeout_s. So a request that takes twice as long as the longest of the recent ones is aborted, once. A
+server that works on it returns its tokens, and the client continues them, as after a pause: no token is sampled twice.
+If the server returns nothing, the request goes elsewhere. A paused server can do neither. A request whose server was
+paused, however often, therefore gets as long again once it serves. A request with a seed has no limit: if another
+server continued it, its last bits could differ.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from arl.api.errors import ServerError
 from arl.api.settings.engines import ClientConfig
-from arl.engine.client.server_pool import Server, ServerPool
+from arl.engine.client.server_pool import Attempt, Server, ServerPool, ServerState
 from arl.engine.client.server_processes import ServerProcesses
 
 _LISTEN_EVERY_S = 5.0
@@ -192,6 +200,61 @@ class ServerWatch:
             logger.warning("%s is fenced, and gets no requests until it has recovered: %s", server.address, server.why)
         absence.is_told, self._last_lines[server] = True, now
         absence.next_line = now + max(_QUIET_S, now - absence.since)
+
+
+_NUM_RECENT, _ENOUGH = 256, 32
+"""The longest of the last _NUM_RECENT answers counts. With fewer than _ENOUGH, no request is too long."""
+_LEAST_S = 1.0
+_RETURN_S = 1.0
+"""How long a server may take to return what it has."""
+_LOOK_S = 0.25
+"""How often it looks for requests that are due. A timer for each would cost more than the rest of a request."""
+
+
+class Patience:
+    """Limits the requests of one engine. abort: tells a server in the background to end a request."""
+
+    def __init__(self, pool: ServerPool, abort: Callable[[Server, str], None]) -> None:
+        self._pool = pool
+        self._abort = abort
+        self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._longest_s = 0.0
+
+    def begin(self, attempt: Attempt) -> None:
+        """Limit an attempt that is about to be sent, and may be cut."""
+        if len(self._recent_s) >= _ENOUGH:
+            attempt.limit_s = max(_LEAST_S, 2 * self._longest_s)
+            attempt.due = attempt.sent_at + attempt.limit_s
+
+    def answered(self, attempt: Attempt) -> None:
+        took_s = _now() - attempt.sent_at
+        self._recent_s.append(took_s)
+        self._longest_s = max(self._longest_s, took_s)
+
+    async def watch(self) -> None:
+        """Look for attempts that are due, for ever."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._longest_s = max(self._recent_s, default=0.0)
+            now = _now()
+            for server in self._pool.servers:
+                for attempt in [attempt for attempt in server.attempts if attempt.due <= now]:
+                    self._end(server, attempt, now)
+
+    def _end(self, server: Server, attempt: Attempt, now: float) -> None:
+        """Cut an attempt that takes too long; lose one that its server does not return either."""
+        is_serving = server.state is ServerState.SERVING
+        if attempt.is_cut and server.is_paused:  # it cannot return the request
+            attempt.due = now + _RETURN_S
+        elif attempt.is_cut:
+            attempt.due = math.inf
+            attempt.lose(f"{server.address} neither answered a request nor returned it when told to")
+        elif not is_serving or (server.pauses != attempt.pauses and not attempt.is_late):
+            # A paused server cannot end the request. Once it serves, the request gets as long again.
+            attempt.due, attempt.is_late = now + attempt.limit_s, attempt.is_late or is_serving
+        else:
+            attempt.due, attempt.is_cut = now + _RETURN_S, True
+            self._abort(server, attempt.rid)
 
 
 def _now() -> float:

@@ -314,8 +314,8 @@ async def test_a_server_that_is_fenced_again_and_again_in_updates_has_one_probe_
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request takes too long after 0.1 s."""
-    for name, value in (("_LEAST_S", 0.1), ("_GRACE_S", 0.1), ("_ENOUGH", 2), ("_LOOK_S", 0.02)):
-        monkeypatch.setattr(f"arl.engine.client.adaptive_timeout.{name}", value)
+    for name, value in (("_LEAST_S", 0.1), ("_RETURN_S", 0.1), ("_ENOUGH", 2), ("_LOOK_S", 0.02)):
+        monkeypatch.setattr(f"arl.engine.client.watchdog.{name}", value)
 
 
 async def test_a_request_that_hangs_goes_elsewhere_long_before_its_time_limit(

@@ -16,9 +16,8 @@ from arl.api.errors import ImageError, RefusedRequestError, ServerError
 from arl.api.images import PlacedImage
 from arl.api.types import ModelRequest, SamplingParams
 from arl.data.image_processor import ImageProcessor
-from arl.engine.client import image_prompts
-from arl.engine.client.image_prompts import ScaledImages, check_prompt
-from arl.engine.client.server_client import GenerateCall
+from arl.engine.client import server_client
+from arl.engine.client.server_client import GenerateCall, ScaledImages
 from arl.engine.client.vllm_client import VLLMClient
 from arl.engine.tiny import write_tiny_vision_model
 
@@ -72,7 +71,7 @@ async def test_stock_servers_get_images_that_they_need_not_scale(
 async def test_a_caller_that_gives_up_leaves_others_their_images(model: ServedModel) -> None:
     scaled, others_are_done = ScaledImages(model.name), threading.Event()
     for _ in range(2):  # both threads have other work
-        image_prompts._SCALING.submit(others_are_done.wait)
+        server_client._SCALING.submit(others_are_done.wait)
     given_up, *others = [asyncio.create_task(scaled.of(IMAGES)) for _ in range(3)]
     await asyncio.sleep(0)
     given_up.cancel()
@@ -181,4 +180,4 @@ def test_vllm_gets_the_same_in_its_words() -> None:
 
 def test_a_server_that_does_not_say_what_it_computed_is_refused() -> None:
     with pytest.raises(RefusedRequestError, match="does not say which tokens it computed"):
-        check_prompt("http://s", {}, call_of(IDS))
+        call_of(IDS).check_prompt("http://s", {})

@@ -84,7 +84,7 @@ async def test_a_server_that_takes_too_long_to_load_is_fenced_and_its_requests_g
 async def test_a_server_that_hangs_in_an_update_is_fenced_long_before_the_limit_once_updates_are_known(
     server: Server, other: Server, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.client.weight_update._LEAST_PAUSE_S", 0.2)
+    monkeypatch.setattr("arl.engine.client.health._LEAST_PAUSE_S", 0.2)
     async with over(server, other, update_timeout_s=60.0) as engine:
         for version in (1, 2):
             await engine.update_weights(weights(version))

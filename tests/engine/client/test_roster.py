@@ -14,7 +14,7 @@ from scripted_weights import weights
 
 from arl.api.errors import ConfigError, RunFileError, ServerError
 from arl.api.settings.engines import ClientConfig
-from arl.engine.client.discovery import RosterFiles
+from arl.engine.client.membership import RosterFiles
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.servers_file import (
     NamedServer,
@@ -34,8 +34,8 @@ M = "http://10.0.0.2:30900"
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arl.engine.client.discovery._LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("arl.engine.client.discovery._FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr("arl.engine.client.membership._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("arl.engine.client.membership._FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr("arl.engine.client.membership._GREETING_PAUSES_S", (0.0,))
 
 
@@ -335,7 +335,7 @@ async def test_a_server_that_gives_up_joining_is_resumed_even_if_that_takes_seve
         change = engine._roster._changes[other.address] if engine._roster else None
         await asyncio.sleep(0.1)  # several looks
         assert change is not None
-        assert not change.task.done()
+        assert not change.done()
         other.resume_gate.set()
         await until(lambda: other.pause_mode is None)
 

@@ -10,8 +10,7 @@ import pytest
 
 from arl.api.events import IterationSums, ServerWorked
 from arl.engine.client.load_balancer import Line
-from arl.engine.client.partial_response import Attempt
-from arl.engine.client.server_pool import Server, ServerPool, ServerState
+from arl.engine.client.server_pool import Attempt, Server, ServerPool, ServerState
 from arl.engine.client.sglang_client import SGLangClient
 
 Calls = tuple[str, ...]

@@ -8,10 +8,10 @@ import pytest
 
 from arl.api.engine import WeightProbe
 from arl.api.errors import ServerError, ServerFailedError
+from arl.engine.client.health import WeightCheck
 from arl.engine.client.server_client import Greeting
 from arl.engine.client.server_pool import ServerPool
 from arl.engine.client.sglang_client import SGLangClient
-from arl.engine.client.weight_check import WeightCheck
 
 
 class Scored(SGLangClient):
