@@ -108,6 +108,6 @@ async def test_an_answer_with_impossible_kept_ids_is_the_servers_fault(
 ) -> None:
     masking.distortions.extend([distort] * 2)
     async with over(masking, max_retries=1) as engine:
-        with pytest.raises(ServerError, match=rf"failed 2 times .*{words}"):
+        with pytest.raises(ServerError, match=rf"failed 2 times; .*{words}"):
             await engine.agenerate(ask(top_p=0.9))
     assert len(masking.requests) == 2
