@@ -64,13 +64,8 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     settings, returns = config.advantage, batch.returns
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
     if isinstance(settings, GAEAdvantage):
-        targets = advantages
-        if settings.value_lam is not None:  # decoupled GAE (VC-PPO, 2503.01491)
-            own = settings.model_copy(update={"lam": settings.value_lam, "length_alpha": None})
-            own_config = config.model_copy(update={"advantage": own})
-            targets = _estimated(batch, peers_of(batch, config.overlong), own_config)
         valued = batch.turn_starts if config.has_critic_of_turns else batch.loss_mask
-        returns = torch.where(valued, targets + batch.values, 0.0).float()
+        returns = torch.where(valued, advantages + batch.values, 0.0).float()
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
         # REINFORCE++ subtracts the mean (2501.03262, OpenRLHF, verl). With the group's mean as a baseline it is not 0,

@@ -44,7 +44,7 @@ def compared(batch: Batch, config: AlgorithmConfig) -> Batch:
     counts = batch.counts
     everyone = [(one, standings_of(one, batch, counts)) for one in peers_of(batch, config.overlong)]
     if isinstance(config.advantage, PairsAdvantage):
-        pairs = [pair for _, standings in everyone for pair in pairs_of(standings, config.advantage)]
+        pairs = [pair for _, standings in everyone if (pair := pair_of(standings))]
         chosen = [(unit, s, a) for unit, pair in enumerate(pairs) for s, a in zip(pair, (1.0, -1.0), strict=True)]
     else:
         assert isinstance(config.advantage, LabelsAdvantage)
@@ -74,30 +74,26 @@ def standings_of(peers: Peers, batch: Batch, counts: Sequence[int]) -> list[Stan
     ]
 
 
-def pairs_of(standings: Sequence[Standing], settings: PairsAdvantage) -> Iterator[tuple[Standing, Standing]]:
-    """(better, worse): the best episode with the worst, and with pairing=ranks the next ones as well."""
+def pair_of(standings: Sequence[Standing]) -> tuple[Standing, Standing] | None:
+    """The best and the worst episode; None if their rewards are equal."""
     ranked = sorted((s for s in standings if s.is_trained), key=lambda s: (-s.reward, s.index))
-    for k in range(len(ranked) // 2 if settings.pairing == "ranks" else min(len(ranked) // 2, 1)):
-        better, worse = ranked[k], ranked[-1 - k]
-        if spread_of((better.reward, worse.reward)).std == 0:
-            return
-        yield better, worse
+    if len(ranked) < 2 or spread_of((ranked[0].reward, ranked[-1].reward)).std == 0:
+        return None
+    return ranked[0], ranked[-1]
 
 
 def weighed_labels(everyone: Sequence[tuple[Peers, list[Standing]]], settings: LabelsAdvantage) -> list[Labelled]:
     """The labelled episodes with A, weighed among those of the same task (KTO, 2402.01306).
 
-    balanced: A = +-lambda n / (2 n_label), so that lambda_D n_D / (lambda_U n_U) is the quotient of the two weights,
-    where the paper wants 1 to 3/2 (in its first version to 4/3). If both are 1, the weights of all n episodes add up to
-    n.
+    balanced: A = +-n / (2 n_label), so that lambda_D n_D / (lambda_U n_U) is 1, where the paper wants 1 to 3/2 (in its
+    first version to 4/3). The weights of all n episodes add up to n.
     """
     signs = [(peers.group.task, s, sign) for peers, own in everyone for s, sign in labels_of(own, settings)]
     counts = Counter((task, sign) for task, _, sign in signs)
     labelled: list[Labelled] = []
     for task, standing, sign in signs:
-        weight = settings.desirable_weight if sign > 0 else settings.undesirable_weight
-        if settings.balanced:
-            weight *= (counts[task, 1] + counts[task, -1]) / (2 * counts[task, sign])
+        is_weighed = settings.balanced
+        weight = (counts[task, 1] + counts[task, -1]) / (2 * counts[task, sign]) if is_weighed else 1.0
         labelled.append((standing, sign * weight))
     return labelled
 

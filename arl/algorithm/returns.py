@@ -178,7 +178,6 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
     With level=token a step is a trained token. With level=turn it is a turn (MDPs of turns: ArCHer, 2402.19446;
     Turn-PPO, 2512.17008), V_t is the value of the context in which its first token was sampled, and all its tokens have
     A_t.
-    With length_alpha lam is 1 - 1 / (length_alpha n) for a trajectory of n steps (VAPO, 2504.05118).
     Untrained tokens in between are skipped: the environment's answer is part of the transition. r_t are the process
     rewards since t, minus the KL in the reward; the last step gets the outcome too. After it V is 0, even if a length
     limit ended the trajectory (as in verl and TRL): the reward already values the cut.
@@ -197,12 +196,8 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
     of_steps = torch.zeros_like(values).index_add_(0, steps, rewards[trained.places])
     following = torch.cat((goes_on * values[1:], values.new_zeros(min(len(values), 1))))
     deltas = of_steps + settings.discount * following - values
-    lam: torch.Tensor | float = settings.lam
-    if settings.length_alpha is not None:
-        counts = torch.bincount(owners).double()[owners[:-1]]
-        lam = (1 - 1 / (settings.length_alpha * counts)).clamp(min=0)
     advantages = torch.zeros_like(rewards)
-    advantages[trained.places] = discounted_sums(deltas, settings.discount * lam * goes_on)[steps]
+    advantages[trained.places] = discounted_sums(deltas, settings.discount * settings.lam * goes_on)[steps]
     return advantages
 
 

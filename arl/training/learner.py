@@ -292,10 +292,9 @@ class Learner:
 
     def _judged(self, batch: Batch, num_new: int, num_replayed: int) -> Judged:
         """The batch with a reward model's process rewards, if there is one."""
-        model = self._config.reward_model
-        if self._reward_model is None or model is None:
+        if self._reward_model is None:
             return Judged(batch=batch)
-        minibatches = self._minibatches(num_new, num_replayed, model.epochs)
+        minibatches = self._minibatches(num_new, num_replayed, 1)
         return self._reward_model.judge(batch, minibatches, self.version)
 
     def _with_forward_passes(self, batch: Batch) -> Batch:

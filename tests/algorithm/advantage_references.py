@@ -48,8 +48,7 @@ def reference_returns(batch: Batch, config: AlgorithmConfig) -> Numbers:
     """The critic's target for each token, by GAE."""
     rows = []
     for _, t, s, _ in _members(batch):
-        lam = config.advantage.value_lam
-        row = _where_trained([a + v for a, v in zip(_gae(t, s, config, lam), s.values.tolist(), strict=True)], s)
+        row = _where_trained([a + v for a, v in zip(_gae(t, s, config), s.values.tolist(), strict=True)], s)
         firsts = [step[0] for step in _steps(t, s, config.advantage)]
         rows += [value if t in firsts else 0.0 for t, value in enumerate(row)]
     return rows
@@ -320,8 +319,7 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
     return advantages
 
 
-def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig, value_lam: float | None = None) -> Numbers:
-    """value_lam: the lambda to use, whatever the settings' own."""
+def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
     settings = config.advantage
     assert isinstance(settings, GAEAdvantage)
     advantages = [0.0] * len(me.token_ids)
@@ -339,10 +337,6 @@ def _gae(me: Any, sequence: TrainSequence, config: AlgorithmConfig, value_lam: f
         sum(rewards[t] for t in step) + settings.discount * values[i + 1] - values[i] for i, step in enumerate(steps)
     ]
     lam = settings.lam
-    if settings.length_alpha is not None:
-        lam = max(0.0, 1 - 1 / (settings.length_alpha * len(steps)))
-    if value_lam is not None:
-        lam = value_lam
     for i, step in enumerate(steps):
         for t in step:
             advantages[t] = sum((settings.discount * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))

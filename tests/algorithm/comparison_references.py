@@ -30,33 +30,26 @@ def signs_of(episodes: Sequence[Rated], settings: PairsAdvantage | LabelsAdvanta
             if e.is_trained and not (settings.threshold is None and math.isclose(e.reward, bound, rel_tol=1e-12)):
                 signs[e.index] = 1.0 if e.reward > bound else -1.0
         return signs
-    for best, worst in pairs_of(episodes, settings):
+    for best, worst in pairs_of(episodes):
         signs[best.index], signs[worst.index] = 1.0, -1.0
     return signs
 
 
-def pairs_of(episodes: Sequence[Rated], settings: PairsAdvantage) -> list[tuple[Rated, Rated]]:
-    pairs: list[tuple[Rated, Rated]] = []
+def pairs_of(episodes: Sequence[Rated]) -> list[tuple[Rated, Rated]]:
+    """At most one."""
     left = [e for e in episodes if e.is_trained]
-    while len(left) >= 2:
-        best = min((e for e in left if e.reward == max(o.reward for o in left)), key=lambda e: e.index)
-        worst = max((e for e in left if e.reward == min(o.reward for o in left)), key=lambda e: e.index)
-        if best.reward == worst.reward:
-            break
-        pairs.append((best, worst))
-        left = [e for e in left if e not in (best, worst)]
-        if settings.pairing == "extremes":
-            break
-    return pairs
+    if len({e.reward for e in left}) < 2:
+        return []
+    best = min((e for e in left if e.reward == max(o.reward for o in left)), key=lambda e: e.index)
+    worst = max((e for e in left if e.reward == min(o.reward for o in left)), key=lambda e: e.index)
+    return [(best, worst)]
 
 
 def lambdas(signs: Sequence[float], settings: LabelsAdvantage) -> tuple[float, float]:
     """lambda_D and lambda_U, from the signs of all labelled episodes."""
     good, bad = sum(s > 0 for s in signs), sum(s < 0 for s in signs)
-    if not settings.balanced:
-        return settings.desirable_weight, settings.undesirable_weight
     half = (good + bad) / 2
-    return settings.desirable_weight * half / max(good, 1), settings.undesirable_weight * half / max(bad, 1)
+    return (half / max(good, 1), half / max(bad, 1)) if settings.balanced else (1.0, 1.0)
 
 
 def sigmoid(x: float) -> float:
@@ -70,8 +63,7 @@ def dpo(better: Numbers, better_reference: Numbers, worse: Numbers, worse_refere
         return (h - 1 / (2 * config.beta)) ** 2
     if config.link == "hinge":
         return max(0.0, 1 - config.beta * h)
-    p, e = sigmoid(config.beta * h), config.label_smoothing
-    return -(1 - e) * math.log(p) - e * math.log(1 - p)
+    return -math.log(sigmoid(config.beta * h))
 
 
 def kto(current: Numbers, reference: Numbers, advantage: float, z0: float, config: KTOLossConfig) -> float:

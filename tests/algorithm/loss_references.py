@@ -118,10 +118,10 @@ def cispo(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Lo
     return losses
 
 
-def sapo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
+def sapo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, _config) -> list[float]:
     losses = []
     for c, p, a in zip(current, proximal, advantages, strict=True):
-        tau = config.tau_positive if a > 0 else config.tau_negative
+        tau = 1.0 if a > 0 else 1.05
         gate = 1 / (1 + math.exp(-tau * (math.exp(c - p) - 1)))
         losses.append(-4 / tau * gate * a)
     return losses
@@ -244,10 +244,7 @@ def policy_loss(
             policy += config.selection.coefficient * abs(c - anchor[t])
         loss = weights[t] * policy - config.entropy * 2.0
         if config.kl.coefficient and config.kl.place == "loss":
-            ratio = 1.0
-            if config.kl.unbiased:
-                ratio = math.exp((fixed[t] if config.kl.estimator == "k2" else c) - tokens.behavior[t])
-            loss += config.kl.coefficient * ratio * kl(c, tokens.reference[t], config.kl.estimator)
+            loss += config.kl.coefficient * kl(c, tokens.reference[t], config.kl.estimator)
         total += tokens.weight * loss
     return total
 

@@ -30,10 +30,8 @@ from arl.algorithm.advantages import max_likelihood_advantages, pass_at_k_advant
 from arl.algorithm.batch import Batch
 from arl.algorithm.groups import spread_of, whitened
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.algorithm.returns import gae_advantages
 from arl.api.errors import TrajectoryError
 from arl.api.settings.algorithm import AlgorithmConfig, preset
-from arl.api.settings.objective import GAEAdvantage
 from arl.api.settings.presets import PRESETS
 from arl.api.train_engine import PackedTokens, TokenOutputs
 from arl.api.types import Group
@@ -132,17 +130,6 @@ def test_the_expected_gradient_of_max_likelihood_is_that_of_log_p_up_to_the_orde
             chance * math.fsum(a * s for a, s in zip(max_likelihood_advantages(outcome), scores, strict=True)) / n
         )
     assert expected == pytest.approx((1 - (1 - p) ** (n - 1)) / p)
-
-
-@pytest.mark.parametrize(("num_tokens", "lam"), [(2, 0.0), (19, 0.0), (40, 0.5), (200, 0.9)])
-def test_a_longer_trajectory_sums_more_of_its_rewards_up(num_tokens: int, lam: float):
-    """VAPO's lambda, which is at least 0; the critic's targets have their own."""
-    config = config_of({"kind": "gae", "length_alpha": 0.05, "value_lam": 1.0})
-    batch = Batch.of([group(trajectory(1.0, (0, *[1] * num_tokens)))], config.overlong)
-    batch = replace(batch, values=0.25 * batch.loss_mask)
-    assert with_advantages(batch, config).returns.tolist() == pytest.approx([0.0] + [1.0] * num_tokens)
-    advantages = gae_advantages(batch, [1.0], GAEAdvantage(length_alpha=0.05), config.kl)
-    assert advantages.tolist() == pytest.approx([0.0] + [0.75 * lam**i for i in reversed(range(num_tokens))])
 
 
 def test_each_role_has_its_own_named_rewards_and_their_weights():

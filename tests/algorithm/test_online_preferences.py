@@ -21,16 +21,13 @@ from arl.api.settings.algorithm import AlgorithmConfig, preset
 from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLosses, TokenOutputs
 from arl.api.types import Group
 
-RANKS = {"advantage": {"pairing": "ranks"}}
 CASES: dict[str, AlgorithmConfig] = {
-    "best against worst": preset("online_dpo"),
-    "ranks": preset("online_dpo", **RANKS, loss={"beta": 0.7}),
-    "smoothed": preset("online_dpo", **RANKS, loss={"beta": 0.5, "label_smoothing": 0.2}),
-    "ipo": preset("online_dpo", **RANKS, loss={"link": "ipo", "beta": 0.3}),
-    "hinge": preset("online_dpo", **RANKS, loss={"link": "hinge", "beta": 0.8}),
+    "best against worst": preset("online_dpo", loss={"beta": 0.7}),
+    "ipo": preset("online_dpo", loss={"link": "ipo", "beta": 0.3}),
+    "hinge": preset("online_dpo", loss={"link": "hinge", "beta": 0.8}),
     "kto": preset("kto"),
-    "kto, weighed": preset("kto", advantage={"balanced": False, "desirable_weight": 1.4}, loss={"beta": 0.6}),
-    "kto, threshold": preset("kto", advantage={"threshold": 0.3, "undesirable_weight": 1.2}, loss={"beta": 0.4}),
+    "kto, not balanced": preset("kto", advantage={"balanced": False}, loss={"beta": 0.6}),
+    "kto, threshold": preset("kto", advantage={"threshold": 0.3}, loss={"beta": 0.4}),
 }
 every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 Numbers = list[float]
@@ -103,7 +100,7 @@ def expected_loss(groups: Sequence[Group], before: Batch, after: Batch, config: 
         losses = [
             dpo(*tokens[*key, better.index][:2], *tokens[*key, worse.index][:2], config.loss)
             for key, rated in episodes_of(groups, config).items()
-            for better, worse in pairs_of(rated, config.advantage)  # pyright: ignore[reportArgumentType]
+            for better, worse in pairs_of(rated)
         ]
     else:
         labelled = [row for row in tokens.values() if any(row[2])]
@@ -114,7 +111,7 @@ def expected_loss(groups: Sequence[Group], before: Batch, after: Batch, config: 
 @every_case
 @pytest.mark.parametrize("seed", [96, 112, 253])
 def test_a_loss_and_its_gradient_are_the_papers_mean_over_pairs_or_episodes(config: AlgorithmConfig, seed: int):
-    """Of 3 or 4 pairs and more labels, in two roles. Episodes have several trajectories, and some train nothing."""
+    """In two roles. Episodes have several trajectories, and some train nothing."""
     groups = random_groups(seed, has_branches=True)
     before, batch = taken(groups, config), prepared(groups, config)
     current = some_current(batch)
@@ -123,9 +120,9 @@ def test_a_loss_and_its_gradient_are_the_papers_mean_over_pairs_or_episodes(conf
     def expected(numbers: Sequence[float]) -> float:
         return expected_loss(groups, before, batch, config, list(numbers))
 
-    assert total == pytest.approx(expected(current.tolist()), abs=1e-6)
+    assert total == pytest.approx(expected(current.tolist()), rel=1e-7, abs=1e-6)
     assert len(slopes) > 12
-    assert slopes == pytest.approx(gradient(expected, current.tolist()), abs=1e-6)
+    assert slopes == pytest.approx(gradient(expected, current.tolist()), rel=1e-7, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -180,12 +177,10 @@ def signs(config: AlgorithmConfig, *rewards: float) -> Numbers:
 
 
 def test_pairs_are_best_and_worst_and_of_equals_the_one_that_was_started_first_is_the_better():
-    best, ranks = CASES["best against worst"], CASES["ranks"]
+    best = CASES["best against worst"]
     assert signs(best, 0.2, 0.9, 0.1, 0.5) == [0, 1, -1, 0]
-    assert signs(ranks, 0.2, 0.9, 0.1, 0.5) == [-1, 1, -1, 1]
     assert signs(best, 0.0, 1.0, 1.0, 0.0) == [0, 1, 0, -1]
-    assert signs(ranks, 1.0, 0.0, 0.0, 0.0) == [1, 0, 0, -1]
-    assert signs(ranks, 0.3, 0.1 + 0.2, 0.3) == [0, 0, 0]
+    assert signs(best, 0.3, 0.1 + 0.2, 0.3) == [0, 0, 0]
 
 
 def test_labels_are_by_the_groups_mean_or_a_threshold_and_balanced_ones_weigh_the_same_together():

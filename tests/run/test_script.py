@@ -85,7 +85,7 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--algorithm.loss.clip_low", "2"], "algorithm.loss.clip_low is '2' with loss.kind=ppo: Input should be le"),
         (
             ["--algorithm.preset", "sapo", "--algorithm.loss.dual_clip", "3"],
-            "algorithm.loss.dual_clip is not a setting with loss.kind=sapo; allowed there: kind, tau_negative",
+            "algorithm.loss.dual_clip is not a setting with loss.kind=sapo; allowed there: kind",
         ),
         (["--algorithm.preset", "GRPO"], "algorithm: no preset is named 'GRPO'; did you mean grpo"),
         (["--engine.addresses", "http://a:1"], "engine.addresses is not a setting with engine.kind=local; allowed"),

@@ -27,11 +27,11 @@ def preference(current: torch.Tensor, tokens: PackedTokens, config: DPOLossConfi
 def dpo(log_ratio: torch.Tensor, tokens: PackedTokens, config: DPOLossConfig) -> Surrogate:
     """Online DPO (OAIF, 2402.04792) of a pair, with h = h_better - h_worse; A is 1 and -1:
 
-        sigmoid (DPO, 2305.18290, eq. 7):   -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+        sigmoid (DPO, 2305.18290, eq. 7):   -log sigmoid(beta h)
         ipo (2310.12036, eq. 17):           (h - 1 / (2 beta))^2
         hinge (SLiC, 2305.10425):           max(0, 1 - beta h)
 
-    e is label_smoothing. Clipped: with hinge, pairs without gradient. Metrics, means over pairs: margin (beta h),
+    Clipped: with hinge, pairs without gradient. Metrics, means over pairs: margin (beta h),
     accuracy (share of h > 0; a tie, up to rounding, counts half), chosen_logratio and rejected_logratio (h of each).
     """
     is_better = tokens.advantages > 0
@@ -45,8 +45,7 @@ def dpo(log_ratio: torch.Tensor, tokens: PackedTokens, config: DPOLossConfig) ->
         loss = F.relu(1 - config.beta * h)
         is_held = (loss == 0).detach()
     else:
-        e = config.label_smoothing
-        loss = -(1 - e) * F.logsigmoid(config.beta * h) - e * F.logsigmoid(-config.beta * h)
+        loss = -F.logsigmoid(config.beta * h)
     metrics = {
         "margin": config.beta * h,
         "accuracy": share_won(torch.where(h.abs() < ROUNDING, 0, h)),
@@ -57,7 +56,7 @@ def dpo(log_ratio: torch.Tensor, tokens: PackedTokens, config: DPOLossConfig) ->
 
 
 def kto(log_ratio: torch.Tensor, tokens: PackedTokens, config: KTOLossConfig) -> Surrogate:
-    """KTO (2402.01306, eq. 8) of an episode, with A = lambda_D or -lambda_U:
+    """KTO (2402.01306, eq. 8) of an episode, with A = lambda_D or -lambda_U (see LabelsAdvantage.balanced):
 
         desirable:     lambda_D (1 - sigmoid(beta (h - z0)))
         undesirable:   lambda_U (1 - sigmoid(beta (z0 - h)))

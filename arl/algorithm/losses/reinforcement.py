@@ -89,7 +89,8 @@ class PolicyLoss:
         )
         loss = weight * self._selected(policy.loss, terms, tokens)
         if config.kl.coefficient > 0 and config.kl.place == "loss":
-            loss = loss + config.kl.coefficient * self._divergence(current, tokens)
+            distance = kl_estimate(current - tokens.reference_logprobs, config.kl.estimator)
+            loss = loss + config.kl.coefficient * distance
         if config.entropy > 0:
             loss = loss - config.entropy * outputs.entropy
         # A bypassed p may be known all the same.
@@ -160,12 +161,6 @@ class PolicyLoss:
             distance = torch.where(distance < ROUNDING, distance.detach(), distance)
             return loss + selection.coefficient * distance * tokens.selected
         return loss if selection is None else loss * ~tokens.selected
-
-    def _divergence(self, current: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
-        kl, reference = self.config.kl, tokens.reference_logprobs
-        if kl.unbiased:
-            return unbiased_kl(current, tokens.behavior_logprobs, reference, kl.estimator)
-        return kl_estimate(current - reference, kl.estimator)
 
     def _optional_metrics(self, current: torch.Tensor, tokens: PackedTokens) -> dict[str, torch.Tensor]:
         metrics: dict[str, torch.Tensor] = {}
@@ -269,23 +264,6 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     # d >= 20 needs no bound, because exp(-d) only vanishes. It must keep the gradient that pulls it back.
     d = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-d) + d
-
-
-def unbiased_kl(
-    current: torch.Tensor, behavior: torch.Tensor, reference: torch.Tensor, estimator: Estimator
-) -> torch.Tensor:
-    """An estimate from behavior-policy tokens. Its expected gradient is that of KL(pi || ref), whatever c is.
-
-        exp(c - b) k1,   exp(c - b) k3,   sg(exp(c - b)) k2
-
-    (DeepSeek-V3.2, 2512.02556, section 3.1, with k3). The ratio is to b, because b sampled the tokens. For k1 and k3 it
-    is differentiated too: sum(exp(b) exp(c - b) k) = sum(pi k) is the divergence itself. k2 does not estimate the
-    divergence, but its gradient is right without the ratio's.
-    """
-    ratio = torch.exp(clamped(current - behavior))
-    if estimator == "k2":
-        ratio = ratio.detach()
-    return ratio * kl_estimate(current - reference, estimator)
 
 
 def divergence_from_sampler(log_ratio: torch.Tensor) -> torch.Tensor:

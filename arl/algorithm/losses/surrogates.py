@@ -136,7 +136,7 @@ def surrogate(tokens: PolicyTokens, config: TokenLossConfig) -> Surrogate:
         case ReinforceLossConfig():
             return reinforce(tokens)
         case SAPOLossConfig():
-            return sapo(tokens, config)
+            return sapo(tokens)
         case TOPRLossConfig():
             return topr(tokens)
         case MirrorDescentLossConfig():
@@ -206,15 +206,18 @@ def cispo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     return Surrogate(loss=-weight * tokens.advantages * tokens.current, is_clipped=weight != ratio)
 
 
-def sapo(tokens: PolicyTokens, config: SAPOLossConfig) -> Surrogate:
-    """SAPO (2511.20347, eq. 5-6): L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0.
+_TAU_POSITIVE, _TAU_NEGATIVE = 1.0, 1.05
+
+
+def sapo(tokens: PolicyTokens) -> Surrogate:
+    """SAPO (2511.20347, eq. 5-6): L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = 1 where A > 0, 1.05 elsewhere.
 
     The gradient is that of -A r times 4 s (1 - s), with s the sigmoid. The factor is 1 at r = 1 and falls to 0 on both
     sides. Clipped: tokens with a factor below a half.
     """
     # Arithmetic gives tau the advantages' dtype.
     is_positive = (tokens.advantages > 0).to(tokens.advantages.dtype)
-    tau = is_positive * config.tau_positive + (1 - is_positive) * config.tau_negative
+    tau = is_positive * _TAU_POSITIVE + (1 - is_positive) * _TAU_NEGATIVE
     gate = torch.sigmoid(tau * (tokens.ratio - 1))
     passed = (4 * gate * (1 - gate)).detach()
     return Surrogate(loss=-4 / tau * gate * tokens.advantages, is_clipped=passed < 0.5)

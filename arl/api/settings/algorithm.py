@@ -202,8 +202,6 @@ class AlgorithmConfig(Section):
             yield f"reward_model is set, but advantage.kind={kind} does not use its process rewards; use returns"
         if self.reward_model and self._has_separate_rewards:
             yield "reward_model learns from `reward`, which advantage.separate_rewards ignores; leave one of them out"
-        if {"lam", "length_alpha"} <= self._chosen("advantage").keys():
-            yield "advantage.lam is set, but advantage.length_alpha gives each trajectory its own; leave one out"
         if self._has_separate_rewards and self.needs_greedy_episode:
             yield "advantage.separate_rewards needs the group's own rewards; a greedy baseline has only one reward"
         if self.dynamic_sampling and not self.is_group_relative:
@@ -293,18 +291,15 @@ class AlgorithmConfig(Section):
                 yield f"kl.{name} is {value}, but kl.coefficient is 0, so no reference is held; set kl.coefficient"
         elif kl.place == "reward":
             yield from self._kl_in_reward_contradictions()
-        elif kl.estimator == "k1" and not kl.unbiased:
+        elif kl.estimator == "k1":
             yield (
-                "kl.estimator is k1 in the loss, whose gradient ignores the reference; use k2 or k3, set kl.unbiased, "
-                "or use kl.place=reward"
+                "kl.estimator is k1 in the loss, whose gradient ignores the reference; use k2 or k3, or kl.place=reward"
             )
 
     def _kl_in_reward_contradictions(self) -> Iterator[str]:
         kind = self.advantage.kind
         if kind in ("pass_at_k", "max_likelihood", "rejection", "gigpo", "pairs", "labels", "distillation"):
             yield f"kl.place is reward, but advantage.kind={kind} compares rewards as they are; use kl.place=loss"
-        if self.kl.unbiased:
-            yield "kl.unbiased is about the gradient of a KL in the loss, but kl.place is reward"
         if self._has_separate_rewards:
             yield "kl.place is reward, but advantage.separate_rewards scales its coefficient away; use kl.place=loss"
         if self.overlong.mask_truncated and self.is_group_relative:

@@ -14,31 +14,24 @@ from arl.api.settings.sections import Section
 
 
 class PairsAdvantage(Section):
-    """A = 1 for the better episode of a pair, -1 for the worse, for the dpo loss. Pairs are of one group and role;
-    episodes without a pair train nothing. An episode's reward is the sum of all its rewards, process rewards included.
-    """
+    """A = 1 for the best episode of a group, -1 for the worst, for the dpo loss; the others train nothing. They are of
+    the same role, and differ in reward: the sum of all their rewards, process rewards included. Of equal rewards the
+    episode that was started first comes first."""
 
     kind: Literal["pairs"] = "pairs"
-    pairing: Literal["extremes", "ranks"] = "extremes"
-    """extremes: the best episode with the worst. ranks: this pair, the second best with the second worst, and so on, as
-    long as their rewards differ. Of equal rewards the episode that was started first comes first."""
 
 
 class LabelsAdvantage(Section):
-    """A = desirable_weight for desirable episodes, -undesirable_weight for undesirable ones, for the kto loss. Episodes
-    without a label train nothing. An episode's reward is the sum of all its rewards, process rewards included."""
+    """A = 1 for desirable episodes, -1 for undesirable ones, for the kto loss. Episodes without a label train nothing.
+    An episode's reward is the sum of all its rewards, process rewards included."""
 
     kind: Literal["labels"] = "labels"
     threshold: float | None = None
     """An episode is desirable if its reward is above this, and undesirable otherwise. Unset: the mean of its group;
     episodes at the mean have no label."""
-    desirable_weight: PositiveFloat = 1.0
-    """KTO's lambda_D."""
-    undesirable_weight: PositiveFloat = 1.0
-    """KTO's lambda_U."""
     balanced: bool = False
-    """Multiply each weight by n / (2 n_label), for n labelled episodes in the batch and n_label with the same label.
-    Both labels then have the same sum of weights, whatever the share of successes, if the two weights are equal."""
+    """Weigh each label by n / (2 n_label), for n labelled episodes in the batch and n_label with the same label (KTO's
+    lambda). Both labels then have the same sum of weights, whatever the share of successes."""
 
 
 class DPOLossConfig(Section):
@@ -50,16 +43,6 @@ class DPOLossConfig(Section):
     """How strongly the policy is held to the reference."""
     link: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """sigmoid: DPO. ipo: (h - 1 / (2 beta))^2. hinge: max(0, 1 - beta h), SLiC's."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """With sigmoid: the share e of pairs assumed the wrong way round (cDPO)."""
-
-    @model_validator(mode="after")
-    def _smooths_labels(self) -> Self:
-        if self.label_smoothing and self.link != "sigmoid":
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}, which is for link=sigmoid; link is {self.link}"
-            )
-        return self
 
 
 class KTOLossConfig(Section):
@@ -160,11 +143,6 @@ class GAEAdvantage(Section):
     """gamma, per step."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """lambda: 1 sums rewards up, 0 trusts the critic's next value."""
-    length_alpha: PositiveFloat | None = None
-    """In place of lam: a trajectory of n steps has lambda 1 - 1 / (length_alpha n), at least 0 (VAPO: 0.05). Unset:
-    lam."""
-    value_lam: float | None = Field(default=None, ge=0, le=1)
-    """lambda of the critic's targets (VC-PPO, VAPO: 1). Unset: the advantages' own."""
 
 
 class DistillationAdvantage(Section):
@@ -246,13 +224,9 @@ class ReinforceLossConfig(Section):
 
 
 class SAPOLossConfig(Section):
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of a clip."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of a clip, with tau 1 where A > 0 and 1.05 elsewhere."""
 
     kind: Literal["sapo"] = "sapo"
-    tau_positive: PositiveFloat = 1.0
-    """tau where A > 0."""
-    tau_negative: PositiveFloat = 1.05
-    """tau where A <= 0."""
 
 
 class TOPRLossConfig(Section):
@@ -404,12 +378,10 @@ class KLConfig(Section):
     coefficient: float = Field(default=0.0, ge=0)
     """The factor of the KL. 0: no KL, and no reference policy is held."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In the loss k1 teaches nothing, k2 has the divergence's gradient on
+    fresh tokens, and k3 that of the reverse divergence."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to each token's loss. reward: subtracted from each token's reward, at p in place of c."""
-    unbiased: bool = False
-    """In the loss: weigh the estimate with the ratio exp(c - b), so that its gradient is that of the divergence itself.
-    Without it k1 teaches nothing, k2 is right on-policy, and k3 has the gradient of the reverse divergence."""
     update_every: PositiveInt | None = None
     """Every so many batches the reference becomes the current policy. Unset: it stays the run's first model."""
 
@@ -471,5 +443,3 @@ class RewardModelConfig(Section):
     update: Literal["before", "after"] = "after"
     """Whether process rewards come from the reward model before or after it has learned from the batch.
     before: it learns first, at the price of one more forward pass (double forward). after: it is asked first."""
-    epochs: PositiveInt = 1
-    """How many times each batch is trained."""

@@ -136,7 +136,7 @@ _OF_GRPO: Mapping[str, Preset] = {
     "sapo": _preset(
         "2511.20347",
         "A smooth gate instead of a clip. It closes faster for tokens of bad trajectories.",
-        loss={"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
+        loss={"kind": "sapo"},
         aggregation="sequence_mean",
         minibatches=4,
     ),
@@ -303,7 +303,7 @@ _OF_PREFERENCES: Mapping[str, Preset] = {
     "online_dpo": _preset(
         "2402.04792",
         "DPO on the best and the worst episode of each group: where only the order of rewards means something.",
-        advantage={"kind": "pairs", "pairing": "extremes"},
+        advantage={"kind": "pairs"},
         loss={"kind": "dpo", "beta": 0.1, "link": "sigmoid"},
         aggregation="sequence_mean",
         **_BYPASSED,
@@ -311,7 +311,7 @@ _OF_PREFERENCES: Mapping[str, Preset] = {
     "kto": _preset(
         "2402.01306",
         "Good and bad episodes, each by itself, with gains and losses that saturate: for rewards that are yes or no.",
-        advantage={"kind": "labels", "desirable_weight": 1.0, "undesirable_weight": 1.0, "balanced": True},
+        advantage={"kind": "labels", "balanced": True},
         loss={"kind": "kto", "beta": 0.1},
         aggregation="sequence_mean",
         **_BYPASSED,

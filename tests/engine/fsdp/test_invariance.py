@@ -114,8 +114,6 @@ def config_of(name: str) -> AlgorithmConfig:
     """The preset with two minibatches, so that ratios leave 1, and enough selected tokens and pairs for this batch."""
     selections = {"clip_cov": {"share": 0.1, "low": 0.01}, "kl_cov": {"share": 0.1}}
     changes: dict[str, Any] = {"selection": selections[name]} if name in selections else {}
-    if name == "online_dpo":
-        changes["advantage"] = {"pairing": "ranks"}
     beside = {role: {"lr": 3e-3} for role in preset(name).trained_models[1:]}
     return preset(name, minibatches=2, **changes, **beside)
 

@@ -146,11 +146,6 @@ def test_a_batch_that_was_prepared_teaches_once_also_if_the_step_is_begun_again_
     assert learner.fingerprint() == again.fingerprint() == plain.fingerprint()
 
 
-def test_epochs_of_a_reward_model_are_its_own(make_learner: Make):
-    prepared = make_learner({"epochs": 3}).prepare(random_groups(0))
-    assert (len(prepared.lesson), len(prepared.minibatches)) == (3 * 2, 2)
-
-
 def test_adapters_are_a_reward_model_too_and_begin_as_their_reference(make_learner: Make):
     learner = make_learner(train={"lora": LoRAConfig(rank=2).model_dump()})
     first, second = (learner.prepare(random_groups(0)), learner.train(learner.prepare(random_groups(0))))
