@@ -33,6 +33,7 @@ from arl.api.settings.engines import LocalEngineConfig, ServerProcessesConfig, S
 from arl.engine.client.server_processes import (
     Program,
     Seat,
+    ServerProcess,
     ServerProcesses,
     local_program,
     log_paths,
@@ -40,7 +41,7 @@ from arl.engine.client.server_processes import (
     stock_program,
 )
 from arl.runtime.processes.actor import ObjectProcess
-from arl.runtime.processes.logs import ChildLog, how_it_ended
+from arl.runtime.processes.logs import ChildLog
 from arl.runtime.threads import offload
 
 _CLOSING_S = 5.0
@@ -80,7 +81,7 @@ class _Cluster:
         self._starting = threading.Lock()
         self._is_closed = False
 
-    async def start(self, number: int, log: ChildLog) -> _ProcessOnRay:
+    async def start(self, number: int, log: ChildLog) -> ServerProcess:
         """Raises ServerError, ConfigError."""
         with log.opened():
             pass
@@ -88,7 +89,10 @@ class _Cluster:
             process = await offload(self._in_cluster)
             try:
                 pid, part = await offload(process.beside, "start", number, log.path.absolute())
-                return _ProcessOnRay(process, number, pid, part)
+                ending = offload(process.beside, "wait", number, pid)
+                ending.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
+                tell = partial(process.tell, "signal", number, pid)
+                return ServerProcess(address=part.address, pid=pid, ending=ending, signal=tell, part=part)
             except ProcessLostError as error:
                 if self._process is process:
                     self._process = None
@@ -118,36 +122,6 @@ class _Cluster:
         with self._starting:
             if self._process is not None:
                 self._process.close(timeout_s=_CLOSING_S)
-
-
-class _ProcessOnRay:
-    """A ServerProcess on a node of the cluster."""
-
-    def __init__(self, process: ObjectProcess, number: int, pid: int, part: PlacedPart) -> None:
-        self.address, self.pid, self.part = part.address, pid, part
-        self._process, self._number = process, number
-        self._ending = offload(process.beside, "wait", number, pid)
-        self._ending.add_done_callback(lambda ending: ending.cancelled() or ending.exception())  # else asyncio logs it
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ending.done()
-
-    async def wait(self) -> None:
-        await asyncio.wait([self._ending])
-
-    def how_it_ended(self) -> str:
-        if not self._ending.done():
-            return "still ran"
-        if error := self._ending.exception():
-            return f"was lost: {error}"
-        return f"{how_it_ended(self._ending.result())}, on {self.part.host}"
-
-    def terminate(self) -> None:
-        self._process.tell("signal", self._number, self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._process.tell("signal", self._number, self.pid, signal.SIGKILL)
 
 
 # In the process that is in the cluster

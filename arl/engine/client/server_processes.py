@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 
@@ -67,36 +66,30 @@ class Program:
     environment: Mapping[str, str]
 
 
-class ServerProcess(Protocol):
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ServerProcess:
     """A server's process, here or on another machine."""
 
-    @property
-    def address(self) -> str:
-        """Its base URL."""
-        ...
+    address: str
+    """Its base URL."""
+    pid: int
+    ending: asyncio.Future[int]
+    """Its exit code; an error if it was lost with its machine."""
+    signal: Callable[[int], object]
+    """SIGKILL also reaches all that it started, which may outlive it."""
+    part: PlacedPart | None = None
+    """Where it runs, if that is not this machine."""
 
     @property
-    def part(self) -> PlacedPart | None:
-        """Where it runs, if that is not this machine."""
-        ...
+    def has_ended(self) -> bool:
+        return self.ending.done()
 
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    async def wait(self) -> None:
-        """Wait for its end."""
-        ...
-
-    def how_it_ended(self) -> str: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None:
-        """End it with all that it started, which may outlive it."""
-        ...
+    def how_it_ended(self) -> str:
+        if not self.has_ended:
+            return "still ran"
+        if error := self.ending.exception():
+            return f"was lost: {error}"
+        return how_it_ended(self.ending.result()) + (f", on {self.part.host}" if self.part else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +174,7 @@ async def started_here(
             yield servers
 
 
-async def _start_here(program: Callable[[], Program], port: int, log: ChildLog) -> _ProcessHere:
+async def _start_here(program: Callable[[], Program], port: int, log: ChildLog) -> ServerProcess:
     own = program()
     with log.opened() as stream:
         process = await asyncio.create_subprocess_exec(
@@ -192,40 +185,20 @@ async def _start_here(program: Callable[[], Program], port: int, log: ChildLog) 
             env=own.environment,
             start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
         )
-    return _ProcessHere(process, f"http://{_HOST}:{port}")
 
-
-class _ProcessHere:
-    """A ServerProcess that is a child of this process."""
-
-    part = None
-
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self.address = address
-        self.pid = process.pid
-        self._process = process
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.returncode is not None
-
-    async def wait(self) -> None:
-        await self._process.wait()
-
-    def how_it_ended(self) -> str:
-        code = self._process.returncode
-        return "still ran" if code is None else how_it_ended(code)
-
-    def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
+    def send(number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            if number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+    ending = asyncio.ensure_future(process.wait())
+    return ServerProcess(address=f"http://{_HOST}:{port}", pid=process.pid, ending=ending, signal=send)
 
 
 async def _watch(servers: Sequence[_Server]) -> None:
-    """Keep the servers alive; raises when none is left."""
+    """Raises when none is left."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(server.keep_alive()) for server in servers]
     raise ServerError(f"every server that arl started died; {tasks[0].result()}")
@@ -316,21 +289,18 @@ class _Server:
             self._fault = f"could not be started ({error})"
             raise
         self.process, self._is_killed, self._fault = process, False, ""
-        ending = asyncio.create_task(process.wait())
         try:
             async with asyncio.timeout(self._startup_timeout_s):
-                while not ending.done() and not await self._is_ready(process.address):
-                    await asyncio.wait([ending], timeout=_POLL_S)
+                while not process.has_ended and not await self._is_ready(process.address):
+                    await asyncio.wait([process.ending], timeout=_POLL_S)
         except TimeoutError:
             self._fault = "was killed for it"
             self.kill()
-            await ending
+            await asyncio.wait([process.ending])
             raise ServerError(
                 f"a server was not ready within {self._startup_timeout_s:g} s (engine.startup_timeout_s): "
                 f"{self.last_words()}"
             ) from None
-        finally:
-            ending.cancel()
         if process.has_ended:
             raise ServerError(f"a server did not start: {self.last_words()}")
         self.address, self._up_since = process.address, time.monotonic()
@@ -340,7 +310,7 @@ class _Server:
         restarts = 0
         while True:
             if self.process is not None:
-                await self.process.wait()
+                await asyncio.wait([self.process.ending])
             if self._up_since is not None and time.monotonic() - self._up_since > _STEADY_S:
                 restarts = 0
             self._up_since = None
@@ -366,10 +336,6 @@ class _Server:
         how = self._fault or ("still ran" if self.process is None else self.process.how_it_ended())
         return f"it {how}; {self._log.end()}"
 
-    def terminate(self) -> None:
-        if self.process is not None and not self.process.has_ended:
-            self.process.terminate()
-
     def end_hung(self, reason: str, absent_s: float) -> bool:
         if self._up_since is None or self._is_killed:
             return False
@@ -382,7 +348,7 @@ class _Server:
         """End it and its children. Only once: later its id may belong to another process."""
         if self.process is not None and not self._is_killed:
             self._is_killed = True
-            self.process.kill()
+            self.process.signal(signal.SIGKILL)
 
     async def _is_ready(self, address: str) -> bool:
         try:
@@ -394,20 +360,18 @@ class _Server:
 
 async def _stop(servers: Sequence[_Server]) -> None:
     """End what still runs: SIGTERM first, then SIGKILL; SIGKILL at once if this is cancelled."""
-    processes = [server.process for server in servers if server.process is not None]
+    endings = [server.process.ending for server in servers if server.process is not None]
     for server in servers:
-        server.terminate()
+        if server.process is not None and not server.process.has_ended:
+            server.process.signal(signal.SIGTERM)
     try:
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            for process in processes:
-                await process.wait()
-    except TimeoutError:
-        logger.warning("a server did not stop within %g s; killing it", _STOP_TIMEOUT_S)
+        if endings and (await asyncio.wait(endings, timeout=_STOP_TIMEOUT_S))[1]:
+            logger.warning("a server did not stop within %g s; killing it", _STOP_TIMEOUT_S)
     finally:
         for server in servers:
             server.kill()
-    for process in processes:
-        await process.wait()
+    if endings:
+        await asyncio.wait(endings)
 
 
 _ENDS_WITH_PARENT = """

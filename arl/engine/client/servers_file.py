@@ -9,15 +9,14 @@ and drain=SECONDS if it is to leave, for the longest time that its requests may 
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from yarl import URL
 
 from arl.api.errors import ConfigError, RunFileError
@@ -212,21 +211,15 @@ class ServersState:
 
     def write(self, run_dir: Path) -> None:
         """Raises OSError."""
-        _replace(run_dir / STATE, json.dumps(asdict(self), separators=(",", ":")) + "\n")
+        _replace(run_dir / STATE, msgspec.json.encode(self).decode() + "\n")
 
 
 def read_state(run_dir: Path) -> ServersState | None:
     """None if no run in this directory has said so far. Fields of other versions of arl are left out."""
     try:
-        said = json.loads((run_dir / STATE).read_bytes())
-        rows = tuple(ServerRow(**_known(ServerRow, row)) for row in said["servers"])
-        return ServersState(**{**_known(ServersState, said), "servers": rows})
-    except (OSError, ValueError, TypeError, KeyError):
+        return msgspec.json.decode((run_dir / STATE).read_bytes(), type=ServersState)
+    except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _known(kind: type[ServerRow] | type[ServersState], said: Mapping[str, Any]) -> dict[str, Any]:
-    return {one.name: said[one.name] for one in fields(kind) if one.name in said}
 
 
 @dataclass(slots=True)
