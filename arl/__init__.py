@@ -6,7 +6,7 @@ its module when it is first used, so `import arl` is quick and loads no torch.
 
 from typing import TYPE_CHECKING
 
-from arl.runtime.lazy_names import lazy_names
+from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl import extending, rewards, sandbox

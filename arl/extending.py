@@ -6,7 +6,7 @@ when it is needed.
 
 from typing import TYPE_CHECKING
 
-from arl.runtime.lazy_names import lazy_names
+from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl.algorithm.losses.reinforcement import PolicyLoss

@@ -39,8 +39,7 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.local import app
 from arl.engine.local.generate import Inflight
 from arl.engine.local.sequences import Job
-from arl.runtime.http.process import allow_many_connections
-from arl.runtime.http.server import bind, serving
+from arl.runtime.http.server import allow_many_connections, bind, serving
 
 _NEW_IN_TURN = 100
 

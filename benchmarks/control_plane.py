@@ -46,7 +46,7 @@ from arl.rollout.episode import EpisodeRunner
 from arl.rollout.monitors import LagMonitor
 from arl.rollout.workers.pool import EpisodeWorkers
 from arl.run.learner import host_learner, load_learner
-from arl.runtime.http.process import allow_many_connections
+from arl.runtime.http.server import allow_many_connections
 from arl.runtime.threads import TrainThread
 from arl.training.learner_process import RemoteLearner
 

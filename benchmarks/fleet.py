@@ -42,8 +42,7 @@ from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.membership import RosterFiles
 from arl.engine.client.remote_engine import RemoteInferenceEngine
-from arl.runtime.http.process import allow_many_connections
-from arl.runtime.http.server import bind
+from arl.runtime.http.server import allow_many_connections, bind
 
 ILLS = ("refuses", "hangs", "slow", "dies")
 _SLOW_S, _LOAD_S, _AWAY_S = 1.5, 0.05, 3.0

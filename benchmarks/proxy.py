@@ -31,7 +31,7 @@ from arl.api.settings.engines import ClientConfig
 from arl.endpoint.proxy import OpenAIProxy
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.runtime.http.process import allow_many_connections
+from arl.runtime.http.server import allow_many_connections
 from arl.workflow.chat_template import ChatTemplate
 
 SAID = "The answer to this is forty-two, as far as I can tell."

@@ -25,8 +25,7 @@ from arl.run.script import load_config
 from arl.run.servers import serve
 from arl.runtime.http import server as module
 from arl.runtime.http.bodies import BodyError, RequestBody, parse
-from arl.runtime.http.process import add_key_option, key_of
-from arl.runtime.http.server import bind, body_of, serving
+from arl.runtime.http.server import add_key_option, bind, body_of, key_of, serving
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""

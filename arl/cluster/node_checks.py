@@ -31,7 +31,7 @@ from arl.api.settings.run import Config
 from arl.cluster.node_probe import NodeProbe
 from arl.cluster.planned import beside_policy, is_cuda, num_engines, rank_names
 from arl.cluster.ray_nodes import Ask, ClusterNode
-from arl.runtime.http.process import addresses_of, is_here
+from arl.runtime.http.server import addresses_of, is_here
 
 CLOCK_WARNING_S, CLOCK_MISTAKE_S = 5.0, 3600.0
 _TOLD = 16

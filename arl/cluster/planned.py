@@ -16,7 +16,7 @@ from arl.api.settings.engines import (
     ServerProcessesConfig,
 )
 from arl.api.settings.run import Config
-from arl.runtime.http.process import is_here
+from arl.runtime.http.server import is_here
 
 _MEMORY_FLAGS = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
 """What limits the memory of servers that arl starts."""

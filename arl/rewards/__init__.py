@@ -17,7 +17,7 @@ This package may import arl.api, arl.runtime and arl.sandbox, but no workflow an
 
 from typing import TYPE_CHECKING
 
-from arl.runtime.lazy_names import lazy_names
+from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward

@@ -39,8 +39,8 @@ from arl.engine.model_files import served_model
 from arl.engine.weights.delta import MirrorClient
 from arl.run.policy_settings import of_policy, shares_servers
 from arl.run.servers import OpenedServers
-from arl.runtime.http.connections import Connections
-from arl.runtime.http.process import is_here
+from arl.runtime.http.client import Connections
+from arl.runtime.http.server import is_here
 from arl.runtime.threads import offload
 from arl.training.display import display_of
 from arl.training.run_dir import LOCK, holder_of, is_locked

@@ -43,7 +43,7 @@ from arl.run.learner import host_learner
 from arl.run.policy_settings import of_policy, shares_servers
 from arl.run.servers import OpenedServers, connect, open_servers
 from arl.runtime.processes.logs import bounded_logs
-from arl.runtime.processes.pickled_object import SentObject
+from arl.runtime.processes.rpc import SentObject
 from arl.runtime.threads import TrainThread
 from arl.training.learner_process import RemoteLearner, RunLearner
 from arl.training.learner_recovery import RecoveringLearner

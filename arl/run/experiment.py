@@ -28,8 +28,8 @@ from arl.observe.tracking.ready_made import check_trackers
 from arl.run.inputs import Given, check_choice
 from arl.run.script import run_script
 from arl.runtime.console import is_json, json_console, tell
-from arl.runtime.notebook import kernel_shell
-from arl.runtime.processes.pickled_object import check_is_no_import
+from arl.runtime.processes.rpc import check_is_no_import
+from arl.runtime.stopping import kernel_shell
 from arl.runtime.threads import offload
 from arl.training.display import hide_progress_bars
 from arl.training.evaluator import with_error

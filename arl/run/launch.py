@@ -51,7 +51,7 @@ from arl.run.engines import Engines, open_engines, open_policy_engines, policies
 from arl.run.inputs import Given, RunTask, RunTasks, check_settings, given_tasks, group_rules, ledger_of
 from arl.runtime.console import json_console
 from arl.runtime.processes.logs import bounded_logs
-from arl.runtime.processes.pickled_object import check_is_no_import
+from arl.runtime.processes.rpc import check_is_no_import
 from arl.runtime.threads import TrainThread, finished, offload
 from arl.training.checkpoints import Checkpoints
 from arl.training.display import Display, display_of

@@ -26,7 +26,7 @@ from arl.cluster.node_checks import NodeReport
 from arl.cluster.placement import check
 from arl.cluster.planned import planned_trainer, shared_gpus
 from arl.engine.model_files import check_same_tokens
-from arl.runtime.processes.pickled_object import SentObject
+from arl.runtime.processes.rpc import SentObject
 from arl.training.learner_process import LearnerHost
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from arl.api.errors import ArlError, ConfigError, FailureBudgetError, HookError,
 from arl.api.settings.run import Config
 from arl.api.settings.sections import PEERS_NAMES, REQUIRED, Setting, config_error, settings_of, whole_section
 from arl.runtime.console import is_json, json_console, tell
-from arl.runtime.notebook import is_in_cell, kernel_shell, run_in_cell
-from arl.runtime.stopping import SCRIPT_END, ScriptEnd, command_line
+from arl.runtime.stopping import SCRIPT_END, ScriptEnd, command_line, is_in_cell, kernel_shell, run_in_cell
 
 if TYPE_CHECKING:
     from arl.api.settings.finetuning import FinetuneConfig

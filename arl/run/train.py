@@ -36,8 +36,8 @@ from arl.rollout.controller import Dataset
 from arl.run.experiment import Experiment, Setup, StepHook, TrainingResult
 from arl.run.script import Stopped, exit_with, run_until_stopped
 from arl.runtime.console import json_console
-from arl.runtime.notebook import is_in_cell, is_loop_running, run_in_cell
 from arl.runtime.processes.rpc import OtherTracebackError
+from arl.runtime.stopping import is_in_cell, is_loop_running, run_in_cell
 from arl.workflow.agent import PromptFunction, SingleTurnWorkflow
 
 P = ParamSpec("P")

@@ -16,7 +16,7 @@ May import arl.api. Loads each module only when it is needed.
 
 from typing import TYPE_CHECKING
 
-from arl.runtime.lazy_names import lazy_names
+from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl.sandbox.bubblewrap import BubblewrapSandbox

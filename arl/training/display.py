@@ -31,7 +31,7 @@ from arl.api.html import Point, ShownWork, curve_svg, progress_html
 from arl.api.settings.run import ConsoleConfig
 from arl.api.types import Evaluation, StepStats
 from arl.runtime.console import copy_line, copy_prints, is_json, tell
-from arl.runtime.notebook import kernel_shell
+from arl.runtime.stopping import kernel_shell
 from arl.training.evaluator import with_error
 
 ROWS_SHOWN = 16

@@ -18,8 +18,7 @@ from aiohttp import web
 from arl.api.errors import ConfigError
 from arl.api.settings.run import Config, LogConfig
 from arl.api.version import install_command
-from arl.runtime.http.process import is_loopback
-from arl.runtime.http.server import bind, boundary, require_key, serving
+from arl.runtime.http.server import bind, boundary, is_loopback, require_key, serving
 from arl.runtime.threads import offload
 from arl.training.run_result import disk_use
 

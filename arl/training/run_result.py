@@ -29,8 +29,7 @@ from arl.api.settings.engines import RunningServersConfig
 from arl.api.settings.run import Config
 from arl.api.types import Evaluation
 from arl.runtime.console import CONSOLE_LOG, ConsoleLog
-from arl.runtime.notebook import show_briefly
-from arl.runtime.stopping import SCRIPT_END, ScriptEnd
+from arl.runtime.stopping import SCRIPT_END, ScriptEnd, show_briefly
 from arl.runtime.threads import finished, offload
 from arl.training.display import display_of
 from arl.training.evaluator import with_error

@@ -19,7 +19,7 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.server_client import greet
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.vllm_client import VLLMClient
-from arl.runtime.http.connections import Connections
+from arl.runtime.http.client import Connections
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 ON_VLLM = pytest.mark.parametrize("server", ["vllm"], indirect=True)

@@ -90,7 +90,7 @@ async def test_a_function_of_the_script_scores_in_an_episode_worker_too(tmp_path
     script = tmp_path / "script.py"
     script.write_text("""
 import pickle, subprocess, sys
-from arl.runtime.processes.pickled_object import SentObject
+from arl.runtime.processes.rpc import SentObject
 
 def mine(answer: str, data: object) -> float:
     return len(answer)

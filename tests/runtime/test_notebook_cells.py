@@ -14,8 +14,8 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 from arl.api.errors import FailureBudgetError
-from arl.runtime import notebook
-from arl.runtime.notebook import run_in_cell
+from arl.runtime import stopping
+from arl.runtime.stopping import run_in_cell
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 150
@@ -226,7 +226,7 @@ def test_the_first_failure_of_many_stands_before_their_message() -> None:
 async def test_a_call_in_a_thread_that_hangs_does_not_hold_the_cell(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(notebook, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(stopping, "_PATIENCE_S", 0.0)
     released = threading.Event()
 
     async def main() -> int:

@@ -30,7 +30,7 @@ from arl.engine.frames import (
     messages_of,
     results_of,
 )
-from arl.runtime.http.connections import NotConnectedError
+from arl.runtime.http.client import NotConnectedError
 
 _MOST_DIGESTS = 1 << 16
 _HEARTBEAT_S = 30.0

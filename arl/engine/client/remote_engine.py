@@ -64,8 +64,8 @@ from arl.engine.client.servers_file import DRAIN_S, base_url
 from arl.engine.client.sglang_client import SGLangClient
 from arl.engine.client.vllm_client import VLLMClient
 from arl.engine.client.watchdog import Patience, ServerWatch
-from arl.runtime.http.connections import Connections
-from arl.runtime.http.process import allow_many_connections
+from arl.runtime.http.client import Connections
+from arl.runtime.http.server import allow_many_connections
 
 _MAX_RETRIES = 3
 """How often a request is sent again after its server failed."""

@@ -39,9 +39,8 @@ from arl.api.sampling_mask import KeptIds
 from arl.api.settings.engines import PauseMode
 from arl.api.types import SamplingParams
 from arl.data.image_processor import ImageProcessor
-from arl.runtime.http.client import JsonClient
-from arl.runtime.http.connections import Connections
-from arl.runtime.http.process import is_loopback
+from arl.runtime.http.client import Connections, JsonClient
+from arl.runtime.http.server import is_loopback
 
 MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""

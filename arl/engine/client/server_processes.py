@@ -36,7 +36,7 @@ from arl.api.settings.engines import (
 from arl.api.settings.run import Config
 from arl.engine.client.servers_file import NamedServer
 from arl.engine.client.sglang_client import KEEPS_IMAGES
-from arl.runtime.http.process import allow_many_connections
+from arl.runtime.http.server import allow_many_connections
 from arl.runtime.processes.logs import ChildLog, how_it_ended
 from arl.runtime.threads import offload
 

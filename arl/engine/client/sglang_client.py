@@ -54,8 +54,7 @@ from arl.engine.client.server_client import (
     spans_of,
 )
 from arl.engine.frames import FORMAT, PATH, Result
-from arl.runtime.http.client import Reply, encoded
-from arl.runtime.http.connections import Connections, NotConnectedError
+from arl.runtime.http.client import Connections, NotConnectedError, Reply, encoded
 
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)

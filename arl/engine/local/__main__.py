@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 
 from arl.api.errors import ArlError, ConfigError, ModelError
 from arl.api.settings.engines import SERVER_KEY
-from arl.runtime.http.process import add_key_option, check_address, key_of, run_server
-from arl.runtime.http.server import bind, serving
+from arl.runtime.http.server import add_key_option, bind, check_address, key_of, run_server, serving
 from arl.runtime.processes.parent_watch import Watch
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from arl.api.settings.engines import DeltaWeightsConfig
 from arl.api.train_engine import Snapshot, WeightSource
 from arl.engine.weights.delta_format import Replica, WrongBaseError, package, survey
 from arl.engine.weights.disk import DiskTransport, WrittenWeights, look_at, shared
-from arl.runtime.http.client import JsonClient
-from arl.runtime.http.connections import Body
+from arl.runtime.http.client import Body, JsonClient
 from arl.runtime.threads import offload
 
 _MAX_SHARE = 0.5

@@ -23,7 +23,7 @@ from arl.api.settings.engines import AdapterWeightsConfig, WeightFilesConfig
 from arl.api.train_engine import Snapshot, WeightSource
 from arl.api.types import new_id
 from arl.engine.weights.snapshot_directories import SnapshotPlaces
-from arl.runtime.http.process import is_here
+from arl.runtime.http.server import is_here
 from arl.runtime.threads import offload
 
 UpdateT = TypeVar("UpdateT", bound="WrittenWeights")

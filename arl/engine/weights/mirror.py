@@ -46,8 +46,17 @@ from arl.engine.weights import delta_format
 from arl.engine.weights.delta_format import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
 from arl.engine.weights.snapshot_directories import OwnDirectory
 from arl.runtime.http.bodies import RequestError
-from arl.runtime.http.process import add_key_option, answer_until, check_address, key_of, run_server
-from arl.runtime.http.server import bind, boundary, json_response, require_key
+from arl.runtime.http.server import (
+    add_key_option,
+    answer_until,
+    bind,
+    boundary,
+    check_address,
+    json_response,
+    key_of,
+    require_key,
+    run_server,
+)
 from arl.runtime.processes.parent_watch import Watch
 
 _RAM = Path("/dev/shm")

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from arl.api.errors import TransportError
 from arl.api.train_engine import WeightSource
-from arl.runtime.http.process import is_here
+from arl.runtime.http.server import is_here
 
 _RAM = Path("/dev/shm")
 _LOCK = ".lock"

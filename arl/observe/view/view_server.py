@@ -23,8 +23,7 @@ from arl.observe.events.json_values import encodable
 from arl.observe.view.episode_table import Row, number
 from arl.observe.view.viewed_run import ViewedRun
 from arl.runtime.http.bodies import RequestError
-from arl.runtime.http.process import is_loopback
-from arl.runtime.http.server import EventStream, Handler, boundary, require_key
+from arl.runtime.http.server import EventStream, Handler, boundary, is_loopback, require_key
 from arl.runtime.threads import offload
 
 PAGE = Path(__file__).parent / "page"

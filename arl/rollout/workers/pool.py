@@ -49,8 +49,7 @@ from arl.rollout.workers.messages import (
 from arl.rollout.workers.process import WorkerProcess, outlast
 from arl.runtime.clocks import CLOCK
 from arl.runtime.processes.actor import pickled
-from arl.runtime.processes.pickled_object import SentObject
-from arl.runtime.processes.rpc import OtherTracebackError, portable
+from arl.runtime.processes.rpc import OtherTracebackError, SentObject, portable
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from arl.runtime.lazy_names import lazy_names
+from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss

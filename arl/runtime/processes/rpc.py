@@ -1,4 +1,4 @@
-"""Calls of an object in another process: how a call ended there, and stand-ins for what the object keeps there.
+"""An object in another process: its way there, how calls of it ended, and stand-ins for what it keeps there.
 
 A transport carries the calls: Ray to the ranks of a train engine, a socket to an ObjectProcess.
 """
@@ -7,24 +7,80 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing.process
+import multiprocessing.spawn
 import pickle
 import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.errors import EngineClosedError, TrainingError, TransportError, UnseenDirectoryError
+from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError, UnseenDirectoryError
 
 _MAX_FRAMES = 6
 
 P = ParamSpec("P")
+
+
+def check_is_no_import(process: str = "the trainer's process or a worker") -> None:
+    """Raise ConfigError where a run would start in a process that imports the run's script. process: which may be."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise ConfigError(
+            f"a process that imports this script, such as {process}, would start a run of its own; put the code that "
+            'starts the run under `if __name__ == "__main__":`'
+        )
+
+
+class SentObject(NamedTuple):
+    """It pickles by itself, whatever module the object is from."""
+
+    main: Mapping[str, Any]
+    """How a fresh process makes the script's own module __main__, for what the object uses of it."""
+    pickled: bytes
+
+    @classmethod
+    def of(cls, thing: object, called: str, where: str, advice: str, instead: str = "") -> SentObject:
+        """called: the object, in errors. where: the processes that get it. advice: what makes an object travel.
+        instead: what to do otherwise.
+
+        Raises ConfigError if it cannot travel.
+        """
+        check_is_no_import(where)
+        data = multiprocessing.spawn.get_preparation_data(where)
+        main = {name: value for name, value in data.items() if name != "authkey"}
+        try:
+            sent = cls(main, pickle.dumps(thing, protocol=5))
+        except Exception as error:
+            raise ConfigError(
+                f"{called} cannot be sent to {where} ({type(error).__name__}: {error}). {advice}{instead}"
+            ) from error
+        path = main.get("init_main_from_path")
+        is_script = "init_main_from_name" in main or (path is not None and Path(path).is_file())
+        if b"__main__" in sent.pickled and not is_script:
+            raise ConfigError(
+                f"{called} uses what a notebook or an interactive session defines, and {where} cannot import that; "
+                f"define it in a module{instead}"
+            )
+        return sent
+
+    def received(self) -> Any:
+        """In the other process. Raises what importing the script, or unpickling, raises."""
+        process: Any = multiprocessing.process.current_process()
+        process._inheriting = (
+            True  # a script without `if __name__ == "__main__"` would start a run here: arl refuses it
+        )
+        try:
+            multiprocessing.spawn.prepare(dict(self.main))
+            return pickle.loads(self.pickled)
+        finally:
+            del process._inheriting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from arl.api.settings.engines import RELEASED
 from arl.api.types import SamplingParams
 from arl.engine.client.server_client import MIXTURE, GenerateCall, UnfitServerError, greet
 from arl.engine.client.vllm_client import _FLAGS, VLLMClient, _parse_answer
-from arl.runtime.http.client import Reply
-from arl.runtime.http.connections import Connections
+from arl.runtime.http.client import Connections, Reply
 
 
 def client(**facts: Any) -> VLLMClient:

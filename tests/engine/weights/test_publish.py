@@ -24,7 +24,7 @@ from arl.engine.fsdp.snapshot import ShardGatherer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
-from arl.runtime.http.connections import Connections
+from arl.runtime.http.client import Connections
 
 
 @pytest.fixture

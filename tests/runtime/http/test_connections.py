@@ -13,9 +13,8 @@ import pytest
 from yarl import URL
 
 from arl.api.errors import RequestTimeoutError, ServerError, ServerFailedError
-from arl.runtime.http import connections as module
-from arl.runtime.http.client import JsonClient
-from arl.runtime.http.connections import Connections, HttpConnection, request_head
+from arl.runtime.http import client as module
+from arl.runtime.http.client import Connections, HttpConnection, JsonClient, request_head
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 

@@ -19,10 +19,18 @@ from pydantic import Field
 
 from arl.api.errors import ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
 from arl.runtime.http.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
-from arl.runtime.http.client import JsonClient, Reply
-from arl.runtime.http.connections import Connections
-from arl.runtime.http.process import check_address
-from arl.runtime.http.server import DONE, EventStream, bind, boundary, event, json_response, require_key, serving
+from arl.runtime.http.client import Connections, JsonClient, Reply
+from arl.runtime.http.server import (
+    DONE,
+    EventStream,
+    bind,
+    boundary,
+    check_address,
+    event,
+    json_response,
+    require_key,
+    serving,
+)
 from arl.runtime.processes import parent_watch as module
 from arl.runtime.processes.parent_watch import Watch
 
@@ -30,7 +38,7 @@ DEADLINE_S = 60.0
 
 SERVER = """
 import asyncio, sys
-from arl.runtime.http import process
+from arl.runtime.http import server
 from arl.runtime.processes import parent_watch
 parent_watch._GRACE_S = 0.2
 
@@ -42,7 +50,7 @@ async def main(watch):
             pass
     await stop.wait()
 
-sys.exit(process.run_server(main, int(sys.argv[2])))
+sys.exit(server.run_server(main, int(sys.argv[2])))
 """
 
 PARENT = """

@@ -34,7 +34,7 @@ from arl.engine.frames import (
     results_of,
 )
 from arl.engine.local import frame_server
-from arl.runtime.http.connections import Connections
+from arl.runtime.http.client import Connections
 
 LONG = SamplingParams(max_new_tokens=4000, ignore_eos=True)
 
