@@ -110,8 +110,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:
-        """Called after each step. trajectories: in the steps that log.track_every names, some of the step's, and some
-        episodes that failed since the last of these steps."""
+        """Called after each step. trajectories: in the first step, and every tenth after it, some of the step's, and
+        some episodes that failed since the last of these steps."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Called after each evaluation. Its version may be older than the last step's."""

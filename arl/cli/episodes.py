@@ -142,12 +142,12 @@ class Stage:
         return [index for own in (of_tasks or {"": range(len(self.examples))}).values() for index in own[:number]]
 
     async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
-        """Run in order, evaluation.max_concurrent_episodes at once. Await `on_end` after each; its error ends all."""
+        """Run in order, so many at once as in an evaluation. Await `on_end` after each; its error ends all."""
         ended = asyncio.Queue[Run](maxsize=1)  # a worker that fails at once waits here for the caller
         rest = iter(works)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(self.config.evaluation.max_concurrent_episodes, len(works))):
+                for _ in range(min(self.config.rollout.max_concurrent_held_out, len(works))):
                     tasks.create_task(self._work(rest, ended))
                 for _ in works:
                     await on_end(await ended.get())

@@ -194,7 +194,7 @@ async def open_policy_engines(
 ) -> tuple[PolicyLearners, Engines]:
     """As open_engines: train engines load while servers start."""
     roles = PolicyRoles.of(config.policies)
-    stack.enter_context(bounded_logs(config.run_dir / "policies", int(config.log.max_mb * 1e6)))
+    stack.enter_context(bounded_logs(config.run_dir / "policies"))
     loading = thread.submit(_load_learners, config, tasks, events, roles)
     stack.push_async_callback(close_learner, thread, loading)
     try:

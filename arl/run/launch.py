@@ -135,7 +135,7 @@ async def launch(  # noqa: PLR0913 - what a run is given, by name
         stack.enter_context(json_console(config.log.format == "json"))
         if held is None:
             held = await stack.enter_async_context(OpenRun(config))
-        stack.enter_context(bounded_logs(config.run_dir / "logs", int(config.log.max_mb * 1e6)))
+        stack.enter_context(bounded_logs(config.run_dir / "logs"))
         show_metrics = await stack.enter_async_context(metrics_served(config))
         if isinstance(played, EpisodeWorkers):
             await stack.enter_async_context(played)
@@ -405,6 +405,7 @@ def _evaluator(config: Config, given: _GivenRun, engine: InferenceEngine, runner
         seed=config.seed if config.rollout.seed_requests else None,
         places=given.held_out.places if isinstance(given.held_out, NamedRows) else None,
         task_of=partial(given.tasks.task_of, given.held_out),
+        max_concurrent=config.rollout.max_concurrent_held_out,
     )
 
 

@@ -95,6 +95,7 @@ class Evaluator:
         seed: int | None = None,
         places: Mapping[str, range] | None = None,
         task_of: Callable[[int], str] = lambda _: "",
+        max_concurrent: int = 64,
     ) -> None:
         """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed.
         places: the indices of each named dataset's examples, if they have names. task_of: the task of the example at an
@@ -108,6 +109,7 @@ class Evaluator:
         self._config = config
         self._seed = seed
         self._task_of = task_of
+        self._max_concurrent = max_concurrent
         self._num_begun = 0
         self._is_named = bool(places)
         self.suites = _suites(config, places or {"": range(len(dataset))})
@@ -159,7 +161,7 @@ class Evaluator:
             self.engine,
             self._runner,
             self._dataset,
-            max_concurrent=self._config.max_concurrent_episodes,
+            max_concurrent=self._max_concurrent,
             seed=self._seed,
             on_end=ended,
             number=number,
@@ -269,7 +271,7 @@ class _Played:
             **mean_metrics(trajectories),
             **mean_rewards(episode.trajectories for episode in self.episodes),
             **role_rewards(episode.trajectories for episode in self.episodes),
-            **_passes(self.by_example, config.pass_reward),
+            **_passes(self.by_example),
             **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
         }
 
@@ -305,9 +307,9 @@ def pass_names(repeats: int) -> list[str]:
     return [f"pass@{1 << i}" for i in range(repeats.bit_length())] if repeats > 1 else []
 
 
-def _passes(by_example: Sequence[Sequence[Episode]], pass_reward: float) -> dict[str, float]:
+def _passes(by_example: Sequence[Sequence[Episode]]) -> dict[str, float]:
     repeats = len(by_example[0])
-    right = [sum(episode.is_finished and episode.reward >= pass_reward for episode in own) for own in by_example]
+    right = [sum(episode.is_finished and episode.reward >= 1 for episode in own) for own in by_example]
     return {
         name: fmean(pass_at_k(repeats, count, int(name.removeprefix("pass@"))) for count in right)
         for name in pass_names(repeats)

@@ -312,7 +312,7 @@ class Learner:
         return replace(batch, **known)
 
     def _kept(self, batch: PreparedBatch) -> KeptBatch | None:
-        if self._events is None or self.version % self._events.every:
+        if self._events is None:
             return None
         parts = [*zip(batch.rows, self.engine.kept, strict=False)]  # the engine has none where the policy stood still
         return kept_batch(batch.batch, batch.num_new, parts, self._events, self._config)

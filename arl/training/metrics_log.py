@@ -29,6 +29,9 @@ from arl.training.tracker_samples import of_evaluation, of_step
 
 log = logging.getLogger(__name__)
 
+_TRACKED_EVERY = 10
+"""Trackers get trajectories of the first step, and then each time this many versions were trained."""
+
 
 class RunLog:
     """Writes a run's files, and shows its steps and evaluations. One thread writes. Raises RunFileError.
@@ -106,7 +109,7 @@ class RunLog:
     def tracks(self, version: int) -> bool:
         """Whether trackers get trajectories with the step that leads to `version`."""
         config = self._config
-        return bool(self._tracker and config.track_trajectories and (version - 1) % config.track_every == 0)
+        return bool(self._tracker and config.track_trajectories and (version - 1) % _TRACKED_EVERY == 0)
 
     def step(
         self,

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from arl.api.events import KeptTokens, TokenFrame
 from arl.api.settings.algorithm import AlgorithmConfig
-from arl.api.settings.run import EventsConfig
+from arl.api.settings.run import NUM_NOTABLE, EventsConfig, is_sampled
 from arl.api.train_engine import TensorPrint
 from arl.api.types import Group, Trajectory
 from arl.rollout.group import episode_name
@@ -159,9 +159,9 @@ def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConf
     """The numbers of the trajectories whose tokens are kept. weights: the largest weight of each."""
     trajectories = [t for group in groups for t in group.trajectories]
     keeps = config.keeps(sum(len(t.token_ids) for t in trajectories))
-    if keeps != "some":
+    if keeps != "sampled":
         return list(range(len(trajectories))) if keeps == "all" else []
-    chosen = {i for i, group in enumerate(_group_of_each(groups)) if config.has_in_share(group.group_id)}
+    chosen = {i for i, group in enumerate(_group_of_each(groups)) if is_sampled(group.group_id)}
     ranks = (
         lambda i: trajectories[i].total_reward,
         lambda i: -trajectories[i].total_reward,
@@ -170,7 +170,7 @@ def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConf
         lambda i: weights[i],
     )
     for rank in ranks:
-        chosen.update(sorted(range(len(trajectories)), key=rank, reverse=True)[: config.notable])
+        chosen.update(sorted(range(len(trajectories)), key=rank, reverse=True)[:NUM_NOTABLE])
     return sorted(chosen)
 
 

@@ -198,7 +198,7 @@ def test_logged_settings_hold_no_key_no_password_and_no_user_of_a_url():
     assert "sk-" not in str(shown)
     assert shown["judge_api_key"] == shown["engine"]["api_key"] == "**********"
     assert shown["engine"]["addresses"] == ["http://**********@host:30000", "http://host:1"]
-    assert (shown["eos_token"], shown["passwords"], shown["log"]["events"]["every"]) == ("<end>", 3, 1)
+    assert (shown["eos_token"], shown["passwords"], shown["log"]["track_trajectories"]) == ("<end>", 3, 4)
 
 
 def test_fewer_ranks_keep_layers_whole_and_share_a_batch_evenly():

@@ -131,7 +131,7 @@ def test_every_episode_is_a_line_of_the_file_and_failures_are_counted_and_the_fi
 
 
 def test_too_many_failures_end_it_as_they_end_training(script: Commands) -> None:
-    flags = ["--evaluation.max_concurrent_episodes", "1"]
+    flags = ["--rollout.max_concurrent_episodes", "1"]
     code, out, err = script.run("eval", "--n", "30", *flags, answers=("raise",))
     assert code == 1
     assert 14 <= len(script.requests) <= 16
@@ -149,7 +149,7 @@ def test_ctrl_c_gives_the_scores_of_what_was_run_until_then(script: Commands) ->
             os.kill(os.getpid(), signal.SIGINT)
         return "1" if asked < 5 else asyncio.Event().wait()
 
-    code, out, err = script.run("eval", "--n", "4", "--evaluation.max_concurrent_episodes", "1", answers=answer)
+    code, out, err = script.run("eval", "--n", "4", "--rollout.max_concurrent_episodes", "1", answers=answer)
     assert code == 130
     assert row(out, "reward") == ["1.000", "-", "1"]
     assert "4 episodes of 12, stopped before the end" in out

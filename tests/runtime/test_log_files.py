@@ -46,9 +46,10 @@ def test_a_process_goes_on_writing_to_a_file_whose_text_was_moved_aside(tmp_path
 
 def test_every_large_log_is_moved_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_EVERY_S", 0.01)
+    monkeypatch.setattr(logs, "MAX_BYTES", 100)
     large, small, other = (tmp_path / name for name in ("serve/server-0.log", "trainer.log", "notes.txt"))
     large.parent.mkdir()
-    with bounded_logs(tmp_path, 100):
+    with bounded_logs(tmp_path):
         small.write_bytes(b"s" * 99)
         other.write_bytes(b"o" * 500)
         for letter in (b"a", b"b"):
@@ -76,9 +77,10 @@ def test_a_full_disk_loses_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("server-0.log", "all of it")]
 
 
-async def test_a_run_begins_by_moving_what_earlier_ones_left(tmp_path: Path) -> None:
+async def test_a_run_begins_by_moving_what_earlier_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_BYTES", 10_000)
     log = tmp_path / "logs" / "trainer.log"
     log.parent.mkdir()
     log.write_bytes(bytes(20_000))
-    await run(tmp_path, steps=1, log={"max_mb": 0.01})
+    await run(tmp_path, steps=1)
     assert (log.stat().st_size, (tmp_path / "logs" / "trainer.log.old").stat().st_size) == (0, 10_000)

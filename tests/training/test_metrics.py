@@ -319,11 +319,11 @@ async def test_several_episodes_an_example_tell_pass_at_k_and_count_as_one_in_th
         {"name": "b", "rewards": [0.0, 0.0, 0.0, 0.0]},
         {"name": "c", "rewards": [1.0, 2.0, 0.0, 1.0]},
     ]
-    config = EvaluationConfig(episodes_per_example=4, max_concurrent_episodes=5)
+    config = EvaluationConfig(episodes_per_example=4)
     runner = EpisodeRunner(workflow=Attempts(), timeout_s=5.0)
     places = {"hard": range(2), "easy": range(2, 3)}
     engine = ScriptedEngine(lambda request: [9])
-    evaluation, episodes = await Evaluator(engine, runner, rows, config, places=places).evaluate()
+    evaluation, episodes = await Evaluator(engine, runner, rows, config, places=places, max_concurrent=5).evaluate()
     assert (len(episodes), evaluation.num_episodes, evaluation.num_failed) == (12, 12, 1)
     chances = {k: v for k, v in evaluation.metrics.items() if k.startswith("pass@")}
     of_hard, of_easy = [(0.25 + 0) / 2, (0.5 + 0) / 2, 1 / 2], [0.75, 1.0, 1.0]

@@ -25,13 +25,9 @@ class EvaluationConfig(Section):
 
     every: PositiveInt | None = None
     """Evaluate each time this many versions were trained. Unset: only when asked."""
-    max_concurrent_episodes: PositiveInt = 64
-    """Most held-out episodes that run at once."""
     episodes_per_example: PositiveInt = 1
     """How often each held-out example is played. With several, evaluations also have the metrics pass@1, pass@2,
-    pass@4, ...: the chance that at least one of so many episodes passes."""
-    pass_reward: float = 1.0
-    """An episode passes with this reward or more."""
+    pass@4, ...: the chance that at least one of so many episodes has a reward of 1 or more."""
     suites: dict[str, SuiteConfig] = Field(default_factory=dict)
     """What differs for held-out datasets, by the names that they have: {"aime": {"every": 50,
     "episodes_per_example": 32}}. A task's examples are named by the task, or TASK/NAME."""
@@ -51,15 +47,6 @@ class EvaluationConfig(Section):
         """The episodes of each example of a held-out dataset."""
         own = self.suites.get(suite)
         return (own and own.episodes_per_example) or self.episodes_per_example
-
-    @model_validator(mode="after")
-    def _pass_needs_several(self) -> Self:
-        most = max([self.episodes_per_example, *map(self.repeats_of, self.suites)])
-        if most == 1 and self._changed("pass_reward"):
-            raise ValueError(
-                "pass_reward is set, but episodes_per_example is 1, so there is no pass@k; set episodes_per_example"
-            )
-        return self
 
     @model_validator(mode="after")
     def _intervals_are_multiples(self) -> Self:

@@ -59,7 +59,7 @@ class RolloutConfig(Section):
     max_staleness: NonNegativeInt = 2
     """How many versions older than the trainer's a trained token may be (eta). 0 is synchronous RL."""
     max_concurrent_episodes: PositiveInt = 1024
-    """The most episodes that run at once, even if the buffer would admit more."""
+    """The most episodes that run at once, even if the buffer would admit more; of held-out ones a sixteenth of this."""
     num_workers: NonNegativeInt = 0
     """Worker processes that run the workflow. 0: it runs in the script's own process."""
     episode_timeout_s: PositiveFloat = 600.0
@@ -85,6 +85,11 @@ class RolloutConfig(Section):
     episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
     shuffle: bool = True
     """Shuffle the dataset in each epoch, by seed. Off: keep its order. A curriculum chooses its own order."""
+
+    @property
+    def max_concurrent_held_out(self) -> int:
+        """The most held-out episodes that run at once."""
+        return max(self.max_concurrent_episodes // 16, 1)
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:
@@ -119,32 +124,30 @@ class CheckpointConfig(Section):
 
 
 _ALL_TOKENS = 500_000
+SAMPLED_SHARE, NUM_NOTABLE = 0.05, 2
+"""With log.events.tokens=sampled: the share of the groups whose tokens are logged, and how many trajectories of each
+notable kind."""
 
 
 class EventsConfig(Section):
     """The event log, run_dir/events: what `arl view` shows."""
 
-    tokens: Literal["all", "some", "none"] | None = None
-    """Whose tokens to keep: all episodes', those of `share` and `notable`, or nobody's. Unset: all, in batches of up to
-    500,000 tokens; some in larger ones."""
-    share: float = Field(default=0.05, ge=0, le=1)
-    """With some: the share of the groups whose tokens are kept, 0 to 1."""
-    notable: NonNegativeInt = 2
-    """With some: also keep this many trajectories of a batch for each of: highest and lowest reward, longest, most
-    stale, largest weight; and this many that failed between two batches."""
-    every: PositiveInt = 1
-    """Keep tokens of each Nth batch only."""
+    tokens: Literal["all", "sampled", "none"] | None = None
+    """Which episodes' tokens to log. sampled: of a twentieth of the groups, and of two trajectories of a batch for each
+    of: highest and lowest reward, longest, most stale, largest weight; and of two that failed between two batches.
+    Unset: all in batches of up to 500,000 tokens, sampled in larger ones."""
     max_gb: float = Field(default=5.0, ge=0.01)
     """Largest size of run_dir/events, in GB (10^9 bytes). The oldest tokens are deleted first, then turns and calls,
     then the rest."""
 
-    def keeps(self, num_tokens: int) -> Literal["all", "some", "none"]:
+    def keeps(self, num_tokens: int) -> Literal["all", "sampled", "none"]:
         """Whose tokens to keep of a batch of so many, or of what comes between two batches."""
-        return self.tokens or ("all" if num_tokens <= _ALL_TOKENS else "some")
+        return self.tokens or ("all" if num_tokens <= _ALL_TOKENS else "sampled")
 
-    def has_in_share(self, group_id: int) -> bool:
-        """Whether a group is in `share`: the same groups in every process, spread evenly."""
-        return crc32(str(group_id).encode()) < self.share * (1 << 32)
+
+def is_sampled(group_id: int) -> bool:
+    """Whether the event log samples a group: the same groups in every process, spread evenly."""
+    return crc32(str(group_id).encode()) < SAMPLED_SHARE * (1 << 32)
 
 
 class ConsoleConfig(Section):
@@ -159,9 +162,6 @@ class ConsoleConfig(Section):
 class LogConfig(ConsoleConfig):
     """The output of a run, on the console and in files."""
 
-    max_mb: PositiveFloat = 64.0
-    """Largest size of each file in run_dir/logs, in MB (10^6 bytes). Older text moves to NAME.log.old, which has the
-    same limit."""
     events: EventsConfig | None = EventsConfig()
     """The event log. null: none."""
     metrics_address: str | None = None
@@ -199,10 +199,8 @@ class LogConfig(ConsoleConfig):
     """Experiment trackers: trackio, wandb, tensorboard, mlflow. Each is a name, or JSON with its settings:
     {"kind": "wandb", "project": "sums"}."""
     track_trajectories: NonNegativeInt = 4
-    """How many trajectories of a step, and of an evaluation, trackers get, with their text and their example; and at
-    most how many episodes that failed."""
-    track_every: PositiveInt = 10
-    """Trackers get trajectories of the first step, and then each time this many versions were trained."""
+    """How many trajectories of every tenth step, and of an evaluation, trackers get, with their text and their example;
+    and at most how many episodes that failed."""
 
     @field_validator("trackers", mode="before")
     @classmethod

@@ -29,7 +29,7 @@ from zlib import crc32
 import msgspec
 
 from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokenFrame, TokensKept, Warned
-from arl.api.settings.run import EventsConfig
+from arl.api.settings.run import NUM_NOTABLE, EventsConfig, is_sampled
 from arl.observe.events.image_store import ImageStore
 from arl.observe.events.json_values import encodable
 
@@ -342,14 +342,14 @@ class _Choice:
             return True
         self._num_tokens += count
         keeps = self._config.keeps(self._num_tokens)
-        if keeps != "some":
+        if keeps != "sampled":
             return keeps == "all"
         episode, number, _ = tokens.rows[0]
         if number < 0:
             self._num_failed += 1
-            return self._num_failed <= self._config.notable
+            return self._num_failed <= NUM_NOTABLE
         group = episode.partition(".")[0]
-        return self._config.has_in_share(int(group) if group.isdecimal() else crc32(episode.encode()))
+        return is_sampled(int(group) if group.isdecimal() else crc32(episode.encode()))
 
 
 class _Warnings(logging.Handler):

@@ -92,7 +92,7 @@ def _losses(lost: Mapping[str, int]) -> Symptom | None:
         kind="losses",
         severity="note",
         text=f"The event log could not keep {lost['events']} records and the tokens of {lost['episodes']} episodes.",
-        advice="More came than the disk took; log.events.tokens: some keeps fewer.",
+        advice="More came than the disk took; log.events.tokens: sampled keeps fewer.",
     )
 
 

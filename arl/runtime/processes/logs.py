@@ -56,16 +56,18 @@ def how_it_ended(exit_code: int) -> str:
 
 OLD = ".old"
 """The ending of the older text's file name."""
+MAX_BYTES = 64_000_000
+"""Largest size of a log, and of its older text."""
 _EVERY_S = 60.0
 _LEAVING_S = 5.0
 """Longest wait for a disk at the end."""
 
 
 @contextmanager
-def bounded_logs(directory: Path, max_bytes: int) -> Iterator[None]:
-    """Within the block, see to it that every minute each *.log below the directory is smaller than max_bytes.
+def bounded_logs(directory: Path) -> Iterator[None]:
+    """Within the block, see to it that every minute each *.log below the directory is smaller than MAX_BYTES.
 
-    The text of a larger one moves to NAME.log.old, which keeps the last max_bytes. A thread does this.
+    The text of a larger one moves to NAME.log.old, which keeps the last MAX_BYTES. A thread does this.
     """
     is_over = threading.Event()
 
@@ -73,7 +75,7 @@ def bounded_logs(directory: Path, max_bytes: int) -> Iterator[None]:
         while True:
             for path in directory.rglob("*.log"):
                 with suppress(OSError):  # it may be gone, or there is no room for the copy
-                    move_aside(path, max_bytes)
+                    move_aside(path, MAX_BYTES)
             if is_over.wait(_EVERY_S):
                 return
 

@@ -12,9 +12,11 @@ from random_groups import MAX_STALENESS, VERSION, random_groups
 from transformers import AutoModelForCausalLM
 
 from arl.algorithm.batch import Batch
+from arl.api.settings import run as run_settings
 from arl.api.settings.run import Config, EventsConfig
 from arl.api.types import Group, Trajectory
 from arl.run.learner import load_learner
+from arl.training import token_log
 from arl.training.learner import Learner
 from arl.training.token_log import KeptBatch, choose
 
@@ -96,10 +98,14 @@ def test_a_trajectorys_numbers_sum_up_its_tokens(make_learner: Make):
         assert weight == pytest.approx(own["weights"].max(initial=0.0))
 
 
-def test_of_a_large_batch_the_notable_trajectories_and_a_share_of_whole_groups_are_kept(make_learner: Make):
+def test_of_a_large_batch_the_notable_trajectories_and_a_share_of_whole_groups_are_kept(
+    make_learner: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_settings, "SAMPLED_SHARE", 0.0)
+    monkeypatch.setattr(token_log, "NUM_NOTABLE", 1)
     groups = random_groups(3)
     every = kept_of(make_learner(), groups)
-    some = kept_of(make_learner(tokens="some", share=0.0, notable=1), groups)
+    some = kept_of(make_learner(tokens="sampled"), groups)
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = [t.total_reward for t in trajectories]
     lengths = [len(t.token_ids) for t in trajectories]
@@ -113,9 +119,11 @@ def test_of_a_large_batch_the_notable_trajectories_and_a_share_of_whole_groups_a
     assert kept_of(make_learner(tokens="none"), groups).rows == []
 
 
-def test_a_share_takes_whole_groups_the_same_ones_each_time():
+def test_a_share_takes_whole_groups_the_same_ones_each_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_settings, "SAMPLED_SHARE", 0.3)
+    monkeypatch.setattr(token_log, "NUM_NOTABLE", 0)
     groups = [replace(group, group_id=number) for number, group in enumerate(random_groups(4) * 15)]
-    config = EventsConfig(tokens="some", share=0.3, notable=0)
+    config = EventsConfig(tokens="sampled")
     chosen = choose(groups, [0.0] * 1000, config)
     of = [group.group_id for group in groups for _ in group.trajectories]
     names = {of[row] for row in chosen}

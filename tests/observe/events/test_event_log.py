@@ -414,9 +414,12 @@ def test_old_segments_are_deleted_tokens_first_so_that_the_log_stays_below_its_b
     assert not (log.directory / "tokens-0001-0001.arrows").exists()
 
 
-@pytest.mark.parametrize(("tokens", "num_kept"), [("all", 20), ("some", 2), ("none", 0), (None, 20)])
-def test_of_episodes_in_no_batch_the_settings_say_whose_tokens_are_kept(tmp_path: Path, tokens: Any, num_kept: int):
-    with EventLog(tmp_path, EventsConfig(tokens=tokens, share=0.0)).open() as log:
+@pytest.mark.parametrize(("tokens", "num_kept"), [("all", 20), ("sampled", 2), ("none", 0), (None, 20)])
+def test_of_episodes_in_no_batch_the_settings_say_whose_tokens_are_kept(
+    tmp_path: Path, tokens: Any, num_kept: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("arl.api.settings.run.SAMPLED_SHARE", 0.0)
+    with EventLog(tmp_path, EventsConfig(tokens=tokens)).open() as log:
         for number in range(20):
             log.emit(began(number))
             log.keep(KeptTokens(rows=[(f"0.{number}", -1, trajectory())]))

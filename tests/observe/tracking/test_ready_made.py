@@ -159,10 +159,11 @@ async def test_its_own_reader_finds_one_run_with_all_steps_evaluations_settings_
     pytest.importorskip(kind)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")  # of the reader
+    monkeypatch.setattr("arl.training.metrics_log._TRACKED_EVERY", 2)
     hooks = (sys.excepthook, sys.exit, signal.getsignal(signal.SIGINT))
     own = {"wandb": {"mode": "offline"}, "trackio": {"project": PROJECT}}
     tracker = {"kind": kind, **own.get(kind, {})}
-    log = {"trackers": [tracker], "track_every": 2, "track_trajectories": 3}
+    log = {"trackers": [tracker], "track_trajectories": 3}
     run_dir = tmp_path / "run"
     for steps in (2, 4):
         async with running(run_dir, evaluate=True, steps=steps, log=log) as trainer:

@@ -122,8 +122,9 @@ async def test_a_tracker_learns_what_ended_the_run(tmp_path: Path) -> None:
 async def test_trajectories_of_some_steps_come_with_their_text_and_are_of_different_examples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("arl.training.metrics_log._TRACKED_EVERY", 2)
     recorder = Recorder()
-    settings = {"steps": 3, "log": {"track_every": 2, "track_trajectories": 2}, "rollout": {"max_staleness": 0}}
+    settings = {"steps": 3, "log": {"track_trajectories": 2}, "rollout": {"max_staleness": 0}}
     with monkeypatch.context() as patch:
         async with running(tmp_path, trackers=[recorder], **settings) as trainer:
             assert trainer.log._decode is None  # the fakes have no tokenizer
@@ -148,9 +149,10 @@ class OddOnesFail(OneTurn):
 
 
 async def test_held_out_episodes_and_those_that_failed_come_with_their_examples_even_without_an_event_log(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, log = Recorder(), {"track_every": 2, "track_trajectories": 2, "events": None}
+    monkeypatch.setattr("arl.training.metrics_log._TRACKED_EVERY", 2)
+    recorder, log = Recorder(), {"track_trajectories": 2, "events": None}
     options = {"workflow": OddOnesFail(), "evaluate": True, "trackers": [recorder], "log": log}
     async with running(tmp_path, steps=3, rollout={"max_failure_rate": 1.0}, **options) as trainer:
         _ = [step async for step in trainer]
