@@ -73,7 +73,7 @@ def measure(file: Path) -> None:
 
 
 def measure_ledger(rows: Sequence[Any]) -> None:
-    from arl.data.row_digests import fingerprint
+    from arl.data.lazy_rows import fingerprint
     from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
     before, began = held_mb(), time.perf_counter()
@@ -111,7 +111,7 @@ def measure_stream(file: Path) -> None:
 
     import datasets
 
-    from arl.data.streamed_rows import StreamedRows
+    from arl.data.lazy_rows import StreamedRows
     from arl.rollout.ledger import GroupOutcome
     from arl.rollout.stream_ledger import StreamLedger
 

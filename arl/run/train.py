@@ -26,10 +26,8 @@ from arl.api.tasks import Task
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
-from arl.data.inputs import examples_of, first_of_each, held_out_of
-from arl.data.lazy_rows import Columns
-from arl.data.loading import load_dataset
-from arl.data.streamed_rows import StreamedRows
+from arl.data.lazy_rows import Columns, StreamedRows
+from arl.data.loading import examples_of, first_of_each, held_out_of, load_dataset
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
 from arl.rewards.threads import ThreadReward
 from arl.rollout.controller import Dataset

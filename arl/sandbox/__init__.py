@@ -5,11 +5,11 @@
 | contract | the interface of a sandbox, its limits, and how a program ended |
 | find | the first sandbox that runs programs on this machine; the one that isolates nothing |
 | bubblewrap, seccomp | namespaces, and a filter of system calls |
-| keeper, namespace | the process beside arl that runs programs, and what it sees of each |
+| keeper | the process beside arl that runs programs and watches each |
 | cgroup | cgroups of v2, one for each program |
 | docker, container | containers, and terminals in them; container is their process 1, and arl sends it there as text |
 | bubblewrap_terminal | files that stay from one command to the next; one_command runs each, sent as text |
-| streams | bytes in and out. keeper, namespace, cgroup and streams import nothing else of arl |
+| streams | bytes in and out. keeper, cgroup and streams import nothing else of arl |
 
 May import arl.api. Loads each module only when it is needed.
 """

@@ -20,10 +20,9 @@ import pytest
 import torch
 
 from arl.api.errors import DatasetError
-from arl.data import inputs as given_rows
-from arl.data.inputs import examples_of, held_out_of
+from arl.data import loading
 from arl.data.lazy_rows import JsonlRows
-from arl.data.loading import load_dataset, load_splits
+from arl.data.loading import examples_of, held_out_of, load_dataset, load_splits
 
 ROWS = [
     {"question": "Half of 84?", "answer": "84 / 2 = <<84/2=42>>42\n#### 42"},
@@ -327,7 +326,7 @@ def test_what_is_no_dataset_is_called_by_its_type_and_told_what_to_give(given: A
 
 
 def test_a_stream_without_an_end_is_refused_after_the_stated_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given_rows, "MAX_STREAMED", 1000)
+    monkeypatch.setattr(loading, "MAX_STREAMED", 1000)
 
     def endless() -> Iterator[dict[str, int]]:
         while True:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from arl.api.errors import CheckpointError
-from arl.data.row_digests import fingerprint
+from arl.data.lazy_rows import fingerprint
 from arl.rollout.ledger import ExampleLedger
 
 ROWS = [{"question": f"{n} + 1 = ?", "answer": n + 1, "tags": {"b": [n, None], "a": 0.5}} for n in range(1000)]

@@ -15,8 +15,8 @@ from players import as_json
 
 from arl.api.errors import CheckpointError, DatasetError
 from arl.api.tasks import StreamChunk
-from arl.data.inputs import examples_of
-from arl.data.streamed_rows import CHUNK, StreamedRows
+from arl.data.lazy_rows import CHUNK, StreamedRows
+from arl.data.loading import examples_of
 from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger
 

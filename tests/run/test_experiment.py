@@ -22,7 +22,7 @@ from arl.api.fakes import ScriptedEngine
 from arl.api.settings.run import Config
 from arl.api.types import Example, Group, ModelRequest, StepStats, Trajectory
 from arl.api.version import install_command
-from arl.data.inputs import held_out_of
+from arl.data.loading import held_out_of
 from arl.run.experiment import Experiment, ExperimentConfig, Setup, StepHook, _not_risen, _write_results
 from arl.run.launch import launch
 from arl.run.script import load_config

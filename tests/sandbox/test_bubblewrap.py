@@ -19,7 +19,7 @@ from guides import python_blocks
 from sandbox.conftest import PATIENT, once_running, sleeper
 
 from arl.api.errors import SandboxError
-from arl.sandbox import BubblewrapSandbox, Limits, namespace
+from arl.sandbox import BubblewrapSandbox, Limits, keeper
 from arl.sandbox.bubblewrap import START
 from arl.sandbox.keeper import BwrapRun
 
@@ -247,9 +247,9 @@ async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
 
 
 async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = namespace.Namespace(os.getpid(), {})  # in no namespace of its own
+    seen = keeper.Namespace(os.getpid(), {})  # in no namespace of its own
     assert seen.exceeded() is None
-    monkeypatch.setattr(namespace, "SET_UP_S", 0.0)
+    monkeypatch.setattr(keeper, "SET_UP_S", 0.0)
     with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's root, could not be opened"):
         seen.exceeded()
 

@@ -14,7 +14,7 @@ from sighted_chats import SMALL, WIDE, seeing, their_tokens
 from arl.api.errors import ArlError, DatasetError, ImageError
 from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.data.row_digests import fingerprint
+from arl.data.lazy_rows import fingerprint
 from arl.engine.tiny import TinyVision, write_tiny_vision_model
 from arl.rewards.adapt import InlineReward
 from arl.run.launch import launch
