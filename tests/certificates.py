@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def certified(directory: Path, *hosts: str, password: bytes | None = None) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 and of these names, which certifies itself, and its key: PEM files."""
+    """A certificate of 127.0.0.1 and of these names, which certifies itself, and a file with its key, too."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a test of arl")])
     now = datetime.datetime.now(datetime.UTC)
@@ -28,4 +28,5 @@ def certified(directory: Path, *hosts: str, password: bytes | None = None) -> tu
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     (directory / "cert.pem").write_bytes(made.public_bytes(pem))
     (directory / "key.pem").write_bytes(key.private_bytes(pem, pkcs8, lock))
-    return directory / "cert.pem", directory / "key.pem"
+    (directory / "both.pem").write_bytes((directory / "cert.pem").read_bytes() + (directory / "key.pem").read_bytes())
+    return directory / "cert.pem", directory / "both.pem"

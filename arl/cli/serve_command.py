@@ -69,7 +69,7 @@ def _prepared_by(prepare: Callable[[Any], Setup | Awaitable[Setup]]) -> Callable
 
 
 def _say_where(url: str) -> None:
-    said = f"programs open episodes by POST {url}, with the key of ${ENDPOINT_KEY} or endpoint.api_key"
+    said = f"programs open episodes by POST {url}, with the key of ${ENDPOINT_KEY}"
     if is_json():
         tell("endpoint", said, url=url)
     else:

@@ -34,7 +34,7 @@ class ServedWorkflow(Shared, RolloutWorkflow):
     reward: scores the text that a program posts as its `answer`; see as_reward. Without one, programs post a reward.
     proxy: instead of tokenizer and sampling, for further settings. on_open: called with the URL of /episodes.
 
-    Programs need the key `endpoint.api_key`, or $ARL_ENDPOINT_KEY. An episode waits for a program without a time limit;
+    Programs need the key in $ARL_ENDPOINT_KEY. An episode waits for a program without a time limit;
     rollout.episode_timeout_s begins when a program takes it. One whose program says that it failed, or is silent for
     endpoint.lease_s, fails, and runs again as others do. It runs in one process (rollout.num_workers=0). Metrics:
     context_full, the proxy's metrics, and program_wait_s: how long the episode waited for a program.

@@ -67,11 +67,6 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     path, flags = _one_of("--config", _flags(argv))
     file = Path(path) if path else None
     from_file = _read_yaml(file) if file else {}
-    if shown := [flag for flag in flags if flag.partition("=")[0].endswith((".api_key", ".metrics_key"))]:
-        raise ConfigError(
-            f"{shown[0].partition('=')[0]} on the command line shows the key to every user of this machine; put it "
-            "into an environment variable (--help-all names it), or into the file of --config"
-        )
     given = from_file.get("algorithm")
     section: dict[str, Any] = given if isinstance(given, dict) else {}
     preset, others = _one_of("--algorithm.preset", flags)[0], sorted(section.keys() - {"preset"})

@@ -85,8 +85,8 @@ def _socket_of(log: LogConfig) -> socket.socket | None:
     host, port = log.metrics_host_and_port
     if not log.key and not is_loopback(host):
         raise ConfigError(
-            f"log.metrics_address is {log.metrics_address}, open to other machines; set log.metrics_key, or "
-            "ARL_METRICS_KEY, to the bearer token that Prometheus sends, or listen on 127.0.0.1"
+            f"log.metrics_address is {log.metrics_address}, open to other machines; set ARL_METRICS_KEY to "
+            "the bearer token that Prometheus sends, or listen on 127.0.0.1"
         )
     try:
         return bind(host, port)

@@ -1,10 +1,11 @@
 """Each setting that cannot be is refused by name, with what is allowed."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, ValidationError
 
 from arl.api.settings.engines import (
     DeltaWeightsConfig,
@@ -145,7 +146,7 @@ def test_settings_cannot_change_during_a_run() -> None:
 class TunedConfig(Config):
     engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), update_timeout_s=7.0)
     train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
-    weights: WeightsConfig = DeltaWeightsConfig(mirrors={"http://a:1": "http://m:1"}, api_key=SecretStr("k"))
+    weights: WeightsConfig = DeltaWeightsConfig(mirrors={"http://a:1": "http://m:1"}, directory=Path("d"))
     labels: dict[str, int] = Field(default={"a": 1})
 
 
@@ -155,7 +156,7 @@ class TunedConfig(Config):
         ({"engine": {"update_timeout_s": 2}}, SGLangEngineConfig(addresses=("http://a:1",), update_timeout_s=2)),
         (
             {"weights": {"mirrors": {"http://a:1/": "x"}}},
-            DeltaWeightsConfig(mirrors={"http://a:1/": "x"}, api_key=SecretStr("k")),
+            DeltaWeightsConfig(mirrors={"http://a:1/": "x"}, directory=Path("d")),
         ),
         ({"weights": {"transport": "disk"}}, DiskWeightsConfig()),
         ({"weights": DiskWeightsConfig(directory="d")}, DiskWeightsConfig(directory="d")),
@@ -189,14 +190,13 @@ def test_logged_settings_hold_no_key_no_password_and_no_user_of_a_url():
             "engine": {
                 "kind": "sglang",
                 "addresses": ["http://me:sk-2@host:30000", "http://host:1"],
-                "api_key": "sk-3",
             },
             "log": {"trackers": [{"kind": "mlflow", "address": "https://me:sk-4@host/mlflow"}]},
         }
     )
     shown = settings_without_keys(config)
     assert "sk-" not in str(shown)
-    assert shown["judge_api_key"] == shown["engine"]["api_key"] == "**********"
+    assert shown["judge_api_key"] == "**********"
     assert shown["engine"]["addresses"] == ["http://**********@host:30000", "http://host:1"]
     assert (shown["eos_token"], shown["passwords"], shown["log"]["track_trajectories"]) == ("<end>", 3, 4)
 

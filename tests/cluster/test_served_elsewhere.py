@@ -20,8 +20,7 @@ from arl.api.settings.endpoint import EndpointConfig, entered
 
 
 async def main() -> None:
-    certificate, key = sys.argv[1:]
-    address = {"host": "0.0.0.0", "port": 8443, "certificate": certificate, "certificate_key_file": key}
+    address = {"host": "0.0.0.0", "port": 8443, "certificate": sys.argv[1]}
     tokenizer = tiny_tokenizer()
     workflow = ServedWorkflow(tokenizer)
     async with entered(workflow, EndpointConfig.model_validate(address)):
@@ -36,14 +35,14 @@ asyncio.run(main())
 
 
 def test_a_program_on_another_host_plays_episodes_until_the_run_is_over(tmp_path: Path) -> None:
-    certificate, key = certified(tmp_path, "node-1")
+    certificate, both = certified(tmp_path, "node-1")
     (tmp_path / "serves.py").write_text(SERVES)
     (tmp_path / "played.py").write_text((AGENTS / "served_program.py").read_text())
     play = [sys.executable, tmp_path / "played.py", "https://node-1:8443"]
     operator = {"ARL_ENDPOINT_KEY": KEY}
     with Cluster(2, shared=tmp_path) as cluster:
         here, there = cluster.nodes
-        serving = [sys.executable, tmp_path / "serves.py", certificate, key]
+        serving = [sys.executable, tmp_path / "serves.py", both]
         running = here.start(serving, log=tmp_path / "log", env=operator)
         said = there.run(play, env={**operator, "SSL_CERT_FILE": str(certificate)}, timeout_s=120)
         assert said == "the run is over; this program played 3 episodes\n"
@@ -52,12 +51,12 @@ def test_a_program_on_another_host_plays_episodes_until_the_run_is_over(tmp_path
 
 
 def test_a_host_that_does_not_know_the_certificate_gets_nothing(tmp_path: Path) -> None:
-    certificate, key = certified(tmp_path, "node-1")
+    certificate, both = certified(tmp_path, "node-1")
     (tmp_path / "serves.py").write_text(SERVES)
     url = "https://node-1:8443/episodes"
     with Cluster(2, shared=tmp_path) as cluster:
         here, there = cluster.nodes
-        serving = [sys.executable, tmp_path / "serves.py", certificate, key]
+        serving = [sys.executable, tmp_path / "serves.py", both]
         here.start(serving, log=tmp_path / "log", env={"ARL_ENDPOINT_KEY": KEY})
         waiting = ["curl", "--silent", "--retry", "60", "--retry-connrefused", "--retry-delay", "1", url]
         with pytest.raises(ClusterError, match="ended with 60"):  # curl's code for a certificate

@@ -21,7 +21,6 @@ from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.rewards import InlineReward
 from arl.rollout.workers.pool import EpisodeWorkers
-from arl.run.script import load_config
 from arl.runtime.http.server import check_endpoint
 
 
@@ -86,33 +85,24 @@ def test_a_public_url_that_is_none_is_refused(url: str) -> None:
 
 
 async def test_with_a_certificate_it_speaks_tls_and_nothing_else(tmp_path: Path) -> None:
-    certificate, key = certified(tmp_path)
-    (tmp_path / "both.pem").write_bytes(certificate.read_bytes() + key.read_bytes())
+    certificate, both = certified(tmp_path)
     trusting = ssl.create_default_context(cafile=str(certificate))
-    for files in ({"certificate": certificate, "certificate_key_file": key}, {"certificate": tmp_path / "both.pem"}):
-        async with OpenAIProxy(TOKENIZER, endpoint=endpoint(**files)) as proxy:
-            assert proxy.url.startswith("https://127.0.0.1:")
-            assert await asked(proxy, tls=trusting) == 200
-            with pytest.raises(aiohttp.ClientError):
-                await asked(proxy, proxy.url.replace("https", "http"))
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await asked(proxy)
+    async with OpenAIProxy(TOKENIZER, endpoint=endpoint(certificate=both)) as proxy:
+        assert proxy.url.startswith("https://127.0.0.1:")
+        assert await asked(proxy, tls=trusting) == 200
+        with pytest.raises(aiohttp.ClientError):
+            await asked(proxy, proxy.url.replace("https", "http"))
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await asked(proxy)
 
 
 def test_files_that_are_no_certificate_or_no_key_of_it_are_errors_that_name_them(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    certificate, key = certified(tmp_path)
+    certificate, _ = certified(tmp_path)
     _, locked = certified(tmp_path / "other", password=b"secret")
-    for files in (
-        {"certificate": tmp_path / "none.pem"},
-        {"certificate": key, "certificate_key_file": key},
-        {"certificate": certificate},
-        {"certificate": certificate, "certificate_key_file": locked},
-    ):
+    for file in (tmp_path / "none.pem", tmp_path / "key.pem", certificate, locked):
         with pytest.raises(ConfigError, match=r"endpoint.certificate: .*\.pem cannot be used"):
-            check_endpoint(endpoint(**files))
-    with pytest.raises(ValidationError, match="certificate is unset, so there is no TLS"):
-        endpoint(certificate_key_file=key)
+            check_endpoint(endpoint(certificate=file))
 
 
 @pytest.mark.parametrize(
@@ -182,12 +172,6 @@ def test_workers_cannot_share_an_address(setting: dict[str, Any]) -> None:
     Config.model_validate({**config, "rollout": {"num_workers": 1}})
 
 
-def test_its_key_is_no_flag_and_shows_in_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--endpoint.api_key on the command line shows the key"):
-        load_config(Config, ["--model", "m", "--endpoint.api_key", "secret" * 5])
-    (tmp_path / "c.yaml").write_text("model: m\nendpoint: {api_key: secretsecretsecret}\n")
-    config = load_config(Config, ["--config", str(tmp_path / "c.yaml")])
-    assert config.endpoint.operator_key == "secretsecretsecret"
-    assert "secret" not in f"{config!r} {config} {config.model_dump_json()}"
+def test_its_key_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARL_ENDPOINT_KEY", "of-the-environment")
     assert EndpointConfig().operator_key == "of-the-environment"

@@ -88,6 +88,11 @@ class Served:
             pass
 
 
+@pytest.fixture(autouse=True)
+def operators_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARL_ENDPOINT_KEY", KEY)
+
+
 @asynccontextmanager
 async def served(
     engine: ScriptedEngine | None = None,
@@ -96,7 +101,7 @@ async def served(
     retries: int = 0,
     **endpoint: Any,
 ) -> AsyncIterator[Served]:
-    settings = EndpointConfig.model_validate({"api_key": KEY, **endpoint})
+    settings = EndpointConfig.model_validate(endpoint)
     urls: list[str] = []
     proxy = OpenAIProxy(TOKENIZER, sampling=SamplingParams(max_new_tokens=32), endpoint=settings)
     workflow = ServedWorkflow(proxy=proxy, reward=reward, on_open=urls.append)
@@ -414,16 +419,14 @@ async def test_a_body_above_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [({}, "ARL_ENDPOINT_KEY is not set"), ({"api_key": "short"}, "endpoint.api_key has 5 characters")],
+    ("key", "said"), [("", "ARL_ENDPOINT_KEY is not set"), ("short", "ARL_ENDPOINT_KEY has 5 characters")]
 )
 async def test_episodes_are_not_served_without_a_key_that_is_hard_to_guess(
-    settings: Any, said: str, monkeypatch: pytest.MonkeyPatch
+    key: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("ARL_ENDPOINT_KEY", raising=False)
-    proxy = OpenAIProxy(TOKENIZER, endpoint=EndpointConfig.model_validate(settings))
+    monkeypatch.setenv("ARL_ENDPOINT_KEY", key)
     with pytest.raises(ConfigError, match=said):
-        async with ServedWorkflow(proxy=proxy):
+        async with ServedWorkflow(TOKENIZER):
             pass
 
 
@@ -449,7 +452,7 @@ async def test_the_watchdog_says_that_episodes_wait_for_programs_and_for_their_e
 
 
 async def test_two_workflows_cannot_serve_their_episodes_at_one_proxy() -> None:
-    proxy = OpenAIProxy(TOKENIZER, endpoint=EndpointConfig.model_validate({"api_key": KEY}))
+    proxy = OpenAIProxy(TOKENIZER)
     async with ServedWorkflow(proxy=proxy):
         with pytest.raises(ArlError, match="has another /episodes already"):
             async with ServedWorkflow(proxy=proxy):

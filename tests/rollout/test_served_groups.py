@@ -65,13 +65,18 @@ class Programs:
             return answer.status, await answer.json()
 
 
+@pytest.fixture(autouse=True)
+def operators_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARL_ENDPOINT_KEY", KEY)
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 async def test_the_bound_holds_and_every_example_ends_once_however_programs_end_their_episodes(
     max_staleness: int,
 ) -> None:
     settings: dict[str, Any] = {"batch_size": 2, "group_size": 3, "max_staleness": max_staleness}
     rules = {"min_group_size": 2, "episode_retries": 1, "max_failure_rate": 1.0}
-    endpoint = EndpointConfig.model_validate({"api_key": KEY, "lease_s": 0.1})
+    endpoint = EndpointConfig(lease_s=0.1)
     urls: list[str] = []
     workflow = ServedWorkflow(proxy=OpenAIProxy(TOKENIZER, endpoint=endpoint), on_open=urls.append)
     engine = ScriptedEngine(lambda request: ended(str(request.sampling.max_new_tokens)))

@@ -59,18 +59,21 @@ def test_a_config_yaml_of_your_own_stays_as_it_is(tmp_path: Path) -> None:
     assert load_config(Config, ["--config", str(tmp_path / "config.resolved.yaml")]).model == "m"
 
 
-def test_keys_are_left_out_and_come_from_where_they_came_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["python", "train.py", "--log.metrics_key=hidden", "--api_token", "hidden", "--steps", "3"]
+class Judged(Config):
+    """A user's own settings."""
+
+    api_token: str = "none"
+
+
+def test_keys_are_left_out_of_the_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["python", "train.py", "--judge.key=hidden", "--api_token", "hidden", "--steps", "3"]
     monkeypatch.setattr(sys, "orig_argv", words)
-    record_start(Config.model_validate({"model": "m", "run_dir": tmp_path, "log": {"metrics_key": "hidden"}}), 1)
+    record_start(Judged(model="m", run_dir=tmp_path, api_token="hidden"), 1)
     for name in ("config.yaml", "environment.json"):
         assert "hidden" not in (tmp_path / name).read_text()
     (start,) = starts_of(tmp_path)
-    assert start["command"] == "python train.py --log.metrics_key=... --api_token ... --steps 3"
-    monkeypatch.setenv("ARL_METRICS_KEY", "of the environment")
-    assert load_config(Config, ["--config", str(tmp_path / "config.yaml")]).log.key == "of the environment"
+    assert start["command"] == "python train.py --judge.key=... --api_token ... --steps 3"
+    assert load_config(Judged, ["--config", str(tmp_path / "config.yaml")]).api_token == "none"
 
 
 async def test_each_start_of_a_run_adds_its_record(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, SecretStr, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator
 
 from arl.api.errors import ConfigError
 from arl.api.settings.sections import Section
@@ -34,31 +33,26 @@ class EndpointConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """The port to listen on. 0: any free one."""
     certificate: Path | None = None
-    """A PEM file with the certificate of this host, and those that it depends on. Unset: plain HTTP."""
-    certificate_key_file: Path | None = None
-    """A PEM file with the certificate's private key, without a password. Unset: it is in the file of `certificate`."""
+    """A PEM file with the certificate of this host, those that it depends on, and its private key, without a password.
+    Unset: plain HTTP."""
     public_url: str | None = None
     """The address that programs are given if they reach the endpoint by another one: behind a proxy, or from a
     container. Paths are added to it. Unset: the address itself; `arl serve` gives the address at which it was asked."""
-    api_key: SecretStr | None = None
-    """The key that opens episodes of `arl serve`, of at least 16 characters. Unset: $ARL_ENDPOINT_KEY. Not for the
-    command line. The endpoint itself needs none, as each episode has a key of its own."""
     lease_s: PositiveFloat = 300.0
     """`arl serve`: a program that neither calls the model nor asks for its episode's state for this long has lost the
     episode, which runs again as one that failed."""
 
     @property
     def operator_key(self) -> str:
-        """The key that opens episodes of `arl serve`. Raises ConfigError if there is none, or a short one."""
-        given = self.api_key
-        key = given.get_secret_value() if given is not None else os.environ.get(ENDPOINT_KEY, "")
+        """The key that opens episodes of `arl serve`, from $ARL_ENDPOINT_KEY. The endpoint itself needs none, as each
+        episode has a key of its own. Raises ConfigError if there is none, or a short one."""
+        key = os.environ.get(ENDPOINT_KEY, "")
         if len(key) >= LEAST_KEY and key.isascii() and key.isprintable() and " " not in key:
             return key
-        name = ENDPOINT_KEY if given is None else "endpoint.api_key"
         wrong = f"has {len(key)} characters, or some that are not letters or digits" if key else "is not set"
         raise ConfigError(
-            f"{name} {wrong}: programs open episodes with this key; set it to a secret of at least {LEAST_KEY} letters "
-            "and digits, such as what `openssl rand -hex 32` prints"
+            f"{ENDPOINT_KEY} {wrong}: programs open episodes with this key; set it to a secret of at least {LEAST_KEY} "
+            "letters and digits, such as what `openssl rand -hex 32` prints"
         )
 
     @property
@@ -77,7 +71,7 @@ class EndpointConfig(Section):
     @property
     def changed(self) -> list[str]:
         """The settings of its address that have other values than their defaults."""
-        return self._changed("host", "port", "certificate", "certificate_key_file", "public_url")
+        return self._changed("host", "port", "certificate", "public_url")
 
     def url(self, port: int) -> str:
         """The URL that programs are given if it listens on this port."""
@@ -102,15 +96,6 @@ class EndpointConfig(Section):
                 f"public_url is {given!r}; write http(s)://HOST[:PORT][/PATH], such as https://arl.example"
             )
         return given.rstrip("/")
-
-    @model_validator(mode="after")
-    def _a_key_has_its_certificate(self) -> Self:
-        if self.certificate_key_file is not None and self.certificate is None:
-            raise ValueError(
-                f"certificate_key_file is {self.certificate_key_file}, but certificate is unset, so there is no TLS; "
-                "set both"
-            )
-        return self
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from arl.api.settings.sections import Section
 
@@ -21,7 +21,7 @@ DEFAULT_CONTEXT_LENGTH = 4096
 RELEASED = "released"
 """The label of a server's weights while their memory is released. The next weights have to be loaded whole."""
 SERVER_KEY, MIRROR_KEY = "ARL_SERVER_API_KEY", "ARL_MIRROR_API_KEY"
-"""Environment variables with API keys, for clients and servers."""
+"""Environment variables with API keys, for clients and servers. Keys are no settings, so that no file has them."""
 
 # Inference servers.
 
@@ -150,10 +150,6 @@ class LocalEngineConfig(StartedServersConfig):
         return {"CPU": float(self.num_threads)} | ({"GPU": 1.0} if self.device.startswith("cuda") else {})
 
 
-def _key(given: SecretStr | None, variable: str) -> str | None:
-    return given.get_secret_value() if given is not None else os.environ.get(variable) or None
-
-
 class StockServersConfig(ClientConfig):
     """Servers that others wrote."""
 
@@ -170,12 +166,11 @@ class RunningServersConfig(StockServersConfig):
     servers_file: Path | None = None
     """A file that another program keeps, with a server's base URL on each line: servers join and leave the run as it
     changes. If it names servers, `addresses` is ignored. Unset: run_dir/servers.txt, which `arl servers` edits."""
-    api_key: SecretStr | None = None
-    """Sent as a bearer token, if the servers ask for one. Unset: $ARL_SERVER_API_KEY. Not for the command line."""
 
     @property
     def key(self) -> str | None:
-        return _key(self.api_key, SERVER_KEY)
+        """What servers get as a bearer token."""
+        return os.environ.get(SERVER_KEY) or None
 
     @model_validator(mode="after")
     def _has_addresses(self) -> Self:
@@ -187,13 +182,13 @@ class RunningServersConfig(StockServersConfig):
 
 
 class SGLangEngineConfig(RunningServersConfig):
-    """SGLang servers that already run."""
+    """SGLang servers that already run. If they ask for a key, it is in $ARL_SERVER_API_KEY."""
 
     kind: Literal["sglang"] = "sglang"
 
 
 class VLLMEngineConfig(RunningServersConfig):
-    """vLLM servers that already run, started as docs/vllm_protocol.md says."""
+    """vLLM servers that already run, started as docs/vllm_protocol.md says; a key is in $ARL_SERVER_API_KEY."""
 
     protocol: ClassVar[Protocol] = "vllm"
 
@@ -280,14 +275,13 @@ class DeltaWeightsConfig(WeightFilesConfig):
     transport: Literal["delta"] = "delta"
     mirrors: dict[str, str] = Field(default_factory=dict)
     """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`. A
-    servers file can name more. A server without a mirror must see this machine's directory, as with disk."""
-    api_key: SecretStr | None = None
-    """Sent to the mirrors as a bearer token, if they ask for one. Unset: $ARL_MIRROR_API_KEY. Not for the command
-    line."""
+    servers file can name more. A server without a mirror must see this machine's directory, as with disk. A key that
+    mirrors ask for is in $ARL_MIRROR_API_KEY."""
 
     @property
     def key(self) -> str | None:
-        return _key(self.api_key, MIRROR_KEY)
+        """What mirrors get as a bearer token."""
+        return os.environ.get(MIRROR_KEY) or None
 
 
 class AdapterWeightsConfig(WeightFilesConfig):

@@ -18,7 +18,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    SecretStr,
     field_validator,
     model_validator,
 )
@@ -46,7 +45,7 @@ from arl.api.settings.policies import PolicyConfig, policies_flaw
 from arl.api.settings.sections import Section, laid_over
 
 METRICS_KEY = "ARL_METRICS_KEY"
-"""The environment variable with the key of scrapes."""
+"""The environment variable with the bearer token that scrapes must send."""
 
 
 class RolloutConfig(Section):
@@ -165,15 +164,12 @@ class LogConfig(ConsoleConfig):
     events: EventsConfig | None = EventsConfig()
     """The event log. null: none."""
     metrics_address: str | None = None
-    """HOST:PORT at which Prometheus finds /metrics while the run trains, such as 127.0.0.1:9400. Unset: none."""
-    metrics_key: SecretStr | None = None
-    """The bearer token that scrapes must send. Unset: $ARL_METRICS_KEY. Required beyond loopback. Not for the command
-    line."""
+    """HOST:PORT at which Prometheus finds /metrics while the run trains, such as 127.0.0.1:9400. Unset: none. Beyond
+    loopback scrapes must send the bearer token in $ARL_METRICS_KEY."""
 
     @property
     def key(self) -> str | None:
-        given = self.metrics_key
-        return given.get_secret_value() if given is not None else os.environ.get(METRICS_KEY) or None
+        return os.environ.get(METRICS_KEY) or None
 
     @property
     def metrics_host_and_port(self) -> tuple[str, int]:

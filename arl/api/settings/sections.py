@@ -201,7 +201,7 @@ _KEY = re.compile(
 )
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _MASK = "**********"
-"""As pydantic writes a SecretStr."""
+"""As pydantic writes a SecretStr, which users' own settings may have."""
 
 
 def settings_without_keys(config: BaseModel) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class Greeting:
 class ServerClient(JsonClient):
     """The HTTP calls to one server. Borrows the connections."""
 
-    key_hint = "set engine.api_key to the key that the server was started with"
+    key_hint = "set ARL_SERVER_API_KEY to the key that the server was started with"
     program: ClassVar[str]
     """The name of the servers' program, for messages."""
     greeting_timeout_s: ClassVar[float] = 10.0

@@ -62,7 +62,7 @@ def base_url(address: str, where: str = "engine.addresses") -> str:
         raise ConfigError(f"{where} holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
     if "@" in url.raw_authority:
         without = url.with_user(None)
-        raise ConfigError(f"{where} names a user for {without}, which logs would show; set engine.api_key")
+        raise ConfigError(f"{where} names a user for {without}, which logs would show; set ARL_SERVER_API_KEY")
     return address.rstrip("/")
 
 

@@ -195,7 +195,7 @@ class Held(NamedTuple):
 class MirrorClient(JsonClient):
     """Calls to a mirror (mirror.py). They raise ServerFailedError if it may answer later, else ServerError."""
 
-    key_hint = "set weights.api_key to the key that it was started with"
+    key_hint = "set ARL_MIRROR_API_KEY to the key that it was started with"
     path_hint = "is it a mirror of this version of arl?"
 
     def __init__(self, address: str, api_key: str | None) -> None:

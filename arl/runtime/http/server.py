@@ -239,12 +239,11 @@ def tls_of(endpoint: EndpointConfig) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(endpoint.certificate, endpoint.certificate_key_file, password=lambda: "")
+        context.load_cert_chain(endpoint.certificate, password=lambda: "")
     except (OSError, ValueError) as error:  # ssl's errors are OSErrors
-        files = ", ".join(str(file) for file in (endpoint.certificate, endpoint.certificate_key_file) if file)
         raise ConfigError(
-            f"endpoint.certificate: {files} cannot be used: {error}; it must be a PEM file with a certificate, and "
-            "with its private key, without a password, unless endpoint.certificate_key_file names a file with that"
+            f"endpoint.certificate: {endpoint.certificate} cannot be used: {error}; it must be a PEM file with a "
+            "certificate and its private key, without a password"
         ) from error
     return context
 

@@ -70,7 +70,7 @@ REFUSALS = {
     "Requested token count exceeds the model's maximum context length of 2048 tokens.": (400, PromptTooLongError, ""),
     "Input length (2043 tokens) exceeds the maximum allowed length (2042 tokens).": (400, PromptTooLongError, ""),
     "bad top_p": (400, RefusedRequestError, "refused the request: bad top_p"),
-    "Unauthorized": (401, ServerError, "set engine.api_key"),
+    "Unauthorized": (401, ServerError, "set ARL_SERVER_API_KEY"),
 }
 
 
@@ -105,7 +105,7 @@ def test_an_address_that_is_no_url_is_named(address: str):
 
 
 def test_an_address_with_a_password_is_refused_and_the_password_not_shown():
-    with pytest.raises(ConfigError, match=r"names a user for http://127\.0\.0\.1:9.*engine\.api_key") as caught:
+    with pytest.raises(ConfigError, match=r"names a user for http://127\.0\.0\.1:9.*set ARL_SERVER_API_KEY") as caught:
         RemoteInferenceEngine(["http://joe:hidden@127.0.0.1:9"], ClientConfig())
     assert "hidden" not in str(caught.value)
 

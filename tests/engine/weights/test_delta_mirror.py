@@ -199,7 +199,7 @@ async def test_without_its_key_an_open_mirror_tells_nothing_but_its_health(tmp_p
     (tmp_path / "key").write_text("secret\n")
     mirror = MirrorProcess(tmp_path / "mirror", "--host", "0.0.0.0", "--api-key-file", str(tmp_path / "key"))
     try:
-        with pytest.raises(ServerError, match=r"set weights\.api_key"):
+        with pytest.raises(ServerError, match="set ARL_MIRROR_API_KEY"):
             await MirrorClient(mirror.address, "wrong").held()
         assert (await MirrorClient(mirror.address, "secret").held()).directory is None
         async with aiohttp.ClientSession() as session, session.get(f"{mirror.address}/health") as answer:

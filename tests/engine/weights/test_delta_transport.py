@@ -184,7 +184,7 @@ async def test_a_mirror_with_another_key_fails_its_own_servers_alone(setup: Setu
         engine = Servers(*setup.servers)
         await setup.transport.deliver(setup.transport.snapshot(model), engine)
     assert list(engine.failures) == [setup.servers[2].address]
-    assert "set weights.api_key" in str(engine.failures[setup.servers[2].address])
+    assert "set ARL_MIRROR_API_KEY" in str(engine.failures[setup.servers[2].address])
 
 
 @asynccontextmanager

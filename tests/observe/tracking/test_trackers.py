@@ -301,15 +301,6 @@ async def test_what_is_no_tracker_is_refused_before_anything_starts(given: Any, 
             pytest.fail("it began")
 
 
-async def test_no_tracker_gets_a_key(tmp_path: Path) -> None:
-    recorder = Recorder()
-    log = {"metrics_address": None, "metrics_key": "open sesame"}
-    async with running(tmp_path, steps=1, log=log, trackers=[recorder]) as trainer:
-        _ = [step async for step in trainer]
-    assert recorder.runs[0].flat_settings["log.metrics_key"] == "**********"
-    assert "sesame" not in str(recorder.runs)
-
-
 async def test_a_run_without_trackers_has_none(tmp_path: Path) -> None:
     async with running(tmp_path, steps=1) as trainer:
         _ = [step async for step in trainer]

@@ -119,10 +119,15 @@ async def endpoint(_: Path) -> AsyncIterator[Door]:
         yield Door(port=int(authority.rpartition(":")[2]), sound=[posts[0], *posts, models])
 
 
+@pytest.fixture(autouse=True)
+def operators_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARL_ENDPOINT_KEY", KEY)
+
+
 @asynccontextmanager
 async def episodes(_: Path) -> AsyncIterator[Door]:
     """Where programs open episodes and post their ends; the end of an unknown one, whose body is read first."""
-    settings, urls = EndpointConfig.model_validate({"api_key": KEY}), list[str]()
+    settings, urls = EndpointConfig(), list[str]()
     proxy = OpenAIProxy(TOKENIZER, endpoint=settings)
     end = {"reward": {"agent": 1.0}, "rewards": {"right": 0.5}, "metrics": {"files": 3}}
     paths = {"/episodes/a/end": end, "/episodes/b/end": {"answer": "a"}}
