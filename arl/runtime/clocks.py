@@ -18,7 +18,7 @@ class EpisodeClock:
 
     __slots__ = ("_left_s", "_limit", "_now", "_num_stops", "_on_change", "_since", "began")
 
-    def __init__(self, limit_s: float = math.inf, on_change: Callable[[bool], object] | None = None) -> None:
+    def __init__(self, limit_s: float = math.inf, on_change: Callable[[bool], object] = lambda _: None) -> None:
         self._now = asyncio.get_running_loop().time
         self.began = self._now()
         """When the episode began, by the loop's clock: before its first attempt."""
@@ -54,8 +54,8 @@ class EpisodeClock:
             return
         if not self._num_stops:
             self._left_s = self.left_s
-            self._reschedule(None)
-            self._tell(is_still=True)
+            _reschedule(self._limit, None)  # unless the attempt is ending already
+            self._on_change(True)
         self._num_stops += 1
 
     def go(self) -> None:
@@ -64,19 +64,11 @@ class EpisodeClock:
         self._num_stops -= 1
         if not self._num_stops:
             self._since = self._now()
-            self._reschedule(self._deadline())
-            self._tell(is_still=False)
+            _reschedule(self._limit, self._deadline())
+            self._on_change(False)
 
     def _deadline(self) -> float | None:
         return self._since + self._left_s if self._left_s < math.inf else None
-
-    def _reschedule(self, when: float | None) -> None:
-        if self._limit is not None and not self._limit.expired():  # else the attempt is ending already
-            self._limit.reschedule(when)
-
-    def _tell(self, *, is_still: bool) -> None:
-        if self._on_change is not None:
-            self._on_change(is_still)
 
 
 CLOCK: ContextVar[EpisodeClock | None] = ContextVar("CLOCK", default=None)

@@ -106,8 +106,7 @@ def tell(kind: str, message: str, *, level: str = "info", **more: Any) -> None:
 
 def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     record = {"name": "arl", "msg": f"{kind.__name__}: {error}", "levelname": "error", "kind": "error"}
-    line = JsonFormatter().format(logging.makeLogRecord({**record, "exc_info": (kind, error, trace)}))
-    sys.stderr.write(line + "\n")
+    sys.stderr.write(JsonFormatter().format(logging.makeLogRecord({**record, "exc_info": (kind, error, trace)})) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -166,7 +165,11 @@ class ConsoleLog:
         for copied in self._copied:
             copied.end_line()
             copied.is_open = False
-        sys.stdout, sys.stderr = (_open_stream(stream) for stream in (sys.stdout, sys.stderr))
+        for name in ("stdout", "stderr"):  # the stream below those that stand in for it no more
+            stream: Any = getattr(sys, name)
+            while isinstance(stream, _Copied) and not stream.is_open:
+                stream = stream.stream
+            setattr(sys, name, stream)
         for handler, stream in self._moved:
             handler.setStream(stream)
         if self._num_lost:
@@ -174,11 +177,6 @@ class ConsoleLog:
         with suppress(Full):
             self._lines.put(None, timeout=_LEAVING_S)
             self._writing.join(_LEAVING_S)
-
-    def forget(self) -> None:
-        """In a forked process, which has no thread that writes, and may find the queue locked for ever."""
-        for copied in self._copied:
-            copied.is_open = False
 
     def line(self, text: str) -> None:
         """Returns at once, on any thread. Of a line that was drawn anew, the last state counts."""
@@ -236,16 +234,11 @@ class _Copied:
         return getattr(self.stream, name)
 
 
-def _open_stream(stream: Any) -> Any:
-    """The stream below those that stand in for it no more."""
-    while isinstance(stream, _Copied) and not stream.is_open:
-        stream = stream.stream
-    return stream
-
-
 def _forget_logs() -> None:
+    """In a forked process, which has no thread that writes, and may find the queue locked for ever."""
     for one in _OPEN_LOGS:
-        one.forget()
+        for copied in one._copied:
+            copied.is_open = False
     _OPEN_LOGS.clear()
 
 

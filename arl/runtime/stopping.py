@@ -94,12 +94,6 @@ def show_briefly(error: ErrorT, message: str) -> ErrorT:
     return error
 
 
-def interrupt_like(error: BaseException) -> KeyboardInterrupt:
-    """The exception that a cell raises for a cancellation; it is shown like `error`."""
-    said = getattr(error, "_render_traceback_", lambda: ["the cell was interrupted"])
-    return show_briefly(KeyboardInterrupt(), "\n".join(said()))
-
-
 def is_in_cell() -> bool:
     """Whether a notebook's cell, or a coroutine of one, runs this code."""
     return kernel_shell() is not None and is_loop_running()
@@ -155,7 +149,8 @@ def run_in_cell(main: Coroutine[Any, Any, T], *, again: str) -> T:
         except asyncio.CancelledError as error:
             if ending.signal is None:
                 raise
-            raise interrupt_like(error) from None
+            said = getattr(error, "_render_traceback_", lambda: ["the cell was interrupted"])
+            raise show_briefly(KeyboardInterrupt(), "\n".join(said())) from None
         finally:
             thread.join(_PATIENCE_S)
             if thread.is_alive():

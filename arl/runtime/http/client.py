@@ -210,7 +210,10 @@ class JsonClient:
         return ServerAddress.of(url), request_head(method, url, headers, self._api_key)
 
     async def _send(self, method: str, path: str, body: Body, head: tuple[ServerAddress, bytes]) -> Reply:
-        kept, limit_s = self._in_loop(), self._timeout_s
+        loop, limit_s = asyncio.get_running_loop(), self._timeout_s
+        if (kept := self._loops.get(loop)) is None:
+            places = asyncio.Semaphore(self._max_concurrent) if self._max_concurrent else nullcontext()
+            kept = self._loops[loop] = _InLoop(self._shared or Connections(), places)
         async with kept.places:
             if self._gap_s:
                 await self._turn(kept)
@@ -255,15 +258,6 @@ class JsonClient:
         kept.next_at = begin + self._gap_s
         if begin > now:
             await asyncio.sleep(begin - now)
-
-    def _in_loop(self) -> _InLoop:
-        loop = asyncio.get_running_loop()
-        kept = self._loops.get(loop)
-        if kept is None:
-            limit = self._max_concurrent
-            connections = self._shared or Connections()
-            kept = self._loops[loop] = _InLoop(connections, asyncio.Semaphore(limit) if limit else nullcontext())
-        return kept
 
 
 def encoded(payload: Mapping[str, Any]) -> bytes:
@@ -598,11 +592,9 @@ def request_head(method: str, url: URL, headers: Mapping[str, str], api_key: str
 
 @functools.lru_cache(maxsize=4096)
 def _is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 @functools.cache

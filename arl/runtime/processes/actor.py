@@ -67,8 +67,18 @@ class ObjectProcess:
         self._ended: str | None = None
         ours, theirs = socket.socketpair()
         self._socket = ours
-        with theirs:
-            self._process = self._start(theirs, environment)
+        # The log tells people who look at the machine's processes what this one is.
+        arguments = map(str, (theirs.fileno(), os.getpid(), log))
+        with theirs, self._log.opened() as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "arl.runtime.processes.actor", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches us alone
+            )
         self._sender = threading.Thread(target=self._send, name="arl-calls", daemon=True)
         self._reader = threading.Thread(target=self._read, name="arl-answers", daemon=True)
         self._sender.start()
@@ -110,8 +120,14 @@ class ObjectProcess:
     def close(self, reason: str = "", timeout_s: float | None = None) -> None:
         """Close the object after the calls before, then `kill` the process. Logs what that raises. Idempotent."""
         if self._ended is None:
+            limit_s = _CLOSING_S if timeout_s is None else timeout_s
             with contextlib.suppress(ProcessLostError, EngineClosedError):
-                self._close_object(_CLOSING_S if timeout_s is None else timeout_s)
+                try:
+                    outcome = self._begin(True, "close", ()).result(limit_s)
+                    if outcome.error is not None:
+                        logger.error("closing %s failed, in\n%s", self._what, outcome.traceback)
+                except TimeoutError:
+                    logger.error("%s was not closed within %g s, and is killed", self._what, limit_s)
         self.kill(reason)
 
     def kill(self, reason: str = "") -> None:
@@ -127,24 +143,6 @@ class ObjectProcess:
         self._reader.join()
         self._socket.close()
 
-    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        with self._log.opened() as stream:
-            return subprocess.Popen(
-                # The log tells people who look at the machine's processes what this one is.
-                [
-                    sys.executable,
-                    "-m",
-                    "arl.runtime.processes.actor",
-                    *map(str, (theirs.fileno(), os.getpid(), self._log.path)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches us alone
-            )
-
     def _begin(self, is_in_turn: bool, method: str, args: tuple[Any, ...]) -> Future[CallOutcome]:
         number, answer = next(self._numbers), Future[CallOutcome]()
         message = pickled((number, is_in_turn, method, args))
@@ -157,15 +155,6 @@ class ObjectProcess:
 
     def _error(self) -> Exception:
         return ProcessLostError(self._ended) if self._ended else EngineClosedError(f"{self._what} was closed")
-
-    def _close_object(self, timeout_s: float) -> None:
-        try:
-            outcome = self._begin(True, "close", ()).result(timeout_s)
-        except TimeoutError:
-            logger.error("%s was not closed within %g s, and is killed", self._what, timeout_s)
-            return
-        if outcome.error is not None:
-            logger.error("closing %s failed, in\n%s", self._what, outcome.traceback)
 
     def _value(self, answer: Future[CallOutcome]) -> Any:
         outcome = answer.result()
@@ -183,33 +172,27 @@ class ObjectProcess:
         """Hand answers to their callers until the process has ended."""
         reason = ""
         try:
-            self._hand_out_answers()
+            while True:
+                number, outcome = receive_message(self._socket)
+                for message in outcome.messages:
+                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
+                if answer := self._pending.pop(number, None):
+                    answer.set_result(outcome)
         except (OSError, EOFError):
             pass
         except Exception as error:  # noqa: BLE001 (an answer that does not unpickle, a user's log handler)
             reason = f"gave an answer that could not be read ({type(error).__name__}: {error}), and "
             self._process.kill()
-        ended = self._last_words(reason)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        code = self._process.returncode
+        how = "closed its socket" if code is None else how_it_ended(code)
+        ended = f"{self._what} {reason}{how}; {self._log.end()}"
         with self._state:
             self._ended = ended if self._ended is None else self._ended
             left, self._pending = list(self._pending.values()), {}
         for answer in left:
             answer.set_exception(self._error())
-
-    def _hand_out_answers(self) -> None:
-        while True:
-            number, outcome = receive_message(self._socket)
-            for message in outcome.messages:
-                logging.getLogger(message.logger).log(message.level, "%s", message.text)
-            if answer := self._pending.pop(number, None):
-                answer.set_result(outcome)
-
-    def _last_words(self, reason: str) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDING_S)
-        code = self._process.returncode
-        how = "closed its socket" if code is None else how_it_ended(code)
-        return f"{self._what} {reason}{how}; {self._log.end()}"
 
 
 # Messages

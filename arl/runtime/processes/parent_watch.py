@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Self
 
 _PARENT_POLL_S = 1.0
@@ -78,10 +78,15 @@ class Watch:
 
     def _is_told(self, opened: contextlib.ExitStack) -> bool:
         """Wait until the process has to end, or the watch is over. Returns whether the process has to end."""
-        parent, waiting = self._parent(opened), select.poll()
-        for descriptor in (self._read.fileno(), *parent):
-            waiting.register(descriptor, select.POLLIN)
-        is_polled = self._parent_pid is not None and not parent
+        waiting = select.poll()
+        waiting.register(self._read.fileno(), select.POLLIN)
+        is_polled = self._parent_pid is not None
+        if self._parent_pid is not None:
+            with contextlib.suppress(AttributeError, OSError):  # this system has no such descriptors, or it is gone
+                descriptor = os.pidfd_open(self._parent_pid)
+                opened.callback(os.close, descriptor)
+                waiting.register(descriptor, select.POLLIN)
+                is_polled = False
         while not is_polled or _is_there(self._parent_pid):
             ready = [descriptor for descriptor, _ in waiting.poll(1000 * _PARENT_POLL_S if is_polled else None)]
             if self._read.fileno() in ready:
@@ -89,16 +94,6 @@ class Watch:
             if ready:
                 break
         return True
-
-    def _parent(self, opened: contextlib.ExitStack) -> Sequence[int]:
-        """A descriptor that becomes readable when the parent ends; none if it is gone, or this system has none."""
-        try:
-            descriptors = [] if self._parent_pid is None else [os.pidfd_open(self._parent_pid)]
-        except (AttributeError, OSError):
-            return ()
-        for descriptor in descriptors:
-            opened.callback(os.close, descriptor)
-        return descriptors
 
 
 def _is_there(pid: int | None) -> bool:

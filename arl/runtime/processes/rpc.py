@@ -134,15 +134,11 @@ def outcome_of(messages: Messages, call: Callable[P, Any], *args: P.args, **kwar
         return CallOutcome(error=portable(error), traceback=text, messages=messages.take())
 
 
-class _HasMessages(Protocol):
-    messages: Messages
-
-
 def reported(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], CallOutcome]:
     """Make a method of an object with `messages` return a CallOutcome instead of raising."""
 
     @functools.wraps(method)
-    def call(self: _HasMessages, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
         return outcome_of(self.messages, method, self, *args, **kwargs)
 
     return call
