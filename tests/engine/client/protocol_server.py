@@ -353,6 +353,19 @@ def assert_seamless(response: ModelResponse, num_tokens: int, prompt_length: int
     assert response.output_logprobs == tuple(map(logprob_at, positions))
 
 
+async def when(holds: Callable[[], object]) -> None:
+    """Wait until this holds, of what wakes nobody."""
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def turns() -> None:
+    """Let all happen that waits for nothing but a turn of the event loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def outcome(call: Awaitable[object]) -> object:
     """The call's result, or the error that it raised."""
     try:

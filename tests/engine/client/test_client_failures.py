@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import math
 
 import pytest
 from aiohttp import web
-from protocol_server import Server, ask, assert_seamless, outcome, over
+from protocol_server import Server, ask, assert_seamless, outcome, over, turns, when
 from scripted_weights import ScriptedWeights, weights
 
 from arl.api.engine import WeightServer
@@ -159,8 +160,11 @@ async def test_a_request_that_waits_for_a_paused_server_times_out_and_casts_no_s
     async with over(server, request_timeout_s=0.5) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         call = group.create_task(outcome(engine.agenerate(ask())))
-        await asyncio.sleep(0.35)
+        await turns()
         await engine.resume()
+        await server.until(lambda: bool(server.running))
+        (attempt,) = engine._pool.servers[0].attempts
+        attempt.sent_at += 0.35  # as after so long a pause
         server.calls.clear()
         error = await call
         assert isinstance(error, RequestTimeoutError)
@@ -205,8 +209,7 @@ async def test_hundreds_run_at_once_and_are_aborted_when_cancelled(server: Serve
                 call.cancel()
         await server.until(lambda: len(server.aborted) == 300 and not server.running)
         assert set(server.aborted) == {sent["rid"] for sent in server.requests}
-        await asyncio.sleep(0.05)
-        assert not engine._upkeep._tasks
+        await when(lambda: not engine._upkeep._tasks)
         assert not any(s.attempts for s in engine._pool.servers)
 
 
@@ -305,10 +308,7 @@ async def test_a_server_that_is_fenced_again_and_again_in_updates_has_one_probe_
         server.is_healthy = False
         engine._upkeep.fence(engine._pool.servers[0], "a test")
         await engine.remove_server(server.address)
-        await asyncio.sleep(0.1)  # the answers under way come
-        server.calls.clear()
-        await asyncio.sleep(0.5)
-        assert server.calls == []
+        await when(lambda: not engine._upkeep._tasks)  # a probe would not end: the server is unwell
 
 
 @pytest.fixture
@@ -359,7 +359,9 @@ async def test_a_request_that_its_server_was_told_to_return_keeps_its_tokens_thr
         server.advance(2)
         await server.until(lambda: len(server.aborted) == 1)
         await engine.pause()
-        await asyncio.sleep(0.3)
+        (attempt,) = engine._pool.servers[0].attempts
+        due = attempt.due
+        await when(lambda: attempt.due > due)  # it got more time
         server.abort_gate.set()
         await engine.resume()
         await server.until(lambda: len(server.requests) == 4)
@@ -381,7 +383,8 @@ async def test_a_request_that_is_only_slow_keeps_its_tokens_and_is_cut_once(
         if seed is None:
             await server.until(lambda: len(server.requests) == 4 and len(server.running) == 1)
             assert len(server.requests[-1]["input_ids"]) == 3 + 2
-        await asyncio.sleep(0.4)
+        (attempt,) = engine._pool.servers[0].attempts
+        assert attempt.due == math.inf
         assert len(server.aborted) == (1 if seed is None else 0)
         server.advance(2)
         assert_seamless(await call, 4)

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from protocol_server import Server, ask, over
+from protocol_server import Server, ask, over, turns, when
 from scripted_weights import ScriptedWeights, weights
 
 from arl.api.errors import ServerError, ServerFailedError
@@ -47,12 +47,13 @@ async def test_the_time_of_requests_and_episodes_stands_still_while_servers_slee
         async with clock.begin():
             return await engine.agenerate(ask(2))
 
-    async with over(server, pause_mode="retract", request_timeout_s=0.4) as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
         running = await server.begin(group, episode())
         await engine.release_memory()
         left_s = clock.left_s
         waiting = group.create_task(engine.agenerate(ask(2)))
-        await asyncio.sleep(0.5)
+        await turns()
+        assert [limit.when() for limit in engine._pool.clock._deadlines] == [None, None]
         assert (clock.is_still, clock.left_s) == (True, left_s)
         server.is_automatic = True
         await engine.update_weights(weights(1))
@@ -125,10 +126,12 @@ async def test_a_server_that_joins_while_others_sleep_sleeps_until_they_wake_how
     server: Server, other: Server
 ):
     other.label = RELEASED  # as another run left it; its memory is the trainer's now
-    async with over(server, pause_mode="retract", update_timeout_s=0.3) as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
         await engine.release_memory()
         joining = group.create_task(engine.add_server(other.address))
-        await asyncio.sleep(0.6)
+        await other.until(lambda: other.names(without=()).count("model_info") == 2)
+        await turns()
+        assert [limit.when() for limit in engine._pool.clock._deadlines] == [None]
         assert not {*WAKE} & {*other.names()}
         await engine.update_weights(weights(1))
         await joining
@@ -142,8 +145,8 @@ async def test_the_devices_are_free_only_when_a_server_that_is_just_joining_slee
         joining = group.create_task(engine.add_server(other.address))
         await other.until(lambda: "update_weights_from_disk" in other.names())
         releasing = group.create_task(engine.release_memory())
-        await server.until(lambda: "release_memory_occupation" in server.names())
-        await asyncio.sleep(0.1)
+        await when(lambda: engine._pool.servers[0].state == "asleep")
+        await turns()
         assert not releasing.done()
         other.load_gate.set()
         await releasing
@@ -168,7 +171,7 @@ async def test_a_server_that_is_removed_while_it_sleeps_leaves_when_it_wakes(ser
     async with over(server, other, pause_mode="retract") as engine, asyncio.TaskGroup() as group:
         await engine.release_memory()
         removing = group.create_task(engine.remove_server(other.address))
-        await asyncio.sleep(0.1)
+        await turns()
         assert (removing.done(), "resume_memory_occupation" in other.names()) == (False, False)
         await engine.update_weights(weights(1))
         await removing

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from protocol_server import Server, ask, assert_seamless, over
+from protocol_server import Server, ask, assert_seamless, over, turns, when
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api.engine import WeightServer
@@ -17,7 +17,7 @@ async def test_rolling_updates_one_server_after_another(server: Server, other: S
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
     async with over(server, other, update_order="rolling") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
-        await asyncio.sleep(0.02)
+        await when(lambda: update.calls)
         for session in ("a", "b"):  # preparing disturbs no request
             assert (await engine.agenerate(ask(session=session))).output_versions == (0, 0, 0, 0)
         assert server.names() == other.names() == []
@@ -88,17 +88,14 @@ async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_brok
         assert update.calls.count(("load", server.address)) == 3
 
 
-async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_server_twice_at_once(
-    server: Server, other: Server
-):
+async def test_a_fence_in_the_middle_of_an_update_does_not_load_the_server_twice_at_once(server: Server, other: Server):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    server.faults.append(500)
     async with over(server, other) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
-        await asyncio.sleep(0)
-        await engine.agenerate(ask())  # fences the server, whose probe starts
-        await asyncio.sleep(0.1)
+        await when(lambda: ("load", other.address) in update.calls)
+        engine._upkeep.fence(engine._pool.servers[0], "it failed two requests")
+        await turns()  # its probe starts
         assert update.calls.count(("prepare", server.address)) == 1
         gate.set()
         await running

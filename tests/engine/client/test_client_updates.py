@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from protocol_server import Server, ask, assert_seamless, over
+from protocol_server import Server, ask, assert_seamless, over, turns, when
 from scripted_weights import ScriptedWeights, raising, weights
 
 from arl.api.errors import EngineClosedError, ServerError
@@ -118,9 +118,9 @@ async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(server: 
     async with over(server) as engine, asyncio.TaskGroup() as group:
         server.is_healthy = False
         call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: "model_info" in [name for name, _ in server.calls])
+        await when(lambda: not engine._pool.in_service)
         update = group.create_task(engine.update_weights(weights(1)))
-        await asyncio.sleep(0.02)
+        await turns()
         server.is_healthy = True
         await update
         assert engine.version == 1
@@ -154,7 +154,7 @@ async def test_an_update_while_paused_leaves_the_engine_paused_and_resuming_wait
         await server.until(lambda: server.names().count("update_weights_from_disk") == 2)
         resume = group.create_task(engine.resume())
         call = group.create_task(engine.agenerate(ask()))
-        await asyncio.sleep(0.02)
+        await turns()
         assert server.names()[-1] == "update_weights_from_disk"
         assert server.requests == []
         server.load_gate.set()

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol_server import Server, ask, assert_seamless
+from protocol_server import Server, ask, assert_seamless, when
 from scripted_weights import weights
 
 from arl.api.errors import ConfigError, RunFileError, ServerError
@@ -226,6 +226,22 @@ async def following(run_dir: Path, first: list[str], **settings: Any) -> AsyncIt
         yield engine
 
 
+Looking = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def several_looks(monkeypatch: pytest.MonkeyPatch) -> Looking:
+    """Waits until the file has been looked at six times more."""
+    looks, look = list[bool](), WatchedServers.look
+    monkeypatch.setattr(WatchedServers, "look", lambda watched: (found := look(watched), looks.append(found))[0])
+
+    async def wait() -> None:
+        before = len(looks)
+        await when(lambda: len(looks) > before + 6)
+
+    return wait
+
+
 def name(run_dir: Path, *servers: Server | str) -> None:
     lines = [one.address if isinstance(one, Server) else one for one in servers]
     (run_dir / "servers.txt").write_text("".join(f"{line}\n" for line in lines))
@@ -241,12 +257,6 @@ def row_of(state: ServersState, server: Server) -> ServerRow:
     return row
 
 
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - most of it is in files
-            await asyncio.sleep(0.005)
-
-
 async def told(run_dir: Path, holds: Callable[[ServersState], object]) -> ServersState:
     """What servers.json says, once this holds of it."""
 
@@ -254,7 +264,7 @@ async def told(run_dir: Path, holds: Callable[[ServersState], object]) -> Server
         state = read_state(run_dir)
         return state is not None and bool(holds(state))
 
-    await until(does)
+    await when(does)
     state = read_state(run_dir)
     assert state is not None
     return state
@@ -266,12 +276,12 @@ async def test_a_server_that_the_file_names_joins_with_the_current_weights_and_l
     async with following(tmp_path, [server.address]) as engine:
         await engine.update_weights(weights(3))
         name(tmp_path, server, other)
-        await until(lambda: serving(engine) == {server.address, other.address})
+        await when(lambda: serving(engine) == {server.address, other.address})
         assert other.label == "3"
         state = await told(tmp_path, lambda state: [row.state for row in state.servers] == ["serving"] * 2)
         assert [(row.version, row.requests) for row in state.servers] == [(3, 0)] * 2
         name(tmp_path, other)
-        await until(lambda: serving(engine) == {other.address})
+        await when(lambda: serving(engine) == {other.address})
         assert_seamless(await engine.agenerate(ask()), 4)
         assert server.pause_mode is None
     assert len(other.requests) == 1
@@ -283,11 +293,11 @@ async def test_all_servers_can_be_replaced_at_once(server: Server, other: Server
         other.load_gate.clear()
         await engine.update_weights(weights(1))
         name(tmp_path, other)
-        await until(lambda: other.names().count("update_weights_from_disk"))
+        await when(lambda: other.names().count("update_weights_from_disk"))
         stays = await told(tmp_path, lambda state: any(row.stays for row in state.servers))
         assert "is the last server that serves" in next(row.stays for row in stays.servers if row.stays)
         other.load_gate.set()
-        await until(lambda: serving(engine) == {other.address})
+        await when(lambda: serving(engine) == {other.address})
 
 
 async def test_a_server_that_cannot_join_is_told_of_once_and_tried_again(
@@ -299,9 +309,9 @@ async def test_a_server_that_cannot_join_is_told_of_once_and_tried_again(
         state = await told(tmp_path, lambda state: state.servers[-1].state == "absent")
         assert state.servers[1].version is None
         assert "could not be reached" in state.servers[1].why
-        await asyncio.sleep(0.3)
+        await when(lambda: engine._roster and engine._roster._num_failures > 2)
         await other.start()
-        await until(lambda: serving(engine) == {server.address, other.address})
+        await when(lambda: serving(engine) == {server.address, other.address})
         assert (await told(tmp_path, lambda state: row_of(state, other).state == "serving")).problem == ""
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1
@@ -313,31 +323,31 @@ async def test_a_server_that_is_named_no_more_gives_up_joining(server: Server, o
         await engine.update_weights(weights(1))
         other.load_gate.clear()
         name(tmp_path, server, other)
-        await until(lambda: "update_weights_from_disk" in other.names())
+        await when(lambda: "update_weights_from_disk" in other.names())
         name(tmp_path, server)
-        await until(lambda: [one.address for one in engine._pool.servers] == [server.address])
-        await until(lambda: "continue_generation" in other.names()[-1])
+        await when(lambda: [one.address for one in engine._pool.servers] == [server.address])
+        await when(lambda: "continue_generation" in other.names()[-1])
         other.load_gate.set()
         await told(tmp_path, lambda state: len(state.servers) == 1)
 
 
 async def test_a_server_that_gives_up_joining_is_resumed_even_if_that_takes_several_looks(
-    server: Server, other: Server, tmp_path: Path
+    server: Server, other: Server, tmp_path: Path, several_looks: Looking
 ):
     async with following(tmp_path, [server.address]) as engine:
         await engine.update_weights(weights(1))
         other.load_gate.clear()
         name(tmp_path, server, other)
-        await until(lambda: "update_weights_from_disk" in other.names())
+        await when(lambda: "update_weights_from_disk" in other.names())
         other.resume_gate.clear()
         name(tmp_path, server)
-        await until(lambda: "continue_generation" in other.names()[-1])
-        change = engine._roster._changes[other.address] if engine._roster else None
-        await asyncio.sleep(0.1)  # several looks
-        assert change is not None
+        await when(lambda: "continue_generation" in other.names()[-1])
+        assert engine._roster is not None
+        change = engine._roster._changes[other.address]
+        await several_looks()
         assert not change.done()
         other.resume_gate.set()
-        await until(lambda: other.pause_mode is None)
+        await when(lambda: other.pause_mode is None)
 
 
 async def test_a_server_that_is_named_again_while_it_drains_stays(server: Server, other: Server, tmp_path: Path):
@@ -363,12 +373,12 @@ async def test_a_server_that_leaves_drains_as_long_as_its_line_says(server: Serv
         other.advance(2)
         name(tmp_path, server, f"{other.address} drain=0.05")
         assert_seamless(await call, 6)  # continued on the server that stays
-        await until(lambda: serving(engine) == {server.address})
+        await when(lambda: serving(engine) == {server.address})
     assert [len(sent["input_ids"]) for sent in server.requests] == [5]
 
 
 async def test_an_empty_or_missing_file_is_told_of_once_and_changes_nothing(
-    server: Server, other: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Server, other: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, several_looks: Looking
 ):
     async with following(tmp_path, [server.address, other.address]) as engine:
         name(tmp_path, server, other)
@@ -376,7 +386,7 @@ async def test_an_empty_or_missing_file_is_told_of_once_and_changes_nothing(
         for spoil in (name, lambda run_dir: (run_dir / "servers.txt").unlink()):
             spoil(tmp_path)
             await told(tmp_path, lambda state: state.problem)
-            await asyncio.sleep(0.2)
+            await several_looks()
             assert serving(engine) == {server.address, other.address}
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         " it names no server; the servers stay as they are until that is mended",
@@ -393,7 +403,7 @@ async def test_a_run_starts_with_those_of_its_file_that_answer(
         assert serving(engine) == {server.address}
         assert f"1 of 2 servers cannot join: {other.address}" in caplog.text
         await other.start()
-        await until(lambda: serving(engine) == {server.address, other.address})
+        await when(lambda: serving(engine) == {server.address, other.address})
     await other.stop()
     with pytest.raises(ServerError, match=r"1 of 2 servers cannot join: .* needs 2 of them \(engine\.min_servers\)"):
         async with following(tmp_path, [server.address, other.address], min_servers=2):
@@ -411,7 +421,7 @@ async def test_a_state_that_cannot_be_written_stops_nothing(
 ):
     (tmp_path / "servers.json").mkdir()
     async with following(tmp_path, [server.address]) as engine:
-        await until(lambda: "the state of the servers cannot be written" in caplog.text)
+        await when(lambda: "the state of the servers cannot be written" in caplog.text)
         (tmp_path / "servers.json").rmdir()
         await told(tmp_path, lambda state: state.servers)
         assert_seamless(await engine.agenerate(ask()), 4)
@@ -452,7 +462,7 @@ async def test_whatever_the_file_says_in_between_the_servers_are_those_of_its_en
                 await asyncio.sleep(rng.choice((0.0, 0.02, 0.15)))
             wanted = {server.address for server in rng.sample(servers[:-1], rng.randrange(1, 5))}
             name(tmp_path, *wanted, gone.address)
-            await until(lambda: serving(engine) == wanted)
+            await when(lambda: serving(engine) == wanted)
             left = {*wanted, gone.address}  # one that leaves is named until it has left
 
             def is_settled(state: ServersState) -> bool:
@@ -461,7 +471,7 @@ async def test_whatever_the_file_says_in_between_the_servers_are_those_of_its_en
 
             await told(tmp_path, is_settled)
             asked = len(answers)
-            await until(lambda: len(answers) > asked + 20)
+            await when(lambda: len(answers) > asked + 20)
             stop.set()
         assert engine.version == 12
     for answer in answers:

@@ -6,16 +6,21 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import weights
+from virtual_time import run_in_virtual_time
 
 from arl.api.errors import ServerError
 from arl.api.settings.engines import ClientConfig, LocalEngineConfig
 from arl.engine.client import server_processes
 from arl.engine.client.remote_engine import RemoteInferenceEngine
+from arl.engine.client.server_pool import ServerPool
 from arl.engine.client.server_processes import started_here
+from arl.engine.client.sglang_client import SGLangClient
+from arl.engine.client.watchdog import ServerWatch
 
 
 @pytest.fixture
@@ -83,6 +88,7 @@ async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewh
         for call in calls:
             assert_seamless(await call, 4)
         assert "gives no sign of life" in engine._pool.report()
+        server.is_silent = False
 
 
 async def test_a_server_whose_sign_of_life_was_lost_on_the_way_is_asked_again_and_keeps_its_requests(
@@ -112,14 +118,27 @@ async def test_too_few_servers_for_too_long_end_the_run_with_each_servers_reason
     assert f"{server.address} is fenced (it burned; now: " in str(raised.value)
 
 
-async def test_a_short_loss_of_servers_ends_nothing(server: Server, other: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("arl.engine.client.watchdog._GRACE_S", 0.0)
-    async with over(server, other, update_timeout_s=1.0, min_servers=2) as engine:
-        engine._upkeep.fence(engine._pool.servers[0], "it burned")
-        while len(engine._pool.in_service) < 2:
-            await engine._pool.changed()
-        await asyncio.sleep(1.2)  # longer than a loss may last
-        assert_seamless(await engine.agenerate(ask()), 4)
+def test_a_short_loss_of_servers_ends_nothing_and_a_long_one_the_run():
+    async def hold(lost_s: float) -> None:
+        pool, config = ServerPool(0), ClientConfig(min_servers=2)
+        servers = [pool.join(SGLangClient(cast(Any, None), f"http://127.0.0.1:{i}")) for i in range(2)]
+        for server in servers:
+            pool.admit(server)
+        async with asyncio.TaskGroup() as group:
+            floor = group.create_task(ServerWatch(pool, config, None).hold_floor())
+            for _ in range(3):
+                await asyncio.sleep(1)
+                pool.fence(servers[0], "it burned")
+                await asyncio.sleep(lost_s)
+                pool.admit(servers[0])
+            await asyncio.sleep(10 * config.absence_timeout_s)
+            floor.cancel()
+
+    longest_s = ClientConfig().absence_timeout_s
+    run_in_virtual_time(hold(longest_s - 1))
+    with pytest.raises(ExceptionGroup) as raised:
+        run_in_virtual_time(hold(longest_s + 10))
+    assert "1 of 2 servers serve" in str(raised.value.exceptions[0])
 
 
 SERVER = """
