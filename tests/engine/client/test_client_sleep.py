@@ -1,4 +1,4 @@
-"""Servers that let go of their memory, as arl's client sees to it; conformance/test_server_memory.py asks real ones."""
+"""Servers that let go of their memory, as arl's client sees to it; conformance/test_server_engine.py asks real ones."""
 
 import asyncio
 from typing import Any
