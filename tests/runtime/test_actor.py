@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -43,11 +43,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + 20
-    while is_running(pid):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+def until(holds: Callable[[], object]) -> None:
+    """Wait until this holds, of what wakes nobody."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def test_arrays_come_back_to_the_bit_and_can_be_written_to(start: Any) -> None:
@@ -87,8 +88,7 @@ def test_calls_in_turn_keep_their_order_and_calls_beside_them_do_not_wait(start:
     process, order = start(import_module, "time"), list[str]()
     slow = threading.Thread(target=lambda: (process.call("sleep", 0.3), order.append("first")))
     slow.start()
-    while not process._pending:
-        time.sleep(0.001)
+    until(lambda: process._pending)
     process.tell("sleep", 60)
     process.beside("time")
     order.append("beside")
@@ -111,8 +111,7 @@ def test_what_arl_logs_there_is_logged_here(start: Any, caplog: pytest.LogCaptur
     process = start(logging.getLogger, "arl.there")
     process.call("warning", "of %s", "arl")
     process.tell("error", "of nobody who waits")
-    while len(caplog.messages) < 2:
-        time.sleep(0.001)
+    until(lambda: len(caplog.messages) == 2)
     assert caplog.messages == ["of arl", "of nobody who waits"]
 
 
@@ -164,8 +163,7 @@ def test_a_killed_process_ends_all_calls(start: Any) -> None:
     threads = [threading.Thread(target=call, args=(method,)) for method in (process.call, process.call, process.beside)]
     for thread in threads:
         thread.start()
-    while len(process._pending) < 3:
-        time.sleep(0.001)
+    until(lambda: len(process._pending) == 3)
     os.kill(process.pid, signal.SIGKILL)
     for thread in threads:
         thread.join(20)
@@ -187,9 +185,7 @@ def test_a_process_that_takes_no_calls_holds_up_nobody_but_the_caller(
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    while not process._pending:
-        time.sleep(0.001)
-    time.sleep(0.02)
+    until(lambda: process._pending and process._outbox.empty())
     places = list[str]()
     closing = threading.Thread(target=lambda: (places.append(process.whereabouts()), process.close()), daemon=True)
     closing.start()
@@ -205,7 +201,7 @@ def test_an_answer_that_cannot_be_taken_ends_the_process_and_all_calls(start: An
     process = start(import_module, "urllib.error")
     with pytest.raises(TrainingError, match=r"gave an answer that could not be read.*missing 1 required positional"):
         process.call("ContentTooShortError", "cut", b"")  # an exception that pickles, and does not unpickle
-    wait_until_gone(process.pid)
+    until(lambda: not is_running(process.pid))
 
 
 def test_a_call_that_would_exit_raises_and_the_process_goes_on(start: Any) -> None:
@@ -259,4 +255,4 @@ def test_it_ends_with_the_process_that_started_it_even_in_a_call(tmp_path: Path)
         assert "arl.runtime.processes.actor" in command
         assert str(tmp_path) in command
         parent.kill()
-    wait_until_gone(pid)
+    until(lambda: not is_running(pid))

@@ -169,16 +169,3 @@ async def test_a_removal_that_is_given_up_leaves_the_server_in_service(server: S
         for _ in range(2):
             await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
     assert len(server.requests) > 1
-
-
-async def test_a_server_that_does_not_answer_its_probe_is_not_said_to_have_had_all_the_time_of_an_update(
-    server: Server, other: Server, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("arl.engine.client.health._PROBE_TIMEOUT_S", 0.1)
-    async with over(server) as engine:
-        other.tells["tokenize"] = {}
-        joining = asyncio.ensure_future(engine.add_server(other.address))
-        await other.until(lambda: "tokenize" in other.names())  # the last call of its greeting
-        other.lost = ["model_info"]
-        with pytest.raises(ServerError, match=rf"^{other.address} does not answer$"):
-            await joining

@@ -44,49 +44,36 @@ async def test_a_response_has_the_routes_of_prompt_and_answer_but_of_the_last_to
     assert [r["routed_experts_start_len"] for r in server.requests] == [0, 2]
 
 
-async def test_attempts_ask_for_what_the_ones_before_did_not_bring(server: Server) -> None:
+async def cut_short(server: Server, num_tokens: int, **settings: Any) -> None:
+    """A response of five tokens, which a pause cuts after so many."""
     server.tells, server.is_automatic = ABLE, False
-    async with over(server, model=MODEL, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+    async with over(server, model=MODEL, pause_mode="abort", **settings) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(5)))
-        server.advance(2)
+        server.advance(num_tokens)
         await engine.pause()
         await engine.resume()
         await server.until(lambda: len(server.requests) == 2 and bool(server.running))
-        server.advance(3)
+        server.advance(5)
         response = await call
-    assert [r["routed_experts_start_len"] for r in server.requests] == [0, 4]
     assert_seamless(response, 5)
     assert response.routes == wanted(0, 7, 8)
+
+
+async def test_attempts_ask_for_what_the_ones_before_did_not_bring(server: Server) -> None:
+    await cut_short(server, 2)
+    assert [r["routed_experts_start_len"] for r in server.requests] == [0, 4]
 
 
 async def test_tokens_whose_routes_an_abort_lost_are_sampled_again(server: Server) -> None:
     """SGLang returns none for a request that waits, retracted, when it is aborted."""
-    server.tells, server.is_automatic = ABLE, False
     server.distortions.append(experts(None))
-    async with over(server, model=MODEL, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, engine.agenerate(ask(5)))
-        server.advance(2)
-        await engine.pause()
-        await engine.resume()
-        await server.until(lambda: len(server.requests) == 2 and bool(server.running))
-        assert server.requests[1]["input_ids"] == [9, 8, 7]
-        server.advance(5)
-        response = await call
-    assert_seamless(response, 5)
-    assert response.routes == wanted(0, 7, 8)
+    await cut_short(server, 2)
+    assert server.requests[1]["input_ids"] == [9, 8, 7]
 
 
 async def test_an_abort_within_the_prompt_may_bring_the_routes_of_a_part_of_it(server: Server) -> None:
-    server.tells, server.is_automatic = ABLE, False
     server.distortions.append(experts(experts_at(range(1))))
-    async with over(server, model=MODEL, pause_mode="abort", max_retries=0) as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, engine.agenerate(ask(5)))
-        await engine.pause()
-        await engine.resume()
-        await server.until(lambda: len(server.requests) == 2 and bool(server.running))
-        server.advance(5)
-        response = await call
-    assert response.routes == wanted(0, 7, 8)
+    await cut_short(server, 0, max_retries=0)
 
 
 @pytest.mark.parametrize(

@@ -141,15 +141,6 @@ def test_a_file_that_says_nothing_changes_nothing(looks: Looks, text: str | None
     assert looks.watched.problem == ""
 
 
-def test_a_file_that_cannot_be_opened_changes_nothing(looks: Looks):
-    looks.at(f"{A}\n", 2)
-    looks.path.unlink()
-    looks.path.mkdir()
-    assert not any(looks.watched.look() for _ in range(9))
-    assert "Is a directory" in looks.watched.problem
-    assert [*(looks.watched.named or {})] == [A]
-
-
 def test_a_missing_file_is_a_problem_only_if_somebody_else_was_to_write_it(tmp_path: Path):
     for is_needed in (False, True):
         watched = WatchedServers(tmp_path / "servers", is_needed=is_needed)
@@ -190,22 +181,6 @@ def test_an_edit_of_a_file_that_names_no_server_keeps_those_of_the_run(text: str
     with edited(tmp_path, "now") as edit:
         edit.put(NamedServer(address=C))
     assert (tmp_path / "servers.txt").read_text() == f"# Edited now\n{text}{A}\n{B} {M}\n{C}\n"
-
-
-def test_each_url_is_read_once_though_there_are_many_looks_and_edits(
-    looks: Looks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Of a thousand servers, reading the URLs takes a tenth of a second."""
-    urls = list[str]()
-    monkeypatch.setattr("arl.engine.client.servers_file.base_url", lambda url, where: (urls.append(url), url)[1])
-    assert looks.at(f"{A}\n{B}\n", 1) == []
-    assert [looks.watched.look() for _ in range(9)] == [True] + [False] * 8
-    assert urls == [A, B]
-    with edited(tmp_path, "now") as edit:
-        for address in (A, B, C):
-            edit.put(NamedServer(address=address, drain_s=1.0))
-    assert urls == [A, B] * 2
-    assert edit.lines == [f"{A} drain=1", f"{B} drain=1", f"{C} drain=1"]
 
 
 def test_a_file_that_is_too_long_cannot_be_edited(tmp_path: Path):
