@@ -58,7 +58,6 @@ class FrameClient:
         self._has_outgoing = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._had: set[bytes] = set()
-        """The digests of images that the server has had."""
         self._is_blamed = False
 
     @classmethod
@@ -91,7 +90,11 @@ class FrameClient:
             await self.aclose()
 
     async def aclose(self) -> None:
-        self._end()
+        self.is_open = False
+        for answer in self._waiting.values():
+            if not answer.done():  # else its caller was cancelled, and has yet to run
+                answer.set_exception(ConnectionError("the connection was closed"))
+        self._waiting.clear()
         if (sock := self._socket.get_extra_info("socket")) is not None:
             with suppress(OSError):  # it is not connected any more
                 sock.shutdown(socket.SHUT_RDWR)  # else it would wait until the server has read what was sent
@@ -136,7 +139,6 @@ class FrameClient:
         return tuple(framed)
 
     async def _ask(self, call: Call) -> Result:
-        """Send a call under a number of its own."""
         if not self.is_open:
             raise NotConnectedError("the connection was closed")
         self._last_number += 1
@@ -179,10 +181,3 @@ class FrameClient:
                         answer.set_result(result)
             except BrokenFrameError:
                 return
-
-    def _end(self) -> None:
-        self.is_open = False
-        for answer in self._waiting.values():
-            if not answer.done():  # else its caller was cancelled, and has yet to run
-                answer.set_exception(ConnectionError("the connection was closed"))
-        self._waiting.clear()

@@ -198,7 +198,6 @@ class Upkeep:
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
         self._lost: ProcessLostError | None = None
-        """Why no server can get the target any more."""
         self._is_closed = False
 
     async def pause(self) -> None:
@@ -261,7 +260,6 @@ class Upkeep:
             pass  # a server that does not answer is left as it is
 
     def forget(self, server: Server) -> None:
-        """It was removed."""
         if probe := self._probes.pop(server, None):
             probe.cancel()
         self._watch.forget(server)
@@ -538,18 +536,14 @@ class _Checked:
     """The version at which it is checked next."""
     distance: int = 1
     least: float | None = None
-    """The smallest difference so far."""
 
 
 class WeightCheck:
-    """Checks servers of `pool` when they are due."""
-
     def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
         self._checked: dict[Server, _Checked] = {}
 
     def is_due(self, version: int) -> bool:
-        """Whether a server that takes this version is to be checked then."""
         return any(self._of(server, version).due <= version for server in self._pool.in_service)
 
     async def run(self, probe: WeightProbe) -> None:

@@ -52,9 +52,7 @@ class Line:
         self._pool = pool
         self._line: deque[_Waiter] = deque()
         self._num_starts = 0
-        """How many requests have started in this turn of the event loop."""
         self._starters: deque[asyncio.Future[None]] = deque()
-        """Requests that start in later turns."""
         self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
         self._hold: tuple[object, float] | None = None
         """The expectation for which requests are held, and when the hold ends."""

@@ -38,7 +38,6 @@ _STRAGGLERS_S = 2.0
 _HANDOVER_TIMEOUT_S = 3.0
 """How long a leaving server may take to return aborted requests, and to unload its adapters."""
 _MAX_TOLD = 8
-"""How many servers one message names."""
 _LOOK_EVERY_S = 1.0
 _TELL_EVERY_S = 5.0
 """How often servers.json is written while only the numbers of requests change."""
@@ -213,7 +212,6 @@ class RosterFiles:
     """The files through which servers join and leave a run."""
 
     run_dir: Path | None
-    """Where servers.json is written; None: nowhere."""
     named: Path | None = None
     """The servers file. None: the servers stay those of the start, or are those of `source`."""
     source: ServerProcesses | None = None
@@ -228,8 +226,6 @@ class RosterFiles:
 
 @dataclass(slots=True, eq=False)
 class _Failure:
-    """A server that could not join, or may not leave."""
-
     why: str
     since: float
     """A time of the event loop's clock, like all times here."""

@@ -52,11 +52,9 @@ class PartialResponse:
         self._tail = ""  # the end of the text so far, long enough to hold a stop string
         self.stop_reason: StopReason | None = None
         self.server = ""
-        """Where it was sent last."""
         self.queued_s = 0.0
         self.sends = 0
         self.cached_tokens: int | None = None
-        """The number of cached tokens in the first answer."""
         self.server_s = 0.0
 
     @property

@@ -82,7 +82,6 @@ class _Cluster:
         self._is_closed = False
 
     async def start(self, number: int, log: ChildLog) -> ServerProcess:
-        """Raises ServerError, ConfigError."""
         with log.opened():
             pass
         for is_last in (False, True):  # the first may be one that was lost unnoticed
@@ -154,7 +153,7 @@ class RayServers:
             actor = self._actors[number] = self._actors.get(number) or self._new_actor(number)
             ask = actor.start.remote(self._program, self._api_key, self._is_key_in_file, number, log)
             try:
-                return self._get(ask, self._timeout_s)
+                return self._ray.get(ask, timeout=self._timeout_s)
             except RayTaskError as error:
                 cause = error.cause
                 raise cause if isinstance(cause, ArlError) else ServerError(str(cause)) from error
@@ -173,7 +172,7 @@ class RayServers:
         from ray.exceptions import RayError
 
         try:
-            return self._get(self._actors[number].wait.remote(pid))
+            return self._ray.get(self._actors[number].wait.remote(pid))
         except (RayError, KeyError) as error:
             raise ServerError(f"its node or Ray's process there ended ({type(error).__name__})") from error
 
@@ -223,9 +222,6 @@ class RayServers:
     def _forget(self, number: int) -> None:
         if actor := self._actors.pop(number, None):
             self._ray.kill(actor)
-
-    def _get(self, ref: Any, timeout_s: float | None = None) -> Any:
-        return self._ray.get(ref, timeout=timeout_s)
 
     @property
     def _ray(self) -> Any:
@@ -290,7 +286,6 @@ class ServerActor:
         return process.pid, PlacedPart(part="server", host=socket.gethostname(), address=address, device=device)
 
     def wait(self, pid: int) -> int:
-        """Returns the exit code, once the process has ended."""
         return self._processes[pid].wait()
 
     def signal(self, pid: int, which: int) -> None:

@@ -68,7 +68,6 @@ from arl.runtime.http.client import Connections
 from arl.runtime.http.server import allow_many_connections
 
 _MAX_RETRIES = 3
-"""How often a request is sent again after its server failed."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _SHARE_OF_TIMEOUT = 0.5
@@ -80,7 +79,6 @@ _CLIENTS: Mapping[Protocol, type[ServerClient]] = {"sglang": SGLangClient, "vllm
 
 
 def client_class(config: ClientConfig) -> type[ServerClient]:
-    """What speaks to servers of this kind."""
     return _CLIENTS[config.protocol]
 
 
@@ -324,7 +322,6 @@ class RemoteInferenceEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """The servers have let go of their memory."""
         return self._pool.is_asleep
 
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:

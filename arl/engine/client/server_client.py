@@ -75,12 +75,9 @@ class GenerateCall:
     input_ids: np.ndarray
     """int32: the prompt, and the response so far."""
     num_continued: int
-    """How many of the last input_ids belong to the response."""
     sampling: SamplingParams
     max_new_tokens: int
-    """At most this many tokens more."""
     cache_key: str
-    """Prefixes are shared among calls of one key alone."""
     adapter: str | None = None
     wants_kept_ids: bool = False
     """The answer must say among which ids each token was sampled."""
@@ -129,8 +126,6 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of one GenerateCall."""
-
     output_ids: list[int]
     output_logprobs: list[float]
     finish: Literal["stop", "length", "abort"]
@@ -175,13 +170,10 @@ class Holding:
 
     label: str
     adapters: frozenset[str] = frozenset()
-    """The adapters beside them, if it was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """A server's description of itself."""
-
     address: str
     label: str
     """The version label of its weights."""
@@ -350,13 +342,6 @@ class ServerClient(JsonClient):
         except NONSENSE as error:
             raise ServerFailedError(f"{self.address}/v1/models makes no sense ({error}): {str(cards)[:200]}") from error
 
-    async def tokens_of(self, text: str) -> list[int] | None:
-        """The text as the server tokenizes it, without special tokens of its own; None without a tokenizer."""
-        try:
-            return (await self.look_up("tokenize", {"prompt": text, "add_special_tokens": False})).get("tokens")
-        except ServerError:
-            return None
-
     async def look_up(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         """GET a path that not every server has, or POST the payload to it; {} from a server without it."""
         try:
@@ -398,7 +383,11 @@ async def described(client: ServerClient, model_path: str, context_length: Any) 
             shape = {name: text.get(name) for name in MODEL_SIZES}
         except (OSError, ValueError, AttributeError):
             pass
-    tokens = await client.tokens_of(_PROBE_TEXT)
+    asked = {"prompt": _PROBE_TEXT, "add_special_tokens": False}
+    try:
+        tokens = (await client.look_up("tokenize", asked)).get("tokens")
+    except ServerError:  # it has no tokenizer
+        tokens = None
     return {**shape, "context length": context_length, f"tokenization of {_PROBE_TEXT!r}": tokens}
 
 

@@ -127,11 +127,9 @@ class Attempt:
     pauses: int
     """How often the server had been paused."""
     sent_at: float
-    """The event loop's time."""
     scope: asyncio.Timeout
     """The call's timeout, which `lose` ends early."""
     lost: str | None = None
-    """Why it was ended early."""
     limit_s: float = math.inf
     """How long it may take. Only Patience writes this and the fields below."""
     due: float = math.inf
@@ -194,19 +192,14 @@ class Server:
     """Among all that ever joined the pool."""
     state: ServerState = _JOINING
     greeting: Greeting | None = None
-    """Its description of itself when it was last greeted."""
     since: float = 0.0
-    """When its state began, by the event loop's clock."""
     reason: str = ""
-    """Why it is out of service."""
     probed: str = ""
     """Why its last probe did not bring it back."""
     is_leaving: bool = False
     """It gets no new requests and will be dropped."""
     num_failures: int = 0
-    """How many requests in a row it has failed."""
     backoff_s: float = 0.0
-    """How long its next probe waits."""
     pauses: int = 0
     """How often it was paused so far."""
     loading_since: float = 0.0
@@ -215,7 +208,6 @@ class Server:
     adapters: list[str] = field(default_factory=list[str])
     """All adapters that this engine began to load and did not unload, the newest last; some may not be there."""
     heard_at: float = -math.inf
-    """When it last answered a request."""
     num_coming: int = 0
     """Requests that left the line for it, but are not sent yet."""
     attempts: set[Attempt] = field(default_factory=set[Attempt])
@@ -228,7 +220,6 @@ class Server:
 
     @property
     def load(self) -> int:
-        """The requests that it has, or is about to get."""
         return len(self.attempts) + self.num_coming
 
     @property
@@ -316,7 +307,6 @@ class ServerPool:
 
     @property
     def ready(self) -> list[Server]:
-        """The servers that serve."""
         if self._ready is None:
             self._ready = [server for server in self.servers if server.state is _SERVING]
         return self._ready
@@ -344,7 +334,6 @@ class ServerPool:
         return "; ".join([*out[:_MAX_REPORTED], *more]) or "every server serves"
 
     async def changed(self) -> None:
-        """Wait until a server changes its state."""
         await self._changed.wait()
 
     def wake_all(self) -> None:
@@ -428,12 +417,10 @@ class ServerPool:
         self.clock.stop()
 
     def sleep(self, server: Server, seconds: float) -> None:
-        """seconds: how long it took to let go of its memory."""
         self._move(server, "sleep")
         self._events.emit(ServerSlept(server=server.address, seconds=seconds))
 
     def wake(self, server: Server, seconds: float) -> None:
-        """seconds: how long it took to get memory for its weights."""
         self._move(server, "wake")
         self._events.emit(ServerWoke(server=server.address, seconds=seconds))
 
@@ -494,7 +481,6 @@ class ServerPool:
         self._move(server, "drop")
 
     def note_answer(self, server: Server) -> None:
-        """It answered a request."""
         server.num_failures, server.backoff_s, server.heard_at = 0, 0.0, _now()
 
     def _move(self, server: Server, call: str) -> None:

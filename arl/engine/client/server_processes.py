@@ -50,7 +50,6 @@ _STEADY_S = 600.0
 _MAX_RESTARTS = 3
 """How often in a row a server that died or hangs is started again."""
 _SGLANG = {KEEPS_IMAGES: "0"}
-"""Environment variables of SGLang's servers."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +67,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ServerProcess:
-    """A server's process, here or on another machine."""
-
     address: str
-    """Its base URL."""
     pid: int
     ending: asyncio.Future[int]
     """Its exit code; an error if it was lost with its machine."""
@@ -97,7 +93,6 @@ class Seat:
     """A server that can be started, and started again."""
 
     log: Path
-    """Gets its output."""
     start: Callable[[ChildLog], Awaitable[ServerProcess]]
     """Raises ArlError, or OSError if the machine has no memory, or no process, left."""
 
@@ -198,7 +193,6 @@ async def _start_here(program: Callable[[], Program], port: int, log: ChildLog) 
 
 
 async def _watch(servers: Sequence[_Server]) -> None:
-    """Raises when none is left."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(server.keep_alive()) for server in servers]
     raise ServerError(f"every server that arl started died; {tasks[0].result()}")
@@ -215,12 +209,10 @@ class ServerProcesses:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Their base URLs."""
         return [server.address for server in self._servers]
 
     @property
     def process_ids(self) -> Mapping[str, int]:
-        """The process ids of running servers, by base URL."""
         return {one.address: one.process.pid for one in self._servers if one.process is not None}
 
     @property
@@ -268,7 +260,6 @@ class _Server:
         """Its base URL: the newest process's; empty before the first."""
         self.num_restarts = 0
         self.events: Events = NOWHERE
-        """Gets its restarts."""
         self._seat = seat
         self._up_since: float | None = None
         self._session = session
@@ -466,7 +457,6 @@ def _vllm_command(model: str, config: ServerProcessesConfig, host: str, port: in
 
 
 def _vllm_environment(config: ServerProcessesConfig) -> dict[str, str]:
-    """Variables that the user's own override."""
     shared = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -474,7 +464,6 @@ def _vllm_environment(config: ServerProcessesConfig) -> dict[str, str]:
 
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's --max-lora-rank."""
 
 
 def adapter_options(config: Config) -> list[str]:

@@ -35,8 +35,6 @@ missing that it named before, or its last line does not end: then it may be half
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedServer:
-    """A line of a servers file."""
-
     address: str
     mirror: str | None = None
     drain_s: float | None = None
@@ -49,7 +47,6 @@ class NamedServer:
 
 
 Named = Mapping[str, NamedServer]
-"""The lines of a servers file, by address."""
 
 
 def base_url(address: str, where: str = "engine.addresses") -> str:
@@ -78,18 +75,13 @@ def _named(words: Sequence[str], where: str) -> NamedServer:
     address, *mirrors = [base_url(word, where) for word in words if not word.startswith("drain=")] or [""]
     if not address or len(mirrors) > 1 or len(drains) > 1:
         raise ConfigError(f"{where} is {' '.join(words)!r}; it must be ADDRESS [MIRROR] [drain=SECONDS]")
-    return NamedServer(
-        address=address,
-        mirror=mirrors[0] if mirrors else None,
-        drain_s=_seconds(drains[0], where) if drains else None,
-    )
-
-
-def _seconds(text: str, where: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (seconds := float(text)) < math.inf:
-            return seconds
-    raise ConfigError(f"{where} has drain={text}; it must be a number of seconds, 0 or more")
+    drain_s = None
+    if drains:
+        with suppress(ValueError):
+            drain_s = float(drains[0])
+        if drain_s is None or not 0 <= drain_s < math.inf:
+            raise ConfigError(f"{where} has drain={drains[0]}; it must be a number of seconds, 0 or more")
+    return NamedServer(address=address, mirror=mirrors[0] if mirrors else None, drain_s=drain_s)
 
 
 def _read(path: Path) -> tuple[int, str]:
@@ -123,7 +115,6 @@ class WatchedServers:
 
     def __init__(self, path: Path, *, is_needed: bool) -> None:
         self.named: Named | None = None
-        """None until the file was first understood."""
         self.settled_ns = 0
         """When the text that counts was written."""
         self.problem = ""
@@ -131,9 +122,7 @@ class WatchedServers:
         self._path = path
         self._is_needed = is_needed
         self._text: str | None = None
-        """The text at the last reading."""
         self._num_looks = 0
-        """How many looks in a row have found this text."""
         self._settled_text: str | None = None
         self._parsed: tuple[str, Named] = "", {}
         """The last well-formed text, and its content."""
@@ -171,19 +160,14 @@ class WatchedServers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRow:
-    """One server, as the run sees it."""
-
     address: str
     state: str
     """A ServerState; or `absent`, for one that could not join yet."""
     version: int | None = None
     """The version of its weights; None while it is absent."""
     requests: int = 0
-    """In flight."""
     since: float = 0.0
-    """When its state began, in seconds since 1970."""
     why: str = ""
-    """Why it is out of service."""
     stays: str = ""
     """Why it may not leave yet, if it is to leave."""
     mirror: str | None = None
@@ -194,7 +178,6 @@ class ServersState:
     """The content of run_dir/servers.json: what is true of the servers of a run."""
 
     at: float
-    """When it was written, in seconds since 1970."""
     file: str | None
     """The servers file that the run watches; None if engine.num_servers says which servers there are."""
     is_users: bool
@@ -210,7 +193,6 @@ class ServersState:
         return next((row for row in self.servers if row.address == address), None)
 
     def write(self, run_dir: Path) -> None:
-        """Raises OSError."""
         _replace(run_dir / STATE, msgspec.json.encode(self).decode() + "\n")
 
 
@@ -275,7 +257,8 @@ def _begin_edit(path: Path, state: ServersState | None) -> EditedServers:
     try:
         if not (named := parse(text)):
             rows = [row for row in (state.servers if state else ()) if row.state != "draining"]
-            text = "\n".join([*text.splitlines(), *map(_line, rows)])
+            lines = [NamedServer(address=row.address, mirror=row.mirror).line for row in rows]
+            text = "\n".join([*text.splitlines(), *lines])
             named = parse(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -292,10 +275,6 @@ def _usable(path: Path) -> Iterator[None]:
         yield
     except (OSError, UnicodeDecodeError) as error:
         raise RunFileError(f"{path} cannot be edited: {error}") from error
-
-
-def _line(row: ServerRow) -> str:
-    return NamedServer(address=row.address, mirror=row.mirror).line
 
 
 def _replace(path: Path, text: str) -> None:

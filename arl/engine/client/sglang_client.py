@@ -60,17 +60,7 @@ _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer tha
 _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
 """A server that refuses a request for its adapter was started again: this engine names only what it has loaded."""
 
-_SETTINGS = (
-    "sampling_params",
-    "extra_key",
-    "lora_path",
-    "continued_tokens",
-    "return_sampling_mask",
-    "return_routed_experts",
-    "routed_experts_start_len",
-)
-"""The part of a request that frames carry besides its tokens and its name."""
-
+_IN_THE_FRAME = frozenset(("rid", "input_ids", "return_logprob", "stream"))
 KEEPS_IMAGES = "SGLANG_VLM_CACHE_SIZE_MB"
 """The environment variable with the size of SGLang's cache of what the tower made of images. No update of the weights
 empties it, so that images would be seen with old weights: it has to be 0."""
@@ -82,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 
 class SGLangClient(ServerClient):
-    """The calls to one server that speaks SGLang's protocol."""
-
     program = "SGLang"
     memory_flag = "--enable-memory-saver"
     path_hint = "is it an SGLang server? engine.kind=vllm is for vLLM"
@@ -172,7 +160,7 @@ class SGLangClient(ServerClient):
     async def _ask_in_frames(
         self, frames: FrameClient, payload: Mapping[str, Any], images: Sequence[PlacedImage]
     ) -> Result:
-        settings = encoded({name: payload[name] for name in _SETTINGS if name in payload})
+        settings = encoded({name: value for name, value in payload.items() if name not in _IN_THE_FRAME})
         try:
             result = await frames.generate(payload["rid"], payload["input_ids"], settings, images)
         except ConnectionError as error:
@@ -391,7 +379,6 @@ class SGLangClient(ServerClient):
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:
-    """Raises LookupError, TypeError or ValueError for an impossible answer."""
     meta = body["meta_info"]
     is_abort = meta["finish_reason"]["type"] == "abort"
     # An abort before the first token has no logprobs at all.
@@ -416,7 +403,6 @@ def _cached_meta(head: bytes) -> dict[str, Any]:
 
 
 def _answer_of(result: Result) -> Answer:
-    """Raises as Answer does."""
     is_short = len(result.head) <= _MAX_CACHED_BYTES
     meta = _cached_meta(result.head) if is_short else orjson.loads(result.head)
     kept_ids = KeptIds.decode(result.kept_ids) if result.kept_ids else None
@@ -427,7 +413,6 @@ def _answer_of(result: Result) -> Answer:
 
 
 def _answer(meta: Mapping[str, Any], ids: list[int], logprobs: list[float], **parts: Any) -> Answer:
-    """Raises as Answer does."""
     took_s = meta.get("e2e_latency")
     return Answer(
         output_ids=ids,

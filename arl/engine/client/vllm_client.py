@@ -42,16 +42,14 @@ _ID_PREFIX = "generate-tokens-"
 _LEAST_TEMPERATURE = 0.01
 """vLLM lifts temperatures between 0 and this one to it, for the samples and for their logprobs."""
 _FLAGS = {
-    _GENERATE: "--enable-scale-out",
-    "/inference/v1/abort_requests": "--enable-scale-out",
-    "/pause": "VLLM_SERVER_DEV_MODE=1",
-    "/resume": "VLLM_SERVER_DEV_MODE=1",
-    "/collective_rpc": "VLLM_SERVER_DEV_MODE=1",
-    "/reset_prefix_cache": "VLLM_SERVER_DEV_MODE=1",
-    "/reset_encoder_cache": "VLLM_SERVER_DEV_MODE=1",
-    "/weight_info": "VLLM_SERVER_DEV_MODE=1",
-    "/update_weight_version": "VLLM_SERVER_DEV_MODE=1",
-    "/server_info": "VLLM_SERVER_DEV_MODE=1",
+    **dict.fromkeys((_GENERATE, "/inference/v1/abort_requests"), "--enable-scale-out"),
+    **dict.fromkeys(
+        (
+            *("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache"),
+            *("/weight_info", "/update_weight_version", "/server_info"),
+        ),
+        "VLLM_SERVER_DEV_MODE=1",
+    ),
 }
 """The paths that arl asks, and what makes a server of _TESTED offer them."""
 _TESTED = "0.32"
@@ -76,7 +74,6 @@ class VLLMClient(ServerClient):
         self._lacks_cache = False
         """Its caches may have no memory. vLLM takes no harm from a call that gives them what they have."""
         self._update_version: int | None = None
-        """The version of the tensors that it is receiving."""
 
     # Tokens
 
@@ -189,9 +186,8 @@ class VLLMClient(ServerClient):
         self._lacks_cache = True
 
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
-        if is_here(self.address) and not await offload(
-            directory.is_dir
-        ):  # vLLM would take it for a model of the hub, and end
+        # vLLM would take a directory that is not there for a model of the hub, and end.
+        if is_here(self.address) and not await offload(directory.is_dir):
             raise ServerError(f"{self.address} was not told to load {directory}, because that is no directory")
         await self._label(MIXTURE)
         await self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
@@ -203,7 +199,15 @@ class VLLMClient(ServerClient):
     async def join_group(self, group: WeightGroup) -> None:
         if not self.takes_tensors:
             raise ServerError(f"{self.address} takes no tensors: start vLLM with {TENSORS_FLAG}")
-        await self._post("init_weight_transfer_engine", {"init_info": group_facts(group)})
+        facts = {  # each call of /update_weights is one broadcast of all its bytes
+            "nccl_unique_id_b64": group.unique_id,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": 1 << 62,
+            "packed_num_buffers": 1,
+        }
+        await self._post("init_weight_transfer_engine", {"init_info": facts})
 
     async def leave_group(self, name: str) -> None:
         """vLLM has one group at a time."""
@@ -216,9 +220,11 @@ class VLLMClient(ServerClient):
     async def receive(
         self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
     ) -> None:
-        names, dtypes = [spec.name for spec in specs], [spec.dtype for spec in specs]
-        shapes = [list(spec.shape) for spec in specs]
-        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        info = {
+            "names": [spec.name for spec in specs],
+            "dtype_names": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+        }
         await self._post("update_weights", {"update_info": info})
         if flush_cache:
             await self._flush()
@@ -259,7 +265,9 @@ class VLLMClient(ServerClient):
             await self.resume()
             await self.check_health()
         settings = (await self.call("GET", "/server_info?config_format=json")).json_object()["vllm_config"]
-        model, parallel = settings["model_config"], settings["parallel_config"]
+        model = settings["model_config"]
+        num_processes = int(settings["parallel_config"].get("_api_process_count") or 1)
+        several = f"--api-server-count={num_processes}" if num_processes > 1 else ""
         cards = (await self.look_up("v1/models")).get("data") or [{}]
         if (mode := model["logprobs_mode"]) != "processed_logprobs":
             raise ServerError(
@@ -273,14 +281,12 @@ class VLLMClient(ServerClient):
             address=self.address,
             label=await self.weight_label(),
             num_late=0,  # a pause ends after the step that runs, and the label changes while it is paused
-            unreached=_unreached(parallel),
+            unreached=f"{several}: an abort reaches only one of them; leave the option out" if several else None,
             device=str(settings.get("device_config", {}).get("device_type", "")),
             returns_routes=(settings.get("aux_output_config") or {}).get("enable_return_routed_experts") is True,
             is_exact=model.get("dtype") == "torch.float32",
             releases_memory=model.get("enable_sleep_mode") is True,
-            traits={
-                **await described(self, str(model["model"]), cards[0].get("max_model_len")),
-            },
+            traits=await described(self, str(model["model"]), cards[0].get("max_model_len")),
         )
 
     async def _check_paths(self, version: str) -> None:
@@ -319,25 +325,6 @@ class VLLMClient(ServerClient):
         return RefusedRequestError(f"{self.address} refused the request: {reply.reason}")
 
 
-def group_facts(group: WeightGroup) -> dict[str, Any]:
-    """What a server needs to join: each call of /update_weights is one broadcast of all its bytes."""
-    return {
-        "nccl_unique_id_b64": group.unique_id,
-        "rank_offset": 1,
-        "world_size": group.world_size,
-        "packed": True,
-        "packed_buffer_size_bytes": 1 << 62,
-        "packed_num_buffers": 1,
-    }
-
-
-def _unreached(parallel: Mapping[str, Any]) -> str | None:
-    processes = int(parallel.get("_api_process_count") or 1)
-    if processes == 1:
-        return None
-    return f"--api-server-count={processes}: an abort reaches only one of them; leave the option out"
-
-
 def _seed(seed: int, num_continued: int) -> int:
     """vLLM draws a request's noise from its seed in order. A continuation needs noise that was not drawn before."""
     if num_continued == 0:
@@ -347,7 +334,6 @@ def _seed(seed: int, num_continued: int) -> int:
 
 
 def _parse_answer(body: Mapping[str, Any], routes_from: int | None) -> Answer:
-    """Raises LookupError, TypeError or ValueError for an impossible answer."""
     choice = body["choices"][0]
     ids = choice.get("token_ids") or []
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]

@@ -65,7 +65,6 @@ class ServerWatch:
 
     def __init__(self, pool: ServerPool, config: ClientConfig, processes: ServerProcesses | None) -> None:
         self.num_failed_requests = 0
-        """Requests that a server failed, and that were tried again."""
         self._pool = pool
         self._config = config
         self._processes = processes
@@ -75,7 +74,6 @@ class ServerWatch:
         self._next_count = 0.0
         """When the log may count again those that it does not name."""
         self._asked: dict[Server, float] = {}
-        """When each server in service was last asked for a sign of life."""
         self._asking: set[Server] = set()
         self._num_fences = 0
 
@@ -115,7 +113,6 @@ class ServerWatch:
             logger.warning("%s serves again after %.3g s", server.address, _now() - absence.since)
 
     def forget(self, server: Server) -> None:
-        """It was removed."""
         self._absences.pop(server, None)
         self._last_lines.pop(server, None)
         self._asked.pop(server, None)
@@ -232,7 +229,6 @@ class Patience:
         self._longest_s = max(self._longest_s, took_s)
 
     async def watch(self) -> None:
-        """Look for attempts that are due, for ever."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self._longest_s = max(self._recent_s, default=0.0)
