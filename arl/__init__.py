@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from arl.api.settings.algorithm import preset
     from arl.api.settings.engines import OptimizerConfig, TrainConfig
     from arl.api.settings.run import Config
-    from arl.api.tasks import Task, TaskRecord
     from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
     from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, StepStats, Trajectory
     from arl.api.version import __version__
-    from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
+    from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared, Task, TaskRecord
     from arl.data.loading import load_dataset, load_splits
     from arl.endpoint.proxy import OpenAIProxy
     from arl.endpoint.sdk_workflow import Command, SDKWorkflow
@@ -67,10 +66,9 @@ _HOMES = {
     "arl.api.images": "Image",
     "arl.api.version": "__version__",
     "arl.api.fakes": "ScriptedEngine",
-    "arl.api.tasks": "Task TaskRecord",
     "arl.api.tracking": "TrackedRun TrackedTrajectory Tracker",
     "arl.api.types": "Evaluation Example ModelRequest SamplingParams StepStats Trajectory",
-    "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
+    "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared Task TaskRecord",
     "arl.run.launch": "launch",
     "arl.run.script": "load_config run_script",
     "arl.data.loading": "load_dataset load_splits",

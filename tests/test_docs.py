@@ -36,8 +36,8 @@ from arl.api.settings.engines import ClientConfig
 from arl.api.settings.presets import PRESETS
 from arl.api.settings.run import Config, EventsConfig, LogConfig
 from arl.api.settings.sections import settings_of
-from arl.api.tasks import Task
 from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.workflow import Task
 from arl.endpoint.anthropic import MessagesRequest
 from arl.endpoint.chat import ChatRequest
 from arl.endpoint.completions import CompletionRequest

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from arl.api.custom_arrays import Arrays
 from arl.api.images import PlacedImage
 from arl.api.routed_experts import Routes
 from arl.api.sampling_mask import KeptIds
 from arl.api.train_engine import TOKEN_FIELDS, TrainSequence
-from arl.api.types import Trajectory
+from arl.api.types import Arrays, Trajectory
 
 TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 """The fields of TrainSequence that are tensors."""

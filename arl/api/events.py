@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
-
-from arl.api.placement import Finding, PlacedPart, SharedPath
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +68,68 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     """An episode may have many of these, so they are written to files of their own."""
     t: float = msgspec.field(default_factory=timestamp)
     """Seconds since 1970, by `timestamp`."""
+
+
+# What runs where: the table at a run's start, and its record
+
+
+class PlacedPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a run, and where it runs. A field is empty where that is not known."""
+
+    part: str
+    """controller, trainer, server, workers, mirror, ray."""
+    name: str = ""
+    """policy rank 3; else empty."""
+    host: str = ""
+    address: str = ""
+    pid: int | None = None
+    device: str = ""
+    """cpu, GPU 0, GPUs 0-3."""
+    note: str = ""
+
+
+class SharedPath(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that several machines must see."""
+
+    name: str
+    """The setting: run_dir, weights.directory, model."""
+    path: str
+    seen: dict[str, str]
+    """Machine -> yes, no, read only, another one (the same path, other files), or not checked and why."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A sentence that says what is wrong with a placement, and what to do about it."""
+
+    text: str
+    is_mistake: bool = True
+    """False: a warning, because the run may work."""
+    ends_start: bool = True
+    """A mistake keeps a run from starting, unless the run could train in spite of it."""
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the placement that the trainer's process knows."""
+
+    parts: list[PlacedPart] = []
+    """Its ranks, in order."""
+    shared: list[SharedPath] = []
+    findings: list[Finding] = []
+
+
+def gpus_text(numbers: Sequence[int]) -> str:
+    """GPU 0, or GPUs 0-3; empty for none."""
+    if not numbers:
+        return ""
+    return f"GPU{'s' * (len(numbers) > 1)} {ranges_text(numbers)}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """0-3, 6."""
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda one: one[1] - one[0])
+    ]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 # The run
@@ -426,6 +488,78 @@ class TrainerRecovered(Event, frozen=True, kw_only=True):
     num_ranks: int = 1
     seconds: float
     reason: str
+
+
+# The token ledger (arl/rollout/token_ledger.py)
+
+
+class Fate(StrEnum):
+    """The fate of a token that a server sampled and the client received."""
+
+    TRAINED = "trained"
+    """It was in a trained batch, with loss_mask 1."""
+    MASKED = "masked"
+    """It was in a trained batch, but not trained: loss_mask 0, in no trajectory, or in one that the algorithm leaves
+    out, as truncated or compared with nothing."""
+    REJECTED = "rejected"
+    """Its episode returned None, or its group was rejected."""
+    DROPPED = "dropped"
+    """Its group was dropped: too many others failed, or advantages could not compare them."""
+    FAILED = "failed"
+    """Its episode raised or timed out."""
+    RETRIED = "retried"
+    """Its attempt failed, and another attempt followed."""
+    SURPLUS = "surplus"
+    """Its episode finished after enough others of its group had finished."""
+    OVERTAKEN = "overtaken"
+    """Its episode was cut because enough others of its group had finished."""
+    STRAGGLER = "straggler"
+    """Its group was cut because it kept the trainer waiting."""
+    BASELINE = "baseline"
+    """It belongs to a greedy episode, of which only the reward is used."""
+    EVALUATION = "evaluation"
+    STOPPED = "stopped"
+    """In flight, or not yet in a checkpoint, when a start of the run ended: its example runs again."""
+    RETURNED = "returned"
+    """Its group was in a checkpoint, but changed settings made it too old for any batch: its example runs again."""
+
+
+class TokenTally(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tokens of one fate."""
+
+    tokens: int = 0
+    episodes: int = 0
+    """Episodes, or attempts for RETRIED. An episode with both trained and masked tokens counts as trained."""
+    server_s: float = 0.0
+    """How long servers had their requests, by the servers' clocks; divided by tokens if an episode has several
+    fates."""
+    by_length: dict[str, int] = {}
+    """Tokens by the length of their episode, in received tokens: n stands for 2^(n-1) to 2^n - 1, and 0 for none."""
+
+
+class TokensCounted(Event, frozen=True, kw_only=True):
+    """The token ledger, over all starts of the run. `received` is the sum of `open`, `waiting` and the fates.
+
+    `asked` is the sum of `received` and `unreceived`: tokens that episodes asked for, by requests that have ended.
+    """
+
+    received: int
+    open: int = 0
+    """Tokens of episodes that run, or whose group runs."""
+    waiting: int = 0
+    """Tokens of groups that wait to be trained."""
+    fates: dict[str, TokenTally] = msgspec.field(default_factory=dict[str, TokenTally])
+    asked: int = 0
+    unreceived: int = 0
+    """Tokens that were asked for and not received: max_new_tokens of each unanswered request. Servers generated at most
+    so many for them."""
+    unanswered: int = 0
+    """Requests that were cancelled, timed out, or failed too often."""
+    trained_again: int = 0
+    """Trained in a later batch, too (rollout.replay_groups). Not part of the sum."""
+    unknown: int = 0
+    """Trained, but no response to their episode had them: of another sampler, or twice in an episode's trajectories.
+    Not part of the sum."""
 
 
 # Beside training

@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any, Protocol
 
-from arl.api.image_marks import ImagePlace, mark_of, num_drawn
+from arl.api.images import ImagePlace, mark_of, num_drawn
 
 MOST_TOKENS = 1500
 """Of one trajectory that is shown alone."""

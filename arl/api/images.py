@@ -16,13 +16,12 @@ import io
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from arl.api.errors import ImageError
-from arl.api.image_marks import ImagePlace
 from arl.api.version import install_command
 
 if TYPE_CHECKING:
@@ -132,6 +131,19 @@ class PlacedImage:
     def size(self) -> tuple[int, int]:
         """Width and height of the image, in pixels."""
         return self.image.width, self.image.height
+
+
+class ImagePlace(Protocol):
+    """An image at the tokens [start, stop), which are its placeholders."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        ...
 
 
 def kind_of(data: bytes) -> str:
@@ -302,3 +314,31 @@ def _rgb(picture: Picture, what: str) -> Picture:
         raise ImageError(f"cannot convert {what}, of mode {picture.mode}, to RGB: {error}") from error
     picture.info.clear()
     return picture
+
+
+# Images among tokens, as people are shown them: an image is one mark, however many its placeholders
+
+
+def mark_of(place: ImagePlace) -> str:
+    """What stands for an image in a text."""
+    (width, height), count = place.size, place.stop - place.start
+    return f"[image {width}x{height}, {count} token{'s' * (count != 1)}]"
+
+
+def text_with_marks(
+    token_ids: Sequence[int], images: Sequence[ImagePlace], decode: Callable[[Sequence[int]], str]
+) -> str:
+    """The text of tokens, with a mark for each image in the place of its placeholders. images: in order."""
+    parts, end = list[str](), 0
+    for place in images:
+        parts += [decode(token_ids[end : place.start]), mark_of(place)]
+        end = place.stop
+    return "".join([*parts, decode(token_ids[end:])])
+
+
+def num_drawn(images: Sequence[ImagePlace], most: int) -> int:
+    """How many of the first tokens are drawn if `most` marks may be: an image is one, and is drawn whole."""
+    for place in images:
+        if place.start < most:
+            most += place.stop - place.start - 1
+    return most

@@ -150,3 +150,42 @@ def _integer(name: str, t: int, value: Any, lowest: int, highest: int, what: str
     if not hasattr(value, "__index__") or not lowest <= value.__index__() <= highest:
         raise TrajectoryError(f"{name}[{t}] is {value!r:.40}; it must be {what}")
     return value.__index__()
+
+
+# Arrays beside the tokens
+
+
+_KINDS = "biuf"
+"""The kinds of numpy's dtypes that every process and file reads back as they were."""
+
+
+def arrays_flaw(arrays: Mapping[str, Array], num_rows: int, rows: str) -> str | None:
+    """Why these cannot lie beside so many tokens; None if they can. rows: the field with the tokens."""
+    for name, array in arrays.items():
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - users' own
+            return f"a name in arrays is {name!r:.40}; it must be a str"
+        if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return f"arrays[{name!r}] is a {type(array).__name__}; it must be a numpy array of numbers"
+        if array.dtype.kind not in _KINDS:
+            return f"arrays[{name!r}] has dtype {array.dtype}; it must hold bools, integers or floats"
+        if array.ndim == 0 or len(array) != num_rows:
+            has = "no axis" if array.ndim == 0 else f"{len(array)} rows"
+            return f"arrays[{name!r}] has {has} for {num_rows} {rows}; its first axis must be the tokens"
+    return None
+
+
+def kept_arrays(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays as records keep them: plain, contiguous, in native byte order, and read-only.
+
+    One that is all of this, and owns its memory, is kept. Others are copied: what they view may change, as a mapped
+    file may.
+    """
+    kept: dict[str, Array] = {}
+    for name, given in arrays.items():
+        flags, is_plain = given.flags, type(given) is np.ndarray and given.dtype.isnative
+        if is_plain and flags.owndata and flags.c_contiguous and not flags.writeable:
+            kept[name] = given
+            continue
+        kept[name] = np.array(given, dtype=given.dtype.newbyteorder("="), order="C", subok=False)
+        kept[name].flags.writeable = False
+    return kept

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from arl.api.custom_arrays import no_arrays
+from arl.api.types import no_arrays
 
 if TYPE_CHECKING:
     import torch
 
-    from arl.api.custom_arrays import Arrays
     from arl.api.images import PlacedImage
     from arl.api.routed_experts import Routes
     from arl.api.sampling_mask import KeptIds
+    from arl.api.types import Arrays
 
 
 from collections.abc import Mapping

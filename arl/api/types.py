@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from arl.api.custom_arrays import Arrays, arrays_flaw, kept_arrays, no_arrays
 from arl.api.errors import TrajectoryError
 from arl.api.grammar import Grammar
 from arl.api.images import PlacedImage, placement_flaw
@@ -20,7 +19,7 @@ from arl.api.images import PlacedImage, placement_flaw
 if TYPE_CHECKING:
     from arl.api.routed_experts import Routes
     from arl.api.sampling_mask import KeptIds
-    from arl.api.token_arrays import BoolColumn, FloatColumn, IntColumn, OptionalColumn
+    from arl.api.token_arrays import Array, BoolColumn, FloatColumn, IntColumn, OptionalColumn
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -42,6 +41,17 @@ MAX_NUMBER = 3.4e38
 _MOST = (1 << 31) - 1  # of int32, the type of token ids and versions
 _TOKEN_ID = "a token id, an integer of at least 0, below 2^31"
 _VERSION = "-1 (not sampled) or a policy version, below 2^31"
+
+
+Arrays = Mapping[str, "Array"]
+"""Arrays beside the tokens, for models of another kind: name -> numbers, whose first axis is the tokens. arl carries
+them from an episode to the train engine, and never looks inside. docs/extending.md shows them in use."""
+_NO_ARRAYS: Arrays = {}
+
+
+def no_arrays() -> Arrays:
+    """The default of a record's arrays: one mapping for all of them, as there may be many records."""
+    return _NO_ARRAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +130,7 @@ class ModelRequest:
     def __post_init__(self) -> None:
         if len(self.input_ids) == 0:
             raise ValueError("input_ids is empty; a request needs at least one token to continue from")
-        if self.arrays and (flaw := arrays_flaw(self.arrays, len(self.input_ids), "input_ids")):
+        if flaw := _arrays_flaw(self.arrays, len(self.input_ids), "input_ids"):
             raise ValueError(flaw)
         if not 0 <= self.routes_from < len(self.input_ids):
             raise ValueError(
@@ -171,7 +181,7 @@ class ModelResponse:
                 f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions; "
                 "each token needs one of each"
             )
-        if self.arrays and (flaw := arrays_flaw(self.arrays, n, "output_ids")):
+        if flaw := _arrays_flaw(self.arrays, n, "output_ids"):
             raise ValueError(flaw)
         if self.kept_ids is not None:
             if flaw := _kept_ids_flaw(self.kept_ids, self.output_ids):
@@ -179,6 +189,14 @@ class ModelResponse:
             object.__setattr__(self, "kept_ids", self.kept_ids.packed())
         if self.routes is not None and len(self.routes) <= n:
             raise ValueError(f"routes has {len(self.routes)} entries for a prompt and {n} tokens after it")
+
+
+def _arrays_flaw(arrays: Arrays, num_rows: int, rows: str) -> str | None:
+    if not arrays:
+        return None
+    from arl.api.token_arrays import arrays_flaw
+
+    return arrays_flaw(arrays, num_rows, rows)
 
 
 def _kept_ids_flaw(kept_ids: KeptIds, token_ids: Any) -> str | None:
@@ -304,10 +322,8 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         self._check_lengths()
-        if self.arrays:
-            if flaw := arrays_flaw(self.arrays, len(self.token_ids), "token_ids"):
-                raise TrajectoryError(flaw)
-            object.__setattr__(self, "arrays", kept_arrays(self.arrays))
+        if flaw := _arrays_flaw(self.arrays, len(self.token_ids), "token_ids"):
+            raise TrajectoryError(flaw)
         self._build_columns()
         self._check_numbers()
         self._check_turns()
@@ -339,6 +355,8 @@ class Trajectory:
         from arl.api import token_arrays
 
         put = object.__setattr__
+        if self.arrays:
+            put(self, "arrays", token_arrays.kept_arrays(self.arrays))
         put(self, "token_ids", token_arrays.integers("token_ids", self.token_ids, 0, _MOST, _TOKEN_ID))
         if self.token_rewards is not None:
             put(self, "token_rewards", token_arrays.rewards("token_rewards", self.token_rewards, MAX_REWARD))

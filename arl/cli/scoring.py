@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arl.api.errors import ConfigError
-from arl.api.image_marks import text_with_marks
+from arl.api.images import text_with_marks
 from arl.api.settings.run import Config
 from arl.cli.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.cli.episodes import Run, Stage, Work, add_options, open_stage

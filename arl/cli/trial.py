@@ -14,8 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from arl.api.image_marks import text_with_marks
-from arl.api.images import PlacedImage
+from arl.api.images import PlacedImage, text_with_marks
 from arl.api.settings.run import Config
 from arl.api.types import NOT_SAMPLED, Trajectory
 from arl.cli.command import counted, parse, parser_of, positive, run_command, users_traceback

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from arl.api.placement import Finding, PlacedPart, SharedPath
+from arl.api.events import Finding, PlacedPart, SharedPath
 from arl.api.settings.engines import (
     DeltaWeightsConfig,
     DistributedWeightsConfig,

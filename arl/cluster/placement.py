@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from arl.api.errors import ConfigError
-from arl.api.events import RunPlaced
-from arl.api.placement import Finding, PlacedPart, SharedPath, gpus_text, ranges_text
+from arl.api.events import Finding, PlacedPart, RunPlaced, SharedPath, gpus_text, ranges_text
 
 _ADVICE = "the same script with --dry-run shows all of the placement, and starts nothing"
 _SHOWN_SERVERS = 2

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from arl.api.placement import Finding, PlacedPart, gpus_text
+from arl.api.events import Finding, PlacedPart, gpus_text
 from arl.api.settings.engines import (
     DeltaWeightsConfig,
     LocalEngineConfig,

@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any, Self, overload
 
 from arl.api.errors import DatasetError
-from arl.api.tasks import StreamChunk
 from arl.api.types import Example
+from arl.api.workflow import StreamChunk
 
 Columns = Mapping[str, str | Callable[[Example], Any]]
 """Columns that rows get: each by the name of another column, or by a function of the row."""

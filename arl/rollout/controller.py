@@ -27,9 +27,8 @@ from typing import Any, Protocol, cast
 
 from arl.api.engine import Sampler
 from arl.api.errors import first_error
-from arl.api.events import GroupAdmitted, GroupEnded, KeptTokens
+from arl.api.events import Fate, GroupAdmitted, GroupEnded, KeptTokens
 from arl.api.settings.run import RolloutConfig
-from arl.api.token_accounting import Fate
 from arl.api.types import Example, Group
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler

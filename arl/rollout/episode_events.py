@@ -18,6 +18,7 @@ from arl.api.events import (
     EpisodeContext,
     EpisodeEnded,
     Events,
+    Fate,
     KeptTokens,
     TrajectorySummary,
     TurnEnded,
@@ -26,7 +27,6 @@ from arl.api.events import (
     timestamp,
 )
 from arl.api.images import Image
-from arl.api.token_accounting import Fate
 from arl.api.types import NOT_SAMPLED, Example, ModelRequest, ModelResponse, Trajectory
 from arl.rollout.token_ledger import TokenLedger
 

@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import Any
 
 from arl.api.errors import CheckpointError, DatasetError
-from arl.api.tasks import Stream, StreamChunk
 from arl.api.types import Example
+from arl.api.workflow import Stream, StreamChunk
 from arl.rollout.ledger import ExampleId, GroupNumbers, GroupOutcome, Issue, packed, unpacked
 
 _FEW = 16

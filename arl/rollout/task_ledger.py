@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.tasks import TaskCurriculum, TaskRecord, check_weight
+from arl.api.workflow import TaskCurriculum, TaskRecord, check_weight
 from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.stream_ledger import StreamLedger
 

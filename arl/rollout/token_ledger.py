@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from arl.api.token_accounting import Fate, TokensCounted, TokenTally
+from arl.api.events import Fate, TokensCounted, TokenTally
 from arl.api.types import Group
 
 

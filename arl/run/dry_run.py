@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ArlError, ConfigError, ServerError
-from arl.api.placement import Finding, Placed, PlacedPart, SharedPath
+from arl.api.events import Finding, Placed, PlacedPart, SharedPath
 from arl.api.settings.engines import DeltaWeightsConfig, DistributedWeightsConfig, RunningServersConfig
 from arl.api.settings.run import Config
 from arl.cluster.node_checks import NodeReport, check_nodes, local_finding, written

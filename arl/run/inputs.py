@@ -13,9 +13,8 @@ from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.settings.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.settings.policies import PolicyRoles
 from arl.api.settings.run import Config, check_group_size
-from arl.api.tasks import Task, TaskCurriculum
 from arl.api.types import Example, Group
-from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.api.workflow import Curriculum, RolloutWorkflow, Task, TaskCurriculum
 from arl.data.lazy_rows import NamedRows, StreamedRows, fingerprint
 from arl.data.loading import examples_of, held_out_of
 from arl.rollout.controller import Dataset

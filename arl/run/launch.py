@@ -17,8 +17,7 @@ from typing import Any
 from arl.api.custom_engines import OwnEngines
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ConfigError, ImageError
-from arl.api.events import NOWHERE, Events, EventStore, RunBegan
-from arl.api.placement import Finding
+from arl.api.events import NOWHERE, Events, EventStore, Finding, RunBegan
 from arl.api.settings.endpoint import entered
 from arl.api.settings.engines import (
     AdapterWeightsConfig,
@@ -26,11 +25,10 @@ from arl.api.settings.engines import (
 from arl.api.settings.objective import DistillationAdvantage
 from arl.api.settings.run import Config
 from arl.api.settings.sections import settings_without_keys
-from arl.api.tasks import Task, TaskCurriculum
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Example, Group
 from arl.api.version import __version__
-from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.api.workflow import Curriculum, RolloutWorkflow, Task, TaskCurriculum
 from arl.cluster.placement import PlacementTable
 from arl.data.lazy_rows import NamedRows, StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest

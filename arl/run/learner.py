@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from arl.api.errors import ConfigError
-from arl.api.events import KeptTokens, TokenFrame
-from arl.api.placement import Placed, PlacedPart
+from arl.api.events import KeptTokens, Placed, PlacedPart, TokenFrame
 from arl.api.settings.engines import LocalEngineConfig, TrainConfig
 from arl.api.settings.objective import CriticConfig, RewardModelConfig
 from arl.api.settings.run import Config

@@ -22,10 +22,9 @@ from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.settings.engines import LocalEngineConfig
 from arl.api.settings.run import Config
 from arl.api.settings.sections import PEERS_NAMES, config_error, laid_over
-from arl.api.tasks import Task
 from arl.api.tracking import Tracker
 from arl.api.types import SamplingParams
-from arl.api.workflow import RolloutWorkflow
+from arl.api.workflow import RolloutWorkflow, Task
 from arl.data.lazy_rows import Columns, StreamedRows
 from arl.data.loading import examples_of, first_of_each, held_out_of, load_dataset
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature

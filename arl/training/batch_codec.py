@@ -16,11 +16,10 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from arl.api.custom_arrays import Arrays, no_arrays
 from arl.api.images import Image, PlacedImage
 from arl.api.routed_experts import Routes
 from arl.api.sampling_mask import KeptIds
-from arl.api.types import Group, Trajectory, TurnSpan
+from arl.api.types import Arrays, Group, Trajectory, TurnSpan, no_arrays
 
 Array = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arl.api.errors import ArlError, ConfigError
-from arl.api.settings.evaluation import EvaluationConfig
+from arl.api.settings.run import EvaluationConfig
 from arl.api.types import Evaluation
 from arl.runtime.threads import TrainThread, finished, offload
 from arl.training.evaluation_weights import Pin

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ConfigError, FailureBudgetError
 from arl.api.events import EvaluationEnded
-from arl.api.settings.evaluation import EvaluationConfig
+from arl.api.settings.run import EvaluationConfig
 from arl.api.types import NOT_SAMPLED, Evaluation
 from arl.rollout.controller import Dataset, EvaluationEpisode, EvaluationRules, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.engine import WeightProbe
 from arl.api.errors import ArlError
-from arl.api.placement import Placed
+from arl.api.events import Placed
 from arl.api.train_engine import ModelLimits, digest_of
 from arl.api.types import Group, new_id
 from arl.runtime.processes.actor import ObjectProcess

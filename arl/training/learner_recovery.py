@@ -23,8 +23,7 @@ from typing import TypeVar
 
 from arl.api.engine import WeightProbe
 from arl.api.errors import ArlError, CheckpointError, ProcessLostError, TrainingError
-from arl.api.events import NOWHERE, Events, TrainerRecovered, short
-from arl.api.placement import Placed
+from arl.api.events import NOWHERE, Events, Placed, TrainerRecovered, short
 from arl.api.settings.engines import TrainConfig
 from arl.api.train_engine import ModelLimits
 from arl.api.types import Group

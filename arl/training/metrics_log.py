@@ -14,8 +14,8 @@ from typing import IO, Any
 import msgspec
 from rich.console import Console
 
+from arl.api.events import TokensCounted
 from arl.api.settings.run import LogConfig
-from arl.api.token_accounting import TokensCounted
 from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, Group, StepStats
 from arl.api.version import install_command

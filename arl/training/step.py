@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from arl.api.events import BatchTrained, Events, TrainedSummary
-from arl.api.token_accounting import TokensCounted
+from arl.api.events import BatchTrained, Events, TokensCounted, TrainedSummary
 from arl.api.types import Group, StepStats
 from arl.rollout.episode_events import Candidate
 from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics

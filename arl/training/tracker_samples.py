@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from arl.api.image_marks import text_with_marks
+from arl.api.images import text_with_marks
 from arl.api.tracking import TrackedTrajectory, expected_column
 from arl.api.types import Group, Trajectory
 from arl.rollout.episode import Episode

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image as Pictures
 
 from arl.api.errors import ImageError, TrajectoryError
-from arl.api.image_marks import num_drawn
-from arl.api.images import Image, PlacedImage
+from arl.api.images import Image, PlacedImage, num_drawn
 from arl.api.types import ModelRequest, Trajectory
 
 

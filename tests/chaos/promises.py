@@ -13,8 +13,7 @@ from typing import Any
 from life import NUM_EXAMPLES, SEEN
 from recovery.invariants import check_ledger, newest_checkpoint, trained_batches
 
-from arl.api.events import Lost, RunEnded, TurnEnded
-from arl.api.token_accounting import TokensCounted
+from arl.api.events import Lost, RunEnded, TokensCounted, TurnEnded
 from arl.observe.events.records import EpisodeRecord, GroupRecord
 from arl.observe.events.run_record import RunRecord
 from arl.training.run_result import how_it_ended

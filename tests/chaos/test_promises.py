@@ -19,9 +19,8 @@ from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_fakes
 
 import arl.run.launch
-from arl.api.events import BatchTrained, EpisodeEnded, GroupAdmitted, TokensKept
+from arl.api.events import BatchTrained, EpisodeEnded, GroupAdmitted, TokensCounted, TokensKept
 from arl.api.fakes import ScriptedEngine
-from arl.api.token_accounting import TokensCounted
 from arl.observe.events.batches import packed, records_batch
 from arl.observe.events.files import LogFiles
 from arl.observe.events.run_record import read_run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from arl.api.errors import ConfigError
-from arl.api.placement import Finding, PlacedPart, SharedPath
+from arl.api.events import Finding, PlacedPart, SharedPath
 from arl.api.settings.run import Config
 from arl.cluster.placement import PlacementTable, check
 from arl.cluster.planned import gpu_mistakes, planned_servers, planned_trainer, shared_gpus

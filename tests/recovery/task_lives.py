@@ -10,7 +10,7 @@ from recovery.lives import Moody, Remembering, config, killing_at, slow_engine
 from scripted_launch import use_fakes
 
 import arl.run.launch
-from arl.api.tasks import Task
+from arl.api.workflow import Task
 
 SIZES = {"long": 17, "short": 5}
 WEIGHTS = {"long": 2.0, "short": 1.0}

@@ -20,7 +20,7 @@ from scoring import length, reads_to_the_end, two_parts
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.fakes import ScriptedEngine
-from arl.api.settings.evaluation import EvaluationConfig
+from arl.api.settings.run import EvaluationConfig
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards import AsyncReward, InlineReward, RewardPool, Score, ThreadReward, WeightedReward, as_reward

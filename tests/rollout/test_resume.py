@@ -13,8 +13,8 @@ from records import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
+from arl.api.events import Fate, TokensCounted
 from arl.api.settings.run import RolloutConfig
-from arl.api.token_accounting import Fate, TokensCounted
 from arl.api.types import Example, Group, Trajectory
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from players import as_json
 
 from arl.api.errors import CheckpointError, DatasetError
-from arl.api.tasks import StreamChunk
+from arl.api.workflow import StreamChunk
 from arl.data.lazy_rows import CHUNK, StreamedRows
 from arl.data.loading import examples_of
 from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue

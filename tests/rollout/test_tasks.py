@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from players import as_json
 
 from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.tasks import TaskCurriculum, TaskRecord
+from arl.api.workflow import TaskCurriculum, TaskRecord
 from arl.rollout.ledger import ExampleLedger, GroupNumbers, GroupOutcome, Issue
 from arl.rollout.task_ledger import TaskLedger, Turns
 

@@ -13,8 +13,8 @@ from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
 from arl.api.errors import PromptTooLongError, RequestTimeoutError, ServerError
+from arl.api.events import Fate
 from arl.api.fakes import ScriptedEngine
-from arl.api.token_accounting import Fate
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import RolloutController, run_examples

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from arl.api.events import ServerWorked
+from arl.api.events import ServerWorked, TokensCounted
 from arl.api.grammar import Grammar
 from arl.api.settings.run import Config
-from arl.api.token_accounting import TokensCounted
 from arl.api.types import SamplingParams, Trajectory
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.observe.events.run_record import read_run

@@ -14,8 +14,7 @@ import yaml
 from arl.api.errors import ConfigError
 from arl.api.settings.algorithm import AlgorithmConfig, preset
 from arl.api.settings.engines import LoRAConfig, SGLangEngineConfig
-from arl.api.settings.evaluation import TrackioConfig, WandbConfig
-from arl.api.settings.run import Config
+from arl.api.settings.run import Config, TrackioConfig, WandbConfig
 from arl.run.script import load_config
 
 

@@ -15,8 +15,7 @@ from training.trainer_run import DirectTransport, running
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError
 from arl.api.fakes import ScriptedEngine
-from arl.api.settings.evaluation import EvaluationConfig
-from arl.api.settings.run import Config, LogConfig
+from arl.api.settings.run import Config, EvaluationConfig, LogConfig
 from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner

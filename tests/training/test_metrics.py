@@ -16,8 +16,7 @@ from rich.console import Console
 from arl.api.engine import Sampler
 from arl.api.errors import RunFileError
 from arl.api.fakes import ScriptedEngine
-from arl.api.settings.evaluation import EvaluationConfig
-from arl.api.settings.run import LogConfig
+from arl.api.settings.run import EvaluationConfig, LogConfig
 from arl.api.types import Evaluation, Example, Group, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.observe.tracking.ready_made import evaluation_metrics

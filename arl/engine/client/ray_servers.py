@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.errors import ArlError, ConfigError, ProcessLostError, ServerError
-from arl.api.placement import PlacedPart, gpus_text
+from arl.api.events import PlacedPart, gpus_text
 from arl.api.settings.engines import LocalEngineConfig, ServerProcessesConfig, StartedServersConfig
 from arl.engine.client.server_processes import (
     Program,

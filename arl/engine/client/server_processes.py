@@ -24,8 +24,7 @@ from pathlib import Path
 import aiohttp
 
 from arl.api.errors import ArlError, ConfigError, ServerError, first_error
-from arl.api.events import NOWHERE, Events, ProcessRestarted
-from arl.api.placement import PlacedPart
+from arl.api.events import NOWHERE, Events, PlacedPart, ProcessRestarted
 from arl.api.settings.engines import (
     SERVER_KEY,
     AdapterWeightsConfig,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
 from arl.algorithm.flat_sequences import FlatSequences
-from arl.api.placement import PlacedPart
+from arl.api.events import PlacedPart
 from arl.api.settings.engines import TrainConfig
 from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -24,7 +24,7 @@ import torch
 
 from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.errors import ConfigError, ProcessLostError, TrainingError
-from arl.api.placement import PlacedPart
+from arl.api.events import PlacedPart
 from arl.api.settings.engines import TrainConfig
 from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss, TrainSequence
 from arl.api.types import new_id

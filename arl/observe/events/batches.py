@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.json import ParseOptions, ReadOptions, read_json
 
-from arl.api import events, token_accounting
+from arl.api import events
 from arl.api.events import SCHEMA, Event, KeptTokens, TokenFrame, short, short_names
 from arl.api.types import Trajectory
 
@@ -95,7 +95,7 @@ def unpacked(stream: bytes) -> pa.RecordBatch:
 
 KINDS: dict[str, type[Event]] = {
     name: kind
-    for name, kind in {**vars(events), **vars(token_accounting)}.items()
+    for name, kind in vars(events).items()
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
 """Every kind of record, by name."""

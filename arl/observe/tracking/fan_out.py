@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from arl.api.settings.evaluation import TrackerConfig
+from arl.api.settings.run import TrackerConfig
 from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, StepStats
 from arl.observe.tracking.ready_made import ready_made as made

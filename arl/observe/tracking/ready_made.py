@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from arl.api.errors import ConfigError
-from arl.api.settings.evaluation import TrackerConfig
+from arl.api.settings.run import TrackerConfig
 from arl.api.tracking import TrackedRun, TrackedTrajectory, Tracker
 from arl.api.types import Evaluation, StepStats, new_id
 from arl.api.version import install_command

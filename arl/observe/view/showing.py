@@ -16,7 +16,7 @@ from arl.api.html import (
     tokens_html,
     trajectory_html,
 )
-from arl.api.image_marks import num_drawn
+from arl.api.images import num_drawn
 from arl.api.types import Group, Trajectory
 from arl.observe.events.records import EpisodeRecord, TokenRecord
 from arl.observe.events.run_record import RunRecord

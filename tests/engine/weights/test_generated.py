@@ -8,9 +8,9 @@ from embedded_server import ServerProcess
 from published import client, request
 
 from arl.api.engine import Sampler
+from arl.api.events import Fate
 from arl.api.settings.engines import PauseMode
 from arl.api.settings.run import RolloutConfig
-from arl.api.token_accounting import Fate
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.client.remote_engine import RemoteInferenceEngine

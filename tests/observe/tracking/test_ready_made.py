@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from training.trainer_run import running
 
-from arl.api.settings.evaluation import MLflowConfig
+from arl.api.settings.run import MLflowConfig
 from arl.api.tracking import TrackedRun
 from arl.observe.tracking.ready_made import COLUMNS, mlflow_name, ready_made
 
