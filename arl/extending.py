@@ -11,9 +11,9 @@ from arl.runtime import lazy_names
 if TYPE_CHECKING:
     from arl.algorithm.losses.reinforcement import PolicyLoss
     from arl.algorithm.trained_tokens import LossReport, packed_tokens, unpacked
-    from arl.api.custom_engines import OwnEngines, TrainEngineLoader
     from arl.api.engine import InferenceEngine, UpdateStats, WeightServer, WeightTransport, WeightUpdate
     from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, ModelError, TransportError
+    from arl.api.settings.run import OwnEngines, TrainEngineLoader
     from arl.api.train_engine import (
         Head,
         ModelLimits,
@@ -37,7 +37,7 @@ _HOMES = {
     "arl.algorithm.trained_tokens": "LossReport packed_tokens unpacked",
     "arl.api.engine": "InferenceEngine UpdateStats WeightServer WeightTransport WeightUpdate",
     "arl.api.errors": "CheckpointError ConfigError EngineClosedError ModelError TransportError",
-    "arl.api.custom_engines": "OwnEngines TrainEngineLoader",
+    "arl.api.settings.run": "OwnEngines TrainEngineLoader",
     "arl.api.types": "Group ModelResponse",
     "arl.api.train_engine": "Head ModelLimits Output PackedTokens Saving Snapshot TensorPrint TokenLoss TokenLosses "
     "TokenOutputs TrainEngine TrainSequence WeightSource",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from arl.api.errors import RoleError, TrajectoryError
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import ModelLimits
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
 

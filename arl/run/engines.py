@@ -19,7 +19,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from arl.api.custom_engines import OwnEngines
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ConfigError, ModelError, ServerError
 from arl.api.events import Events
@@ -28,9 +27,9 @@ from arl.api.settings.engines import (
     DeltaWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
+    PolicyRoles,
 )
-from arl.api.settings.policies import PolicyRoles
-from arl.api.settings.run import Config
+from arl.api.settings.run import Config, OwnEngines
 from arl.api.train_engine import WeightSource
 from arl.api.types import SamplingParams
 from arl.engine.model_files import check_same_tokens, model_digest

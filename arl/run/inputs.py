@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings.algorithm import AlgorithmConfig
+from arl.api.settings.engines import PolicyRoles
 from arl.api.settings.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
-from arl.api.settings.policies import PolicyRoles
 from arl.api.settings.run import Config, check_group_size
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow, Task, TaskCurriculum

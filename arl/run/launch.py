@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from arl.api.custom_engines import OwnEngines
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ConfigError, ImageError
 from arl.api.events import NOWHERE, Events, EventStore, Finding, RunBegan
@@ -23,7 +22,7 @@ from arl.api.settings.engines import (
     AdapterWeightsConfig,
 )
 from arl.api.settings.objective import DistillationAdvantage
-from arl.api.settings.run import Config
+from arl.api.settings.run import Config, OwnEngines
 from arl.api.settings.sections import settings_without_keys
 from arl.api.tracking import TrackedRun, Tracker
 from arl.api.types import Example, Group

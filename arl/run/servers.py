@@ -21,10 +21,10 @@ from arl.api.settings.engines import (
     DeltaWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
+    PolicyRoles,
     RunningServersConfig,
     ServerProcessesConfig,
 )
-from arl.api.settings.policies import PolicyRoles
 from arl.api.settings.run import Config
 from arl.api.workflow import RolloutWorkflow
 from arl.endpoint.proxy import OpenAIProxy

@@ -8,7 +8,7 @@ from records import trajectory
 from arl.api.engine import Sampler
 from arl.api.errors import RoleError, TrajectoryError
 from arl.api.fakes import ScriptedEngine
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow

@@ -14,9 +14,9 @@ from scripted_launch import small
 from trainer_run import EXAMPLES, DirectTransport
 
 import arl
-from arl.api.custom_engines import OwnEngines
 from arl.api.errors import ConfigError, TrajectoryError
 from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.api.settings.run import OwnEngines
 from arl.api.train_engine import ModelLimits
 from arl.api.types import Trajectory
 from arl.api.workflow import RolloutWorkflow

@@ -24,7 +24,7 @@ from msgspec.structs import replace as replaced
 from arl.api.engine import WeightProbe
 from arl.api.errors import CheckpointError, TrainingError, TransportError
 from arl.api.events import Placed, TokenFrame
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import ModelLimits, Saving, Snapshot
 from arl.api.types import Group
 from arl.training.learner_process import RemoteBatch

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from arl.api.engine import InferenceEngine, UpdateStats, WeightServer, WeightTransport, WeightUpdate
 from arl.api.errors import ProcessLostError, TransportError
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import WeightSource
 from arl.api.types import ModelRequest, ModelResponse
 from arl.training.policies.policy_learners import PolicyProbes, PolicyWeights

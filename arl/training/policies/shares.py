@@ -8,7 +8,7 @@ from itertools import compress
 from statistics import fmean
 from typing import TypeVar
 
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.types import Group
 from arl.training.token_log import named
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.settings.run import Config
 from arl.api.train_engine import Saving
 from arl.api.types import Group

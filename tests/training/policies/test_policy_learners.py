@@ -15,7 +15,7 @@ from random_groups import random_groups
 from training.policies.learners_here import ROLES, alone, of_role, settings, together
 
 from arl.api.errors import CheckpointError, RoleError, TrainingError
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.settings.run import Config
 from arl.api.types import Group
 from arl.engine.tiny import TinyShape, write_tiny_model

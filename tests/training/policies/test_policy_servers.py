@@ -9,7 +9,7 @@ import pytest
 from arl.api.engine import DiskWeights, InferenceEngine, UpdateStats, WeightUpdate
 from arl.api.errors import ProcessLostError, RoleError, ServerError, TransportError
 from arl.api.fakes import ScriptedEngine
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.types import ModelRequest
 from arl.training.policies.policy_learners import PolicyWeights
 from arl.training.policies.policy_servers import PolicyEngine, PolicyTransport

@@ -6,7 +6,7 @@ import pytest
 from pair_of_agents import Pair
 
 from arl.api.errors import ConfigError, RoleError
-from arl.api.settings.policies import PolicyRoles
+from arl.api.settings.engines import PolicyRoles
 from arl.api.settings.run import Config
 from arl.run.inputs import Given, check_settings, given_tasks
 from arl.run.policy_settings import of_policy
