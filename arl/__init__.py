@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from arl.run.experiment import Experiment, ExperimentConfig, Setup
     from arl.run.launch import launch
     from arl.run.learner import load_train_engine
-    from arl.run.replay.replay import replay
+    from arl.run.replay import replay
     from arl.run.script import load_config, run_script
     from arl.run.servers import serve
     from arl.run.train import atrain, train
@@ -79,7 +79,7 @@ _HOMES = {
     "arl.extending": "",
     "arl.run.finetuning": "",
     "arl.run.dry_run": "dry_run",
-    "arl.run.replay.replay": "replay",
+    "arl.run.replay": "replay",
     "arl.rewards": "",
     "arl.sandbox": "",
     "arl.run.servers": "serve",

@@ -13,25 +13,25 @@ _COMMANDS = {
     "try": ("trial", "run episodes of a script's agent without training, and print them"),
     "eval": ("scoring", "score its model on held-out examples: rewards and pass@k"),
     "doctor": ("doctor_command", "compare what its servers sample with what is trained, and name the cause of a gap"),
-    "serve": ("serve_command", "train a script's model with programs elsewhere, which open episodes over HTTP"),
-    "export": ("export_command", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
+    "serve": ("command:serve", "train a script's model with programs elsewhere, which open episodes over HTTP"),
+    "export": ("offline:export", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
     "runs": ("runs_command", "list the runs in a folder: how each ended or that it trains, steps, rewards"),
     "view": ("viewing", "show runs in a browser: every episode and token"),
     "top": ("terminal", "show a run in this terminal, live"),
-    "replay": ("replay_command", "train steps of a recorded run again: are they the same, and what if?"),
-    "finetune": ("finetune_command", "fine-tune a model on chats or preferences, or as a reward model"),
+    "replay": ("offline:replay_steps", "train steps of a recorded run again: are they the same, and what if?"),
+    "finetune": ("offline:finetune", "fine-tune a model on chats or preferences, or as a reward model"),
     "servers": ("servers_command", "show the servers of a run, add some, remove some, while it trains"),
     "plan": ("planning", "predict a run with other servers, ranks and settings, before they are rented"),
 }
-"""Command -> the module in arl.cli whose `main` takes the arguments after it, and what `arl --help` says."""
+"""Command -> the module in arl.cli whose `main`, or named function, takes the arguments; and what `arl --help` says."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """argv: without the program's name; sys.argv[1:] when None. A wrong command ends the process with code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
-        module, _ = _COMMANDS[arguments[0]]
-        import_module(f"arl.cli.{module}").main(arguments[1:])
+        module, _, function = _COMMANDS[arguments[0]][0].partition(":")
+        getattr(import_module(f"arl.cli.{module}"), function or "main")(arguments[1:])
     else:
         _parser().parse_args(arguments)
 

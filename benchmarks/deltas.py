@@ -56,7 +56,7 @@ from arl.engine.weights.delta_format import (
     spans,
     survey,
 )
-from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.examples import to_demonstrations
 
 BATCH_SIZE = 64
 T = TypeVar("T")

@@ -32,7 +32,8 @@ class ScriptedServers:
         return self
 
     async def __aenter__(self) -> ScriptedEngine:
-        self.engine = self.made if isinstance(self.made, ScriptedEngine) else self.made()
+        self.engine: Any = self.made if isinstance(self.made, ScriptedEngine) else self.made()
+        self.engine.without_weights = ()
         return self.engine
 
     async def __aexit__(self, *exc: object) -> None:

@@ -184,3 +184,13 @@ print(*(f"arl.run.launch loads {{name}}" for name in ("torch", "transformers", "
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == ""
+
+
+def test_what_a_run_does_not_use_it_does_not_load() -> None:
+    """Workflows, rewards, the endpoint, policies, worker processes, node checks and plans come when they are used."""
+    script = "import arl, sys; arl.launch; print(*(name for name in sys.modules if name.startswith('arl')))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    loaded = run.stdout.split()
+    unused = ("workflow", "rewards", "sandbox", "endpoint", "algorithm", "cluster.plan", "cluster.node_checks")
+    assert [name for name in loaded if is_in(name, [f"arl.{wing}" for wing in unused])] == []
+    assert len(loaded) <= 126

@@ -38,6 +38,17 @@ class RolloutWorkflow(ABC):
         """
         return None
 
+    def check_first(self, data: Example, models: Sequence[str]) -> str | None:
+        """Called with the first example before a run starts; a returned remark is logged as a warning.
+
+        Raises ImageError if the example has images that cannot be read, or that one of `models` does not see.
+        """
+        return None
+
+    def check_room(self, limit: int) -> None:
+        """Raise ConfigError for a setting of its own that asks for more than `limit` tokens of prompt and answer."""
+        return None
+
     @abstractmethod
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         """Run one episode on the example `data` and return its trajectory, or several, or None to reject it.

@@ -1,21 +1,29 @@
-"""The frame of both commands: find the script's experiment, read options and settings, run, end with an exit code."""
+"""The frame of commands on a script: find its experiment, read options and settings, run, end with an exit code.
+
+`arl serve` is the simplest of them: it trains the experiment with programs that arl does not start.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import io
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from arl.api.errors import ConfigError, says_all
+from arl.api.settings.endpoint import ENDPOINT_KEY
 from arl.api.settings.run import Config
-from arl.run.experiment import IS_LOADED_FOR_ITS_EXPERIMENT, Experiment
-from arl.run.script import HELP, HELP_ALL, exit_with, load_config, run_script
+from arl.run.experiment import IS_LOADED_FOR_ITS_EXPERIMENT, Experiment, Setup
+from arl.run.script import CONTINUES, HELP, HELP_ALL, exit_with, load_config, run_script
+from arl.runtime.console import is_json, tell
 
 NAME = "experiment"
 """The name of the experiment at the top level of a script."""
@@ -142,5 +150,76 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> float:
+    """An option's finite number of at least 0."""
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+
+
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# arl serve
+
+SERVE_ABOUT = (
+    "Train the experiment in FILE, as its script does, with programs that run elsewhere in place of its workflow. They "
+    "open episodes over HTTP, call the model, and post their rewards. The workflow's sampling and reward stay, if it "
+    "is one of arl's that has them."
+)
+SERVE_EPILOG = (
+    f"{OTHER_FLAGS}--endpoint.host, --endpoint.port and the certificate say where programs find it; ${ENDPOINT_KEY} "
+    "holds the key that they need. docs/serving.md explains the requests. Exit codes are those of the script."
+)
+
+
+def serve(argv: Sequence[str]) -> None:
+    """argv: the arguments after `arl serve`."""
+    parser = parser_of("serve", SERVE_ABOUT, SERVE_EPILOG)
+    parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
+    options, settings = parse(parser, argv)
+    run_command(_serve, options, settings, if_stopped=CONTINUES)
+
+
+async def _serve(experiment: Experiment[Any], config: Config) -> None:
+    config.endpoint.operator_key  # noqa: B018 - it raises now, and not after a preparation of minutes
+    if config.rollout.num_workers:
+        raise ConfigError(
+            f"rollout.num_workers is {config.rollout.num_workers}, but programs elsewhere play the episodes, and they "
+            "need one endpoint; set it to 0"
+        )
+    await replace(experiment, prepare=_prepared_by(experiment.prepare)).train(config)
+
+
+def _prepared_by(prepare: Callable[[Any], Setup | Awaitable[Setup]]) -> Callable[[Any], Setup | Awaitable[Setup]]:
+    """The same preparation, with a workflow whose episodes are played by programs elsewhere."""
+
+    from arl.run.servers import played_elsewhere
+
+    def served(setup: Setup) -> Setup:
+        if setup.workflow is None:
+            raise ConfigError(
+                "arl serve puts programs elsewhere in the place of one workflow, and this script has several tasks; "
+                "give its experiment one workflow and dataset, or train it as a script"
+            )
+        return replace(setup, workflow=played_elsewhere(setup.workflow, setup.model, _say_where))
+
+    async def served_later(setup: Awaitable[Setup]) -> Setup:
+        return served(await setup)
+
+    def prepare_served(config: Any) -> Setup | Awaitable[Setup]:
+        made = prepare(config)
+        return served_later(made) if inspect.isawaitable(made) else served(made)
+
+    return prepare_served
+
+
+def _say_where(url: str) -> None:
+    said = f"programs open episodes by POST {url}, with the key of ${ENDPOINT_KEY}"
+    if is_json():
+        tell("endpoint", said, url=url)
+    else:
+        sys.stderr.write(said + "\n")
+        sys.stderr.flush()

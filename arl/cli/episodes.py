@@ -178,6 +178,12 @@ async def open_stage(experiment: Experiment[Any], config: Config, options: argpa
     from arl.run.servers import serve
 
     file, is_held_out = options.file, options.split == "held-out"
+    if isinstance(config.engine, RunningServersConfig) and (options.trained, options.checkpoint) != (None, None):
+        option = "--checkpoint" if options.trained is None else "--trained"
+        raise ConfigError(
+            f"{option} starts servers for the trained weights, but engine.kind={config.engine.kind} names servers that "
+            f"run already, with weights of their own; leave {option} out to use those, or choose another engine.kind"
+        )
     trained = _trained(config, options.trained, file) if options.trained is not None else None
     saved = await offload(_saved, config, options.checkpoint) if options.checkpoint is not None else None
     sys.stderr.write(f"preparing {file}\n")
@@ -233,27 +239,17 @@ def _trained(config: Config, named: str, file: Path) -> Path:
         if not (directory / name / "config.json").is_file():
             advice = "name the directory of a model" if named else f"train it first: python {file}"
             raise ConfigError(f"--trained: there is no trained model in {directory / name}; {advice}")
-    _check_starts_servers(config, "--trained")
     return directory
 
 
 def _saved(config: Config, named: str) -> dict[str, SavedWeights]:
     """The weights of each policy; under "" of the only one."""
-    _check_starts_servers(config, "--checkpoint")
     run_dir, _, version = named.rpartition(":")
     has_version = bool(run_dir) and version.isdecimal() and not Path(named).is_dir()
     directory, number = (Path(run_dir), int(version)) if has_version else (Path(named), None)
     if config.policies:
         return SavedWeights.of_policies(directory, number, config.policies)
     return {"": SavedWeights.of(directory, number)}
-
-
-def _check_starts_servers(config: Config, option: str) -> None:
-    if isinstance(config.engine, RunningServersConfig):
-        raise ConfigError(
-            f"{option} starts servers for the trained weights, but engine.kind={config.engine.kind} names servers that "
-            f"run already, with weights of their own; leave {option} out to use those, or choose another engine.kind"
-        )
 
 
 @contextmanager

@@ -12,12 +12,10 @@ import msgspec
 from rich.console import Console
 
 from arl.api.errors import ArlError, ConfigError, RunFileError
-from arl.cli.command import positive
+from arl.cli.command import amount, positive
 from arl.cli.viewing import the_run
-from arl.cluster.plan.costs import Costs, Deployment, read_costs, write_costs
-from arl.cluster.plan.gpus import GPUS, guessed
-from arl.cluster.plan.plan_text import draw, told
-from arl.cluster.plan.prediction import Choice, search
+from arl.cluster.plan.costs import GPUS, Costs, Deployment, guessed, read_costs, write_costs
+from arl.cluster.plan.prediction import draw, search, told
 from arl.run.script import exit_with
 
 ABOUT = """Predict a run with other servers, ranks and settings: throughput, who waits for whom, staleness, memory,
@@ -62,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, default in (("prompt_tokens", 500), ("new_tokens", 500), ("turns", 1)):
         flag, about = f"--{name.replace('_', '-')}", f"{name.replace('_', ' ')}, the mean (default: {default})"
         guess.add_argument(flag, type=positive, default=default, metavar="N", help=about)
-    guess.add_argument(
-        "--tool-s", type=_amount, default=0.0, metavar="S", help="seconds of tools after each turn, mean"
-    )
+    guess.add_argument("--tool-s", type=amount, default=0.0, metavar="S", help="seconds of tools after each turn, mean")
     what = parser.add_argument_group("what to try")
     what.add_argument("--servers", type=_bounds, metavar="N[:M]", help="how many inference servers")
     what.add_argument("--ranks", type=_bounds, metavar="N[:M]", help="how many data-parallel ranks of the trainer")
@@ -72,12 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("gpus_per_server", "gpus_per_rank", "batch_size", "group_size", "max_concurrent_episodes"):
         what.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N")
     what.add_argument("--max-staleness", type=int, metavar="N")
-    what.add_argument(
-        "--tool-latency", type=_amount, dest="tool_factor", metavar="F", help="tools take F times as long"
-    )
+    what.add_argument("--tool-latency", type=amount, dest="tool_factor", metavar="F", help="tools take F times as long")
     what.add_argument("--update-order", choices=("all", "rolling"))
-    what.add_argument("--server-hour", type=_amount, metavar="PRICE", help="of one server")
-    what.add_argument("--rank-hour", type=_amount, metavar="PRICE", help="of one rank")
+    what.add_argument("--server-hour", type=amount, metavar="PRICE", help="of one server")
+    what.add_argument("--rank-hour", type=amount, metavar="PRICE", help="of one rank")
     how = parser.add_argument_group("what to write")
     how.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput, who waits, and staleness")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all predictions")
@@ -85,34 +79,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-SETTINGS = (
-    "gpus_per_server",
-    "gpus_per_rank",
-    "batch_size",
-    "group_size",
-    "max_concurrent_episodes",
-    "max_staleness",
-    "tool_factor",
-    "update_order",
-)
-"""Options that are fields of Deployment."""
-
-
 def _plan(options: argparse.Namespace) -> None:
     for path in (options.plot, options.json):
         if path and not path.parent.is_dir():  # before the work, not after it
             raise RunFileError(f"{path} cannot be written: there is no directory {path.parent}")
-    costs = _with_prices(_costs(options), options)
+    costs, given = _costs(options), {name: getattr(options, name) for name in ("server_hour", "rank_hour")}
+    prices = {name: value for name, value in given.items() if value is not None}
+    costs = msgspec.structs.replace(costs, prices=msgspec.structs.replace(costs.prices, **prices))
     base = costs.deployment.changed(**_given(options))
     if options.write_costs:
         _write(options.write_costs, lambda path: write_costs(path, costs))
-    choice = Choice(
-        servers=options.servers or (base.num_servers, base.num_servers),
-        ranks=options.ranks or (base.num_ranks, base.num_ranks),
-        budget=options.budget,
-    )
     try:
-        plan = search(costs, base, choice, lambda one: _show(f"{one.num_servers} servers, {one.num_ranks} ranks ..."))
+        plan = search(
+            costs,
+            base,
+            servers=options.servers or (base.num_servers, base.num_servers),
+            ranks=options.ranks or (base.num_ranks, base.num_ranks),
+            budget=options.budget,
+            note=lambda one: _show(f"{one.num_servers} servers, {one.num_ranks} ranks ..."),
+        )
     finally:
         _show("")
     console = Console(highlight=False)
@@ -135,7 +120,9 @@ def _show(progress: str) -> None:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    """The options that are fields of Deployment."""
+    fields = Deployment.__struct_fields__
+    return {name: value for name, value in vars(options).items() if name in fields and value is not None}
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -157,12 +144,6 @@ def _costs(options: argparse.Namespace) -> Costs:
         return fitted(run_dir)
     except ValueError as error:  # costs that make no sense, such as iterations that take no time
         raise RunFileError(f"{run_dir} is too short or too uniform to learn costs from: {error}") from error
-
-
-def _with_prices(costs: Costs, options: argparse.Namespace) -> Costs:
-    given = {name: getattr(options, name) for name in ("server_hour", "rank_hour")}
-    changes = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(costs, prices=msgspec.structs.replace(costs.prices, **changes))
 
 
 def _write(path: Path, write: Any) -> None:
@@ -189,14 +170,4 @@ def _size(text: str) -> float:
         number = 0.0
     if not 0 < number < 10_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not the size of a model; give billions, such as 8B")
-    return number
-
-
-def _amount(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return number

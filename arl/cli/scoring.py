@@ -21,7 +21,7 @@ from arl.api.errors import ConfigError
 from arl.api.images import text_with_marks
 from arl.api.settings.run import Config
 from arl.cli.command import counted, parse, parser_of, positive, run_command, users_traceback
-from arl.cli.episodes import Run, Stage, Work, add_options, open_stage
+from arl.cli.episodes import Decode, Run, Stage, Work, add_options, open_stage
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.monitors import FailureBudget
 from arl.run.experiment import Experiment
@@ -130,7 +130,9 @@ def main(argv: Sequence[str]) -> None:
     number = f"episodes of each example (default: {DEFAULT_N}; 1 with --greedy)"
     parser.add_argument("--n", type=positive, metavar="N", help=number)
     ks = "the ks of pass@k, at most N each (default: 1, 2, 4, ... up to N)"
-    parser.add_argument("--k", type=_counts, metavar="K,K,...", help=ks)
+    parser.add_argument(
+        "--k", type=lambda text: sorted({positive(k.strip()) for k in text.split(",")}), metavar="K,K,...", help=ks
+    )
     parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples, of each task")
     passes = "an episode passes with this reward or more (default: 1.0)"
     parser.add_argument("--pass-reward", type=_number, default=1.0, metavar="REWARD", help=passes)
@@ -146,89 +148,84 @@ def main(argv: Sequence[str]) -> None:
         with _opened(options.out) as out:
             async with open_stage(experiment, config, options) as opened:
                 scores.places = getattr(opened.examples, "places", {})
-                await Scoring(opened, scores, number, options.limit, out).run()
+                await _score(opened, scores, number, options.limit, out)
 
     run_command(evaluate, options, settings, if_stopped="the episodes that had ended are scored")
     if scores.num_failed == scores.num_episodes:
         raise SystemExit(1)
 
 
-class Scoring:
-    """One evaluation: runs the episodes, adds them up, and shows how far it is. out: gets a line for each."""
+async def _score(stage: Stage, scores: Scores, number: int, limit: int | None, out: TextIO | None) -> None:
+    """Run the episodes, add them up, and print the scores at the end, also after an error or Ctrl-C.
 
-    def __init__(self, stage: Stage, scores: Scores, number: int, limit: int | None, out: TextIO | None) -> None:
-        indices = stage.first(len(stage.examples) if limit is None else limit)
-        self._works = [Work(index=index, number=j) for index in indices for j in range(number)]
-        self._stage = stage
-        self._scores = scores
-        self._out = out
-        rollout = stage.config.rollout
-        self._budget = FailureBudget(rollout.max_failure_rate)
-        self._name = f"{len(indices)} {stage.name} examples"
-        self._display = Display(console=Console(stderr=True))  # stdout has the scores alone
+    out: gets a line for each episode. Raises FailureBudgetError as training does.
+    """
+    indices = stage.first(len(stage.examples) if limit is None else limit)
+    works = [Work(index=index, number=j) for index in indices for j in range(number)]
+    budget = FailureBudget(stage.config.rollout.max_failure_rate)
+    display = Display(console=Console(stderr=True))  # stdout has the scores alone
 
-    async def run(self) -> None:
-        """Print the scores at the end, also after an error or Ctrl-C. Raises FailureBudgetError as training does."""
-        try:
-            with self._display.work(self._name, len(self._works), "episodes") as advance:
-                await self._stage.run(self._works, lambda run: self._ended(run, advance))
-        finally:
-            self._display.close()
-            if self._scores.num_episodes:
-                self._print()
-
-    async def _ended(self, run: Run, advance: Advance) -> None:
-        outcome = self._scores.add(run)
-        if (out := self._out) is not None:
-            line = json.dumps(self._row(run, outcome)) + "\n"
+    async def ended(run: Run, advance: Advance) -> None:
+        outcome = scores.add(run)
+        if out is not None:
+            line = json.dumps(_row(run, outcome, stage.decode)) + "\n"
             await offload(lambda: (out.write(line), out.flush()))
-        advance(reward=self._scores.total_reward / self._scores.num_episodes)
-        self._budget.record(run.episode.error)
+        advance(reward=scores.total_reward / scores.num_episodes)
+        budget.record(run.episode.error)
 
-    def _row(self, run: Run, outcome: EpisodeOutcome) -> dict[str, Any]:
-        episode = run.episode
-        return {
-            "example": run.work.index,
-            "episode": run.work.number,
-            "reward": episode.reward,
-            "passed": outcome.passed,
-            "rejected": episode.is_rejected,
-            "error": None if episode.error is None else f"{type(episode.error).__name__}: {episode.error}",
-            "elapsed_s": episode.elapsed_s,
-            "metrics": {name: value for t in reversed(episode.trajectories) for name, value in t.metrics.items()},
-            "trajectories": [
-                {name: getattr(one, name) for name in ("role", "reward", "is_truncated", "num_trained_tokens")}
-                | {"rewards": dict(one.rewards)}
-                | {"text": text_with_marks(one.token_ids.tolist(), one.images, self._stage.decode)}
-                for one in episode.trajectories
-            ],
-        }
+    try:
+        with display.work(f"{len(indices)} {stage.name} examples", len(works), "episodes") as advance:
+            await stage.run(works, lambda run: ended(run, advance))
+    finally:
+        display.close()
+        if scores.num_episodes:
+            _print(scores, len(works))
 
-    def _print(self) -> None:
-        console, scores, num_planned = Console(), self._scores, len(self._works)
-        if scores.first_error is not None:
-            work, error = scores.first_error
-            where = f"episode {work.number} of example {work.index}"
-            text = f"{counted(scores.num_failed, 'episode')} failed, {where} first:\n{users_traceback(error)}"
-            console.print(Text(text, style="red"), soft_wrap=True, highlight=False)
-        stopped = f" of {num_planned}, stopped before the end" if scores.num_episodes < num_planned else ""
-        said = (
-            f"{counted(scores.num_episodes, 'episode')}{stopped}; {scores.num_failed} failed and {scores.num_rejected} "
-            f"rejected, which count as reward 0; an episode passes with {scores.pass_reward:g}"
-        )
-        if is_json():
-            tell("result", said, **scores.summary())
-            return
-        table = Table(box=None, header_style="bold")
-        for column in ("", "mean", "± s.e.", "examples"):
-            table.add_column(column, justify="right" if column else "left")
-        for name, estimate in scores.estimates().items():
-            error = "-" if estimate.standard_error is None else f"{estimate.standard_error:.3f}"
-            table.add_row(Text(name), f"{estimate.mean:.3f}", error, str(estimate.num_examples))
-        for name, mean in scores.means().items():
-            table.add_row(Text(name), f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.0f}", "", "")
-        console.print(table, soft_wrap=True)
-        console.print(said, highlight=False, soft_wrap=True)
+
+def _row(run: Run, outcome: EpisodeOutcome, decode: Decode) -> dict[str, Any]:
+    episode = run.episode
+    return {
+        "example": run.work.index,
+        "episode": run.work.number,
+        "reward": episode.reward,
+        "passed": outcome.passed,
+        "rejected": episode.is_rejected,
+        "error": None if episode.error is None else f"{type(episode.error).__name__}: {episode.error}",
+        "elapsed_s": episode.elapsed_s,
+        "metrics": {name: value for t in reversed(episode.trajectories) for name, value in t.metrics.items()},
+        "trajectories": [
+            {name: getattr(one, name) for name in ("role", "reward", "is_truncated", "num_trained_tokens")}
+            | {"rewards": dict(one.rewards), "text": text_with_marks(one.token_ids.tolist(), one.images, decode)}
+            for one in episode.trajectories
+        ],
+    }
+
+
+def _print(scores: Scores, num_planned: int) -> None:
+    console = Console()
+    if scores.first_error is not None:
+        work, error = scores.first_error
+        where = f"episode {work.number} of example {work.index}"
+        text = f"{counted(scores.num_failed, 'episode')} failed, {where} first:\n{users_traceback(error)}"
+        console.print(Text(text, style="red"), soft_wrap=True, highlight=False)
+    stopped = f" of {num_planned}, stopped before the end" if scores.num_episodes < num_planned else ""
+    said = (
+        f"{counted(scores.num_episodes, 'episode')}{stopped}; {scores.num_failed} failed and {scores.num_rejected} "
+        f"rejected, which count as reward 0; an episode passes with {scores.pass_reward:g}"
+    )
+    if is_json():
+        tell("result", said, **scores.summary())
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("", "mean", "± s.e.", "examples"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, estimate in scores.estimates().items():
+        error = "-" if estimate.standard_error is None else f"{estimate.standard_error:.3f}"
+        table.add_row(Text(name), f"{estimate.mean:.3f}", error, str(estimate.num_examples))
+    for name, mean in scores.means().items():
+        table.add_row(Text(name), f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.0f}", "", "")
+    console.print(table, soft_wrap=True)
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -250,10 +247,6 @@ def _opened(path: Path | None) -> Iterator[TextIO | None]:
     finally:
         if not path.stat().st_size:  # nothing was run
             path.unlink()
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({positive(part.strip()) for part in text.split(",")})
 
 
 def _number(text: str) -> float:

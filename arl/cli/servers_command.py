@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arl.api.errors import ArlError, ConfigError, RunFileError, ServerError
-from arl.cli.command import counted
+from arl.cli.command import amount, counted
 from arl.engine.client.servers_file import (
     DRAIN_S,
     SERVERS,
@@ -80,15 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--mirror", metavar="URL", help="their mirror, with weights.transport=delta")
     remove = action("remove", _remove, "let servers end what they run, and leave; they are left running")
     about = f"requests that run longer than this are continued on other servers (default: {DRAIN_S:g} s)"
-    remove.add_argument("--drain-timeout", type=_seconds, default=DRAIN_S, metavar="S", help=about)
+    remove.add_argument("--drain-timeout", type=amount, default=DRAIN_S, metavar="S", help=about)
     return parser
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (seconds := float(text)) < float("inf"):
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -122,17 +114,12 @@ def _table(state: ServersState, now: float) -> Table:
     for row in sorted(state.servers, key=lambda row: row.state == "serving"):
         version = "" if row.version is None else str(row.version)
         mirror = [row.mirror or ""] if has_mirrors else []
-        passed, requests = _duration(now - row.since), str(row.requests) if row.version is not None else ""
+        seconds, requests = max(0.0, now - row.since), str(row.requests) if row.version is not None else ""
+        minutes = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+        passed = f"{seconds:.0f} s" if seconds < 100 else minutes
         cells = (row.address, row.state, passed, version, requests, *mirror, row.why or row.stays)
         table.add_row(*(Text(plain(cell)[:_SHOWN]) for cell in cells))
     return table
-
-
-def _duration(seconds: float) -> str:
-    seconds = max(0.0, seconds)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _add(options: argparse.Namespace) -> None:

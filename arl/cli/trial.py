@@ -96,12 +96,22 @@ class Report:
             self._line(f"there are no more {self._stage.name} examples")
 
     def _outcome(self, run: Run) -> None:
+        def numbers(given: Mapping[str, float]) -> str:
+            return ", ".join(f"{name} {value:g}" for name, value in given.items())
+
         trajectories = run.episode.trajectories
         for i, trajectory in enumerate(trajectories, start=1):
             if len(trajectories) > 1:
                 self._line(Text(f"trajectory {i} of {len(trajectories)}, {trajectory.role}", style="bold"))
             self._line(rendered(passage_of(trajectory), self._stage.decode, brackets=self._brackets), "\n")
-            self._reward(trajectory)
+            parts = f" ({numbers(trajectory.rewards)})" if trajectory.rewards else ""
+            cut = ", cut by a length limit" if trajectory.is_truncated else ""
+            self._line(f"{'reward':<10}", Text(f"{trajectory.reward:g}{parts}{cut}", style="bold"))
+            if trajectory.total_reward != trajectory.reward:
+                of_turns = ", ".join(f"{turn.reward:g}" for turn in trajectory.turns)
+                self._line(f"{'in all':<10}{trajectory.total_reward:g} with process rewards; of turns: {of_turns}")
+            if trajectory.metrics:
+                self._line(f"{'metrics':<10}{numbers(trajectory.metrics)}")
         if not trajectories:
             for passage in passages_of(run.calls):
                 self._line(rendered(passage, self._stage.decode, brackets=self._brackets), "\n")
@@ -109,19 +119,6 @@ class Report:
             self._line(Text("failed: " + users_traceback(run.episode.error).rstrip(), style="red"))
         if run.episode.is_rejected:
             self._line(Text("rejected: arun_episode returned None", style="yellow"))
-
-    def _reward(self, trajectory: Trajectory) -> None:
-        def numbers(given: Mapping[str, float]) -> str:
-            return ", ".join(f"{name} {value:g}" for name, value in given.items())
-
-        parts = f" ({numbers(trajectory.rewards)})" if trajectory.rewards else ""
-        cut = ", cut by a length limit" if trajectory.is_truncated else ""
-        self._line(f"{'reward':<10}", Text(f"{trajectory.reward:g}{parts}{cut}", style="bold"))
-        if trajectory.total_reward != trajectory.reward:
-            of_turns = ", ".join(f"{turn.reward:g}" for turn in trajectory.turns)
-            self._line(f"{'in all':<10}{trajectory.total_reward:g} with process rewards; of turns: {of_turns}")
-        if trajectory.metrics:
-            self._line(f"{'metrics':<10}{numbers(trajectory.metrics)}")
 
     def _line(self, *parts: str | Text) -> None:
         """Print texts as they are, without markup and line breaks."""

@@ -29,11 +29,11 @@ from arl.api.settings.engines import (
 )
 from arl.api.settings.run import Config
 from arl.cluster.node_probe import NodeProbe
-from arl.cluster.planned import beside_policy, is_cuda, num_engines, rank_names
+from arl.cluster.placement import beside_policy, is_cuda, num_engines, rank_names
 from arl.cluster.ray_nodes import Ask, ClusterNode
 from arl.runtime.http.server import addresses_of, is_here
 
-CLOCK_WARNING_S, CLOCK_MISTAKE_S = 5.0, 3600.0
+_CLOCK_WARNING_S, _CLOCK_MISTAKE_S = 5.0, 3600.0
 _TOLD = 16
 """How many nodes one finding names, and how many pairs of nodes are named."""
 Link = tuple[str, str]
@@ -111,10 +111,6 @@ def _fits(bundle: Mapping[str, float], there: Mapping[str, float]) -> int:
     return int(min(there.get(name, 0.0) // amount for name, amount in bundle.items()))
 
 
-def _amounts(bundle: Mapping[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}(s)" for name, amount in bundle.items())
-
-
 def _bundle(config: Config) -> dict[str, float]:
     return {"CPU": float(config.train.num_threads)} | ({"GPU": 1.0} if is_cuda(config) else {})
 
@@ -124,8 +120,8 @@ class _Check:
         self._config, self._nodes, self._ask = config, nodes, ask
         self._by_id = {node.node_id: node for node in nodes}
         self._places = predicted(config, nodes)
-        self._engine = config.engine if isinstance(config.engine, RunningServersConfig) else None
-        self._servers = {url: self._node_of(url) for url in (self._engine.addresses if self._engine else ())}
+        given = config.engine.addresses if isinstance(config.engine, RunningServersConfig) else ()
+        self._servers = {url: self._node_of(url) for url in given}
         """Each by its address, or by a name if arl starts it on the cluster."""
         on_ray = predicted_servers(config, nodes) or predicted_servers(config, nodes, is_free=False) or []
         self._servers |= {f"server {number}": node for number, node in enumerate(on_ray)}
@@ -135,18 +131,34 @@ class _Check:
         self._found = NodeReport()
 
     def report(self) -> NodeReport:
-        found = self._found
-        found.num_nodes = len(self._nodes)
+        found, config, nodes = self._found, self._config, self._nodes
+        found.num_nodes = len(nodes)
         found.hosts = {url: node.name for url, node in self._servers.items() if node}
-        found.ranks, found.servers = self._ranks(), self._started_servers()
+        device = "a GPU" if is_cuda(config) else "cpu"
+        places = self._places or predicted(config, nodes, is_free=False) or []
+        found.ranks = [
+            PlacedPart(part="trainer", name=name, host=node.name, address=node.address, device=device)
+            for name, node in zip(rank_names(config), places, strict=False)
+        ]
+        engine = config.engine
+        if isinstance(engine, StartedServersConfig) and engine.on_ray:
+            gpus = int(engine.bundle.get("GPU", 0))
+            device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "cpu"
+            server = PlacedPart(part="server", address="a free port", device=device)
+            found.servers = [replace(server, host=node.name) for node in self._servers.values() if node]
         found.findings += [*self._room(), *self._room_of_servers()]
-        self._learn_facts()
+        for node_id, answer in self._ask("facts", {node.node_id: () for node in nodes}).items():
+            if isinstance(answer, Exception):
+                node = self._by_id[node_id]
+                text = f"{node.name} ({node.address}) ran no task of this run: {answer}"
+                found.findings += self._judged(node_id, f"{text}; restart Ray there, or remove the node")
+            else:
+                self._facts[node_id] = answer
         found.findings += [*self._versions(), *self._clocks(), *self._gpus()]
         self._look()
-        if isinstance(self._config.weights, DistributedWeightsConfig):
-            for url, node in self._servers.items():
-                if node is None:
-                    found.notes[url] = "not checked whether it reaches rank 0: its host is no node of the Ray cluster"
+        if isinstance(config.weights, DistributedWeightsConfig):
+            why = "not checked whether it reaches rank 0: its host is no node of the Ray cluster"
+            found.notes = {url: why for url, node in self._servers.items() if node is None}
         found.findings += self._network()
         return found
 
@@ -156,83 +168,58 @@ class _Check:
         fits = (node for node in self._nodes if node.address in addresses or node.name == host)
         return next(fits, next((node for node in self._nodes if here and node.is_here), None))
 
-    def _judged(self, node_id: str, text: str, *, ends_start: bool = True) -> Iterator[Finding]:
-        """A finding about a node, if the run needs it, or could use it."""
-        is_mistake = node_id in self._needed
-        if is_mistake or _places(self._config, self._by_id[node_id]):
-            yield Finding(text=text, is_mistake=is_mistake, ends_start=ends_start)
-
-    def _ranks(self) -> list[PlacedPart]:
-        places = self._places or predicted(self._config, self._nodes, is_free=False) or []
-        device = "a GPU" if is_cuda(self._config) else "cpu"
-        return [
-            PlacedPart(part="trainer", name=name, host=node.name, address=node.address, device=device)
-            for name, node in zip(rank_names(self._config), places, strict=False)
-        ]
-
-    def _started_servers(self) -> list[PlacedPart]:
-        engine = self._config.engine
-        if not isinstance(engine, StartedServersConfig) or not engine.on_ray:
-            return []
-        gpus = int(engine.bundle.get("GPU", 0))
-        device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "cpu"
-        part = PlacedPart(part="server", address="a free port", device=device)
-        return [replace(part, host=node.name) for node in self._servers.values() if node]
-
-    def _room_of_servers(self) -> Iterator[Finding]:
-        config, engine = self._config, self._config.engine
-        if predicted_servers(config, self._nodes) is not None or not isinstance(engine, StartedServersConfig):
-            return
-        yield Finding(
-            text=f"{engine.num_servers} servers need {_amounts(engine.bundle)} each, and the Ray cluster has no room "
-            f"for them: {self._there(engine.bundle)} free; a run waits engine.startup_timeout_s="
-            f"{engine.startup_timeout_s:g} s for it; set engine.num_servers lower, or add nodes",
-            is_mistake=predicted_servers(config, self._nodes, is_free=False) is None,
-            ends_start=False,
-        )
-
-    def _there(self, bundle: Mapping[str, float]) -> str:
-        """What the nodes have of a bundle's resources."""
-        there = "; ".join(
-            f"{node.name} has "
-            + " and ".join(f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in bundle)
-            for node in self._nodes[:_TOLD]
-        )
-        return there + (f"; and {len(self._nodes) - _TOLD} more nodes" if len(self._nodes) > _TOLD else "")
+    def _judged(
+        self, node_id: str, text: str, *, is_mistake: bool = True, ends_start: bool = True
+    ) -> Iterator[Finding]:
+        """A finding about a node, if the run needs it, or could use it. is_mistake: where the run needs it."""
+        is_needed = node_id in self._needed
+        if is_needed or _places(self._config, self._by_id[node_id]):
+            yield Finding(text=text, is_mistake=is_needed and is_mistake, ends_start=ends_start)
 
     def _room(self) -> Iterator[Finding]:
         if self._places is not None:
             return
         config, bundle = self._config, _bundle(self._config)
         count = config.train.num_ranks * num_engines(config)
-        needed, there = _amounts(bundle), self._there(bundle)
         beside = "".join(f" with {of}'s" for of in beside_policy(config))
-        what = f"{count} ranks{beside} need {needed} each, and the Ray cluster has no room for them: {there} free"
         fewer = config.train.rank_counts(config.rollout.batch_size)[1:]
         fewer = next((n for n in fewer if predicted(config, self._nodes, num_ranks=n) is not None), None)
         is_mistake = predicted(config, self._nodes, is_free=False) is None and fewer is None
-        advice = "set train.num_ranks or train.num_threads lower, or add nodes"
+        what = f"{count} ranks{beside} need {self._lack(bundle)}"
         if fewer is not None:
             what += f"; {fewer} rank(s) train until it has (train.min_ranks)"
         elif not is_mistake:
             what += "; a run waits some minutes for it"
+        advice = "set train.num_ranks or train.num_threads lower, or add nodes"
         yield Finding(text=f"{what}; {advice}", is_mistake=is_mistake, ends_start=False)
 
-    def _learn_facts(self) -> None:
-        for node_id, answer in self._ask("facts", {node.node_id: () for node in self._nodes}).items():
-            if isinstance(answer, Exception):
-                node = self._by_id[node_id]
-                text = f"{node.name} ({node.address}) ran no task of this run: {answer}"
-                self._found.findings += self._judged(node_id, f"{text}; restart Ray there, or remove the node")
-            else:
-                self._facts[node_id] = answer
+    def _room_of_servers(self) -> Iterator[Finding]:
+        config, engine = self._config, self._config.engine
+        if predicted_servers(config, self._nodes) is not None or not isinstance(engine, StartedServersConfig):
+            return
+        yield Finding(
+            text=f"{engine.num_servers} servers need {self._lack(engine.bundle)}; a run waits engine.startup_timeout_s="
+            f"{engine.startup_timeout_s:g} s for it; set engine.num_servers lower, or add nodes",
+            is_mistake=predicted_servers(config, self._nodes, is_free=False) is None,
+            ends_start=False,
+        )
+
+    def _lack(self, bundle: Mapping[str, float]) -> str:
+        """What each of some parts needs, and what the nodes have of it."""
+        amounts = " and ".join(f"{amount:g} {name}(s)" for name, amount in bundle.items())
+        there = "; ".join(
+            f"{node.name} has "
+            + " and ".join(f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in bundle)
+            for node in self._nodes[:_TOLD]
+        )
+        there += f"; and {len(self._nodes) - _TOLD} more nodes" if len(self._nodes) > _TOLD else ""
+        return f"{amounts} each, and the Ray cluster has no room for them: {there} free"
 
     def _versions(self) -> Iterator[Finding]:
         here = NodeProbe().facts()
         for node_id, facts in self._facts.items():
             for text, is_mistake in differences(here, facts, self._by_id[node_id].name):
-                for finding in self._judged(node_id, text):
-                    yield finding if is_mistake else Finding(text=finding.text, is_mistake=False)
+                yield from self._judged(node_id, text, is_mistake=is_mistake)
 
     def _clocks(self) -> Iterator[Finding]:
         before = time.time()
@@ -244,72 +231,61 @@ class _Check:
             ahead_s = clock - after if clock > after else min(clock - before, 0.0)
             if judged := clock_text(self._by_id[node_id].name, ahead_s):
                 text, is_mistake = judged
-                for finding in self._judged(node_id, text, ends_start=False):
-                    yield finding if is_mistake else Finding(text=finding.text, is_mistake=False)
+                yield from self._judged(node_id, text, is_mistake=is_mistake, ends_start=False)
 
     def _gpus(self) -> Iterator[Finding]:
         if not is_cuda(self._config):
             return
-        with_gpus = {node_id: facts for node_id, facts in self._facts.items() if self._declared(node_id)}
+        declared = {node.node_id: int(node.total.get("GPU", 0)) for node in self._nodes}
+        with_gpus = {node_id: facts for node_id, facts in self._facts.items() if declared[node_id]}
         machines = Counter(facts["machine"] for facts in with_gpus.values())
         for node_id, facts in with_gpus.items():
-            node, declared = self._by_id[node_id], self._declared(node_id)
-            if 0 < facts["num_gpus"] < declared:
-                text = (
-                    f"Ray was started with {declared} GPUs on {node.name}, which shows {facts['num_gpus']}: two ranks"
-                )
+            node, shown = self._by_id[node_id], facts["num_gpus"]
+            if 0 < shown < declared[node_id]:
+                text = f"Ray was started with {declared[node_id]} GPUs on {node.name}, which shows {shown}: two ranks"
                 yield from self._judged(node_id, f"{text} would share one; start Ray there with fewer (--num-gpus)")
             if machines[facts["machine"]] > 1:
                 text = f"{node.name} ({node.address}) is one of {machines[facts['machine']]} Ray nodes on one machine"
                 yield from self._judged(node_id, f"{text}, whose ranks would share GPUs; start one Ray node there")
-        yield from self._servers_beside_ranks()
-
-    def _declared(self, node_id: str) -> int:
-        return int(self._by_id[node_id].total.get("GPU", 0))
-
-    def _servers_beside_ranks(self) -> Iterator[Finding]:
         engine, here = self._config.engine, next((node for node in self._nodes if node.is_here), None)
         if not isinstance(engine, ServerProcessesConfig) or engine.on_ray or not engine.gpus_per_server or here is None:
             return
-        declared = self._declared(here.node_id)
-        if here.node_id in self._needed and engine.first_gpu < declared:
+        if here.node_id in self._needed and engine.first_gpu < declared[here.node_id]:
             yield Finding(
-                text=f"Ray may give a rank each of the first {declared} GPUs of this node, {here.name}, and arl starts "
-                f"servers from GPU {engine.first_gpu} on: start Ray here with fewer GPUs (ray start --num-gpus), and "
-                "set engine.first_gpu to that number"
+                text=f"Ray may give a rank each of the first {declared[here.node_id]} GPUs of this node, {here.name}, "
+                f"and arl starts servers from GPU {engine.first_gpu} on: start Ray here with fewer GPUs (ray start "
+                "--num-gpus), and set engine.first_gpu to that number"
             )
 
     def _look(self) -> None:
+        """Whether nodes see the directories that the run needs there, and the model's files."""
         config, weights, found = self._config, self._config.weights, self._found
-        rank_ids = {node.node_id for node in self._nodes if _places(config, node)}
-        asked = [node for node in self._nodes if node.node_id in self._facts]
         logging = {node.node_id for node in self._servers.values() if node and config.engine_on_ray}
-        runs = {node.node_id: "write" for node in asked if node.node_id in rank_ids | logging}
-        loads = self._loading_servers()
+        runs = {i: "write" for i in self._facts if i in logging or _places(config, self._by_id[i])}
+        mirrors = {url.rstrip("/") for url in weights.mirrors} if isinstance(weights, DeltaWeightsConfig) else set()
+        loads = {url: node for url, node in self._servers.items() if url.rstrip("/") not in mirrors}
         unseen_by = list[str]()
-        if not isinstance(weights, DistributedWeightsConfig):
+        if not isinstance(weights, DistributedWeightsConfig):  # servers read the trainer's files
             readers = {node.node_id: "read" for node in loads.values() if node and node.node_id in self._facts}
             unknown = [url for url, node in loads.items() if node is None]
             if weights.directory is not None:
-                writers = {node_id: "write" for node_id in runs if node_id in self._rank_0_ids()}
+                rank_0 = (self._places or self._nodes)[0].node_id
+                writers = {node_id: "write" for node_id in runs if node_id == rank_0}
                 self._seen("weights.directory", weights.directory, readers | writers, unknown)
             elif any(node is None or not node.is_here for node in (*loads.values(), *(self._places or ())[:1])):
                 runs, unseen_by = readers | runs, unknown  # snapshots go to run_dir
         self._seen("run_dir", config.run_dir, runs, unseen_by)
-        if (model := Path(config.model)).is_dir():
-            found.shared.append(seen := self._same_files(model, runs))
-            for node_id, answer in zip(runs, seen.seen.values(), strict=True):
-                if answer != "yes":
-                    found.findings += self._judged(node_id, _unlike(self._by_id[node_id].name, model, answer))
-
-    def _loading_servers(self) -> dict[str, ClusterNode | None]:
-        """Given servers that read the trainer's files."""
-        weights = self._config.weights
-        mirrors = {url.rstrip("/") for url in weights.mirrors} if isinstance(weights, DeltaWeightsConfig) else set()
-        return {url: node for url, node in self._servers.items() if url.rstrip("/") not in mirrors}
-
-    def _rank_0_ids(self) -> set[str]:
-        return {(self._places or self._nodes)[0].node_id}
+        if not (model := Path(config.model)).is_dir():
+            return
+        own, seen = NodeProbe().files(str(model.absolute())), dict[str, str]()
+        for node_id, answer in self._ask("files", {i: (str(model.absolute()),) for i in runs}).items():
+            node = self._by_id[node_id].name
+            seen[node] = "yes" if answer == own else "no" if answer is None else "another one"
+            if answer != own:
+                what = "does not see" if answer is None else "has other files in"
+                remedy = "copy the model there, or put it on storage that nodes share"
+                found.findings += self._judged(node_id, f"{node} {what} the model's directory {model}: {remedy}")
+        found.shared.append(SharedPath(name="model", path=str(model.absolute()), seen=seen))
 
     def _seen(self, name: str, path: Path, kinds: Mapping[str, str], unknown: Sequence[str] = ()) -> None:
         path = Path(path).absolute()
@@ -322,19 +298,13 @@ class _Check:
         named |= {urlsplit(url).hostname or url: "not checked (no node of the Ray cluster)" for url in unknown}
         self._found.shared.append(SharedPath(name=name, path=str(path), seen=named))
         for node_id, answer in answers.items():
+            node = self._by_id[node_id].name
+            what = "is not seen" if answer == "no" else f"could not be looked at ({answer})"
+            text = f"{path} ({name}) {what} on {node}: set {name} to storage that all nodes share, at the same path"
+            if answer == "read only":
+                text = f"{node} sees {path} ({name}), but may not write there: let the user of Ray write on that node"
             if answer != "yes":
-                self._found.findings += self._judged(node_id, _unseen(self._by_id[node_id].name, name, path, answer))
-
-    def _same_files(self, model: Path, kinds: Mapping[str, str]) -> SharedPath:
-        model = model.absolute()
-        own = NodeProbe().files(str(model))
-        answers = self._ask("files", {node_id: (str(model),) for node_id in kinds})
-
-        def said(answer: Any) -> str:
-            return "yes" if answer == own else "no" if answer is None else "another one"
-
-        seen = {self._by_id[node_id].name: said(answers[node_id]) for node_id in kinds}
-        return SharedPath(name="model", path=str(model), seen=seen)
+                self._found.findings += self._judged(node_id, text)
 
     def _network(self) -> Iterator[Finding]:
         """Whether the nodes of ranks reach each other; and those of servers rank 0's, if it sends them weights."""
@@ -349,55 +319,45 @@ class _Check:
         links = [link for link in links if set(link) <= self._facts.keys()]
         addresses = {node.node_id: node.address for node in self._nodes}
         if server := next((one for one, other in links if other == zero and one in hosts), None):
-            addresses[zero] = self._meeting_place(zero, addresses[server]) or addresses[zero]
-        yield from network_findings(unreached(self._ask, links, addresses), self._named_by_role(zero))
-
-    def _meeting_place(self, zero: str, server: str) -> str | None:
-        """Where a server meets rank 0."""
-        if (own := getattr(self._config.weights, "address", None)) is not None:
-            return own
-        found = self._ask("address_towards", {zero: (server,)})[zero]
-        return None if isinstance(found, Exception) else found
-
-    def _named_by_role(self, zero: str) -> dict[str, str]:
+            at = getattr(weights, "address", None)  # where a server meets rank 0
+            at = at or self._ask("address_towards", {zero: (addresses[server],)})[zero]
+            addresses[zero] = addresses[zero] if isinstance(at, Exception) else at
         names = dict[str, str]()
         for node in self._nodes:
             roles = [url for url, of in self._servers.items() if of is node] + ["rank 0"] * (node.node_id == zero)
             names[node.node_id] = " on ".join(filter(None, (" and ".join(roles), node.name)))
-        return names
+        yield from _network_findings(unreached(self._ask, links, addresses), names)
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], name: str) -> Iterator[tuple[str, bool]]:
     """The differences between a node's packages and this machine's, each with whether it is a mistake."""
+
+    def release(version: str) -> list[str]:
+        return version.split(".")[:2]
+
+    own_arl, their_arl = here["versions"]["arl"], there["versions"]["arl"]
     if there["sources"] is None:
-        yield (
-            f"{name} has no arl: install this version, {here['versions']['arl']}, in the environment of Ray there",
-            True,
-        )
+        yield f"{name} has no arl: install this version, {own_arl}, in the environment of Ray there", True
         return
     if here["python"] != there["python"]:
-        is_mistake = _release(here["python"]) != _release(there["python"])
+        is_mistake = release(here["python"]) != release(there["python"])
         yield f"{name} has Python {there['python']}, this machine {here['python']}: use the same", is_mistake
     for package in _NEEDED:
         own, other = here["versions"][package], there["versions"][package]
         if own == other:
             continue
-        is_mistake = package == "arl" or other is None or own is None or _release(own) != _release(other)
+        is_mistake = package == "arl" or other is None or own is None or release(own) != release(other)
         install = "install it there" if other is None else "install the same"
         yield f"{name} has {package} {other or '(none)'}, this machine {own}: {install}", is_mistake
-    if here["versions"]["arl"] == there["versions"]["arl"] and here["sources"] != there["sources"]:
-        yield f"{name} has arl {there['versions']['arl']}, too, but with other source files: install the same", False
-
-
-def _release(version: str) -> list[str]:
-    return version.split(".")[:2]
+    if own_arl == their_arl and here["sources"] != there["sources"]:
+        yield f"{name} has arl {their_arl}, too, but with other source files: install the same", False
 
 
 def clock_text(name: str, ahead_s: float) -> tuple[str, bool] | None:
     """A sentence about a node's clock, and whether it is a mistake; None if it is right."""
-    if abs(ahead_s) <= CLOCK_WARNING_S:
+    if abs(ahead_s) <= _CLOCK_WARNING_S:
         return None
-    is_mistake, way = abs(ahead_s) >= CLOCK_MISTAKE_S, "ahead of" if ahead_s > 0 else "behind"
+    is_mistake, way = abs(ahead_s) >= _CLOCK_MISTAKE_S, "ahead of" if ahead_s > 0 else "behind"
     breaks = (
         "certificates (TLS) and tokens may count as expired or not yet valid"
         if is_mistake
@@ -407,44 +367,30 @@ def clock_text(name: str, ahead_s: float) -> tuple[str, bool] | None:
     return f"{said}. Training compares no clocks of two machines, but {breaks}", is_mistake
 
 
-def _unseen(node: str, name: str, path: Path, answer: str) -> str:
-    if answer == "read only":
-        return f"{node} sees {path} ({name}), but may not write there: let the user of Ray write on that node"
-    what = "is not seen" if answer == "no" else f"could not be looked at ({answer})"
-    return f"{path} ({name}) {what} on {node}: set {name} to storage that all nodes share, at the same path"
-
-
-def _unlike(node: str, model: Path, answer: str) -> str:
-    what = "does not see" if answer == "no" else "has other files in"
-    return f"{node} {what} the model's directory {model}: copy the model there, or put it on storage that nodes share"
-
-
 # Whether nodes reach each other: each tries listeners on the others, all at once
 
 
 def unreached(ask: Ask, links: Sequence[Link], addresses: Mapping[str, str]) -> dict[Link, str]:
     """The links that do not work, and why. addresses: at which each node is tried."""
-    goals = {to for _, to in links}
-    listening = {i: at for i, at in ask("listens", {to: (addresses[to],) for to in goals}).items() if _is_fine(at)}
+
+    def fine(answers: Mapping[str, Any]) -> dict[str, Any]:
+        return {node_id: answer for node_id, answer in answers.items() if not isinstance(answer, Exception)}
+
+    listening = fine(ask("listens", {to: (addresses[to],) for _, to in links}))
     tries: dict[str, list[str]] = {}
     for one, other in dict.fromkeys(links):
         if other in listening:
             tries.setdefault(one, []).append(other)
     places = {one: ([(addresses[to], *listening[to]) for to in others],) for one, others in tries.items()}
-    answers = {one: said for one, said in ask("reaches_all", places).items() if _is_fine(said)}
     return {
         (one, to): f"at {addresses[to]}: {reason}"
-        for one, said in answers.items()
+        for one, said in fine(ask("reaches_all", places)).items()
         for to, reason in zip(tries[one], said, strict=True)
         if reason
     }
 
 
-def _is_fine(answer: object) -> bool:
-    return not isinstance(answer, Exception)
-
-
-def network_findings(faults: Mapping[Link, str], names: Mapping[str, str]) -> Iterator[Finding]:
+def _network_findings(faults: Mapping[Link, str], names: Mapping[str, str]) -> Iterator[Finding]:
     """A mistake for each pair of nodes. names: what a node is called, and what is on it."""
     texts, told = list[str](), set[Link]()
     for (one, other), reason in faults.items():
@@ -490,26 +436,18 @@ def seen_from(directory: Path, kinds: Mapping[str, str], ask: Ask) -> dict[str, 
 @contextmanager
 def written(directory: Path) -> Iterator[Path]:
     """A new file in the directory, which is made if it is not there; both are removed again. Raises OSError."""
-    made = _make(directory)
-    try:
-        token = directory / f".seen-{secrets.token_hex(6)}"
-        token.touch()
-        try:
-            yield token
-        finally:
-            with suppress(OSError):
-                token.unlink(missing_ok=True)
-    finally:
-        for path in made:
-            with suppress(OSError):  # something came in meanwhile
-                path.rmdir()
-
-
-def _make(directory: Path) -> list[Path]:
-    """Returns the directories that were made, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    return missing
+    token = directory / f".seen-{secrets.token_hex(6)}"
+    try:
+        token.touch()
+        yield token
+    finally:
+        with suppress(OSError):
+            token.unlink(missing_ok=True)
+        for path in missing:
+            with suppress(OSError):  # something came in meanwhile
+                path.rmdir()
 
 
 def local_finding(name: str, path: Path, error: OSError) -> Finding:

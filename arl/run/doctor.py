@@ -23,7 +23,6 @@ from arl.api.settings.run import Config
 from arl.api.train_engine import TrainEngine
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
-from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.model_files import end_token_ids, load_tokenizer, served_model
 from arl.run.engines import weight_transport
 from arl.run.learner import load_train_engine
@@ -34,7 +33,7 @@ from arl.training.run_dir import LOCK, holder_of, is_locked, make_run_dir
 
 if TYPE_CHECKING:
     from arl.observe.doctor.checked import Checked
-    from arl.observe.doctor.examination import Examination, Publish
+    from arl.observe.doctor.examination import Examination
     from arl.observe.doctor.server_probe import ServerFacts, ServerProbe
     from arl.observe.doctor.visit import Subject
 
@@ -64,11 +63,14 @@ async def opened_examination(
             "vLLM's logprobs with the trainer's itself (engine.check_weights, docs/servers.md)"
         )
     may_publish = publish or not isinstance(config.engine, RunningServersConfig)
-    if publish:
-        _check_free(config)
+    if publish and is_locked(lock := config.run_dir / LOCK):
+        raise ConfigError(
+            f"--publish would load weights into servers of a run that trains in {config.run_dir}: {holder_of(lock)}; "
+            "leave it out, or wait for the run's end"
+        )
     await offload(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
-        scratch = await offload(_scratch, config.run_dir)
+        scratch = await offload(lambda: Path(tempfile.mkdtemp(prefix="doctor-", dir=config.run_dir)).absolute())
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         opened = await open_servers(config, stack, config.run_dir / "logs" / "doctor")
         if opened.files is not None:  # a run may train in the same run_dir
@@ -89,36 +91,20 @@ async def opened_examination(
         stack.push_async_callback(thread, engine.close)
         transport = await thread(weight_transport, config, engine, opened, scratch)
         stack.callback(transport.close)
+
+        async def load() -> str | None:
+            update = await thread(transport.snapshot, engine)
+            await transport.deliver(update, inference)
+            return update.adapter
+
         yield Examination(
             servers=probes,
             trainer=TrainerProbe(engine, thread),
             subject=await offload(_subject, config, workflow, engine),
-            publish=_publishing(transport, engine, inference, thread) if may_publish else None,
+            publish=load if may_publish else None,
             why_not=_NOT_OURS,
             scratch=scratch,
             on_check=on_check,
-        )
-
-
-def _scratch(run_dir: Path) -> Path:
-    return Path(tempfile.mkdtemp(prefix="doctor-", dir=run_dir)).absolute()
-
-
-def _publishing(transport: Any, engine: TrainEngine, inference: RemoteInferenceEngine, thread: TrainThread) -> Publish:
-    async def publish() -> str | None:
-        update = await thread(transport.snapshot, engine)
-        await transport.deliver(update, inference)
-        return update.adapter
-
-    return publish
-
-
-def _check_free(config: Config) -> None:
-    lock = config.run_dir / LOCK
-    if is_locked(lock):
-        raise ConfigError(
-            f"--publish would load weights into servers of a run that trains in {config.run_dir}: {holder_of(lock)}; "
-            "leave it out, or wait for the run's end"
         )
 
 
@@ -143,6 +129,8 @@ async def _given_back(server: ServerProbe, own: ServerFacts, config: Config) -> 
 
 
 def _subject(config: Config, workflow: RolloutWorkflow, engine: TrainEngine) -> Subject:
+    from transformers import AutoConfig
+
     from arl.observe.doctor.visit import Subject
 
     tokenizer: Any = load_tokenizer(config.model)
@@ -158,6 +146,9 @@ def _subject(config: Config, workflow: RolloutWorkflow, engine: TrainEngine) -> 
         )
         return of_workflow.encode(text, add_special_tokens=False)
 
+    stored_as = str(getattr(AutoConfig.from_pretrained(config.model), "dtype", None))
+    # By the settings: what a server that somebody else started says of itself is no excuse for a difference.
+    serves_exactly = not isinstance(config.engine, LocalEngineConfig) or config.engine.dtype == "float32"
     of_local = min(n for n in (getattr(config.engine, "context_length", None), limit, DEFAULT_CONTEXT_LENGTH) if n)
     return Subject(
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
@@ -169,20 +160,9 @@ def _subject(config: Config, workflow: RolloutWorkflow, engine: TrainEngine) -> 
         end_token_ids=end_token_ids(config.model),
         model_context=limit,
         context_length=of_local if is_local else None,
-        is_exact=config.train.dtype == "float32" and _is_stored_exactly(config) and _serves_exactly(config),
+        is_exact=config.train.dtype == "float32" and stored_as in ("torch.float32", "None") and serves_exactly,
         replays_truncation=config.engine.replay_truncation,
         routing=served_model(config.model, replay_routing=config.engine.replay_routing).routing,
         adapters=isinstance(config.weights, AdapterWeightsConfig),
         shards=[config.train.num_ranks],
     )
-
-
-def _is_stored_exactly(config: Config) -> bool:
-    from transformers import AutoConfig
-
-    return str(getattr(AutoConfig.from_pretrained(config.model), "dtype", None)) in ("torch.float32", "None")
-
-
-def _serves_exactly(config: Config) -> bool:
-    """By the settings. What a server that somebody else started says of itself is no excuse for a difference."""
-    return not isinstance(config.engine, LocalEngineConfig) or config.engine.dtype == "float32"

@@ -152,7 +152,13 @@ class Experiment(Generic[ConfigT]):
         ) as trainer:
             before = await _evaluated(trainer, 0)
             async for stats in trainer:
-                await self._after(stats, trainer)
+                try:
+                    waiting = self.on_step and self.on_step(stats, trainer)
+                    if inspect.isawaitable(waiting):
+                        await waiting
+                except (Exception, SystemExit) as error:
+                    said = f"on_step raised {type(error).__name__} after step {stats.version}: {error}"
+                    raise HookError(said) from error
             after = await _evaluated(trainer, trainer.version)
             await trainer.export(config.run_dir / TRAINED)
         summary = _summary(trainer.summary(), before, after)
@@ -162,17 +168,6 @@ class Experiment(Generic[ConfigT]):
         else:
             sys.stdout.write(said + "\n")
         return TrainingResult(run_dir=config.run_dir, summary=summary)
-
-    async def _after(self, stats: StepStats, trainer: Trainer) -> None:
-        if self.on_step is None:
-            return
-        try:
-            waiting = self.on_step(stats, trainer)
-            if inspect.isawaitable(waiting):
-                await waiting
-        except (Exception, SystemExit) as error:
-            said = f"on_step raised {type(error).__name__} after step {stats.version}: {error}"
-            raise HookError(said) from error
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
         """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
@@ -290,22 +285,14 @@ def _not_risen(first: tuple[float, float | None], last: tuple[float, float | Non
 def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None) -> dict[str, float]:
     if before is None or after is None:
         return dict(totals)
-    pairs = tuple(zip(_WHEN, (before, after), strict=True))
-    metrics = {
-        f"{name.removeprefix('episode/')}_per_episode_{when}": value
-        for name in before.metrics
-        for when, evaluation in pairs
-        if (value := evaluation.metrics.get(name)) is not None
-    }
-    of_names = {
-        f"eval_reward_{when}/{name}": part.reward
-        for when, evaluation in pairs
-        for name, part in (evaluation.by_name or {}).items()
-    }
-    rewards = {f"eval_reward_{when}": evaluation.reward for when, evaluation in pairs}
-    errors = {
-        f"eval_standard_error_{when}": evaluation.standard_error
-        for when, evaluation in pairs
-        if evaluation.standard_error is not None
-    }
+    rewards, errors, of_names, metrics = (dict[str, float]() for _ in range(4))
+    for when, evaluation in zip(_WHEN, (before, after), strict=True):
+        rewards[f"eval_reward_{when}"] = evaluation.reward
+        if evaluation.standard_error is not None:
+            errors[f"eval_standard_error_{when}"] = evaluation.standard_error
+        for name, part in (evaluation.by_name or {}).items():
+            of_names[f"eval_reward_{when}/{name}"] = part.reward
+        for name, value in evaluation.metrics.items():
+            if name in before.metrics:
+                metrics[f"{name.removeprefix('episode/')}_per_episode_{when}"] = value
     return {**rewards, **errors, **of_names, **totals, **metrics}

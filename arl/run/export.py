@@ -38,7 +38,16 @@ class SavedWeights:
         Raises ConfigError if there is no such checkpoint or policy, or the model is another one, CheckpointError.
         """
         path, identity = _checkpoint(run_dir, version)
-        _check_policy(run_dir, policy, identity.get("policies") or {})
+        known = identity.get("policies") or {}
+        if policy is None and known:
+            raise ConfigError(
+                f"{run_dir} has several policies; name one with --policy: {', '.join(known)}. arl try and arl eval "
+                f"play all of them, given the run's `policies`: --config {run_dir}/config.yaml"
+            )
+        if policy is not None and policy not in known:
+            one = "has one policy, without a name; leave --policy out"
+            of = f"has the policies {', '.join(known)}" if known else one
+            raise ConfigError(f"--policy is {policy!r:.80}, and {run_dir} {of}")
         engine = path / "engine" / policy if policy else path / "engine"
         return cls(
             run_dir=run_dir,
@@ -101,18 +110,6 @@ def _checkpoint(run_dir: Path, version: int | None) -> tuple[Path, dict[str, Any
         )
     path = checkpoint_of(run_dir / "checkpoints", saved[-1] if version is None else version)
     return path, read_values(path, "export it with the arl that wrote it")["identity"]
-
-
-def _check_policy(run_dir: Path, policy: str | None, known: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless it names one of the run's policies, or the run has none."""
-    if policy is None and known:
-        raise ConfigError(
-            f"{run_dir} has several policies; name one with --policy: {', '.join(known)}. arl try and arl eval play "
-            f"all of them, given the run's `policies`: --config {run_dir}/config.yaml"
-        )
-    if policy is not None and policy not in known:
-        of = f"has the policies {', '.join(known)}" if known else "has one policy, without a name; leave --policy out"
-        raise ConfigError(f"--policy is {policy!r:.80}, and {run_dir} {of}")
 
 
 def _found(run_dir: Path, identity: Mapping[str, Any], given: str | None, key: str) -> str:

@@ -6,7 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings.algorithm import AlgorithmConfig
@@ -21,10 +22,10 @@ from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.rollout.group import GroupRules
 from arl.rollout.ledger import ExampleLedger, GroupNumbers, Ledger
-from arl.rollout.stream_ledger import StreamLedger
-from arl.rollout.task_ledger import TaskLedger
-from arl.rollout.task_workflows import TaskWorkflows
 from arl.runtime.threads import offload
+
+if TYPE_CHECKING:
+    from arl.rollout.stream_ledger import StreamLedger
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class RunTask:
         return f"{what} of task {self.name!r}" if self.name else what
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunTasks:
     """All tasks of a run."""
 
@@ -78,10 +79,14 @@ class RunTasks:
         """Empty in a run without tasks."""
         return [task.name for task in self.tasks if task.name]
 
-    @property
+    @cached_property
     def workflow(self) -> RolloutWorkflow:
         """The only one, or all of them as one."""
-        return TaskWorkflows({task.name: task.workflow for task in self.tasks}) if self.names else self.only.workflow
+        if not self.names:
+            return self.only.workflow
+        from arl.rollout.task_workflows import TaskWorkflows
+
+        return TaskWorkflows({task.name: task.workflow for task in self.tasks})
 
     @property
     def only(self) -> RunTask:
@@ -99,7 +104,7 @@ class RunTasks:
         """Those with rows by index, by task."""
         return {task.name: task.dataset for task in self.tasks if not isinstance(task.dataset, StreamedRows)}
 
-    @property
+    @cached_property
     def held_out(self) -> Dataset | None:
         """All held-out examples. Of named tasks they are NamedRows: by NAME, or by NAME/SUB."""
         if not self.names:
@@ -139,32 +144,24 @@ def given_tasks(given: Given) -> RunTasks:
     """Check what a run is given, and take its datasets as rows. Raises ConfigError and DatasetError."""
     check_choice(given)
     if given.tasks is None:
-        only = RunTask(
-            workflow=cast("RolloutWorkflow", given.workflow),  # check_choice has seen it
-            dataset=examples_of("dataset", given.dataset, may_stream=True),
-            eval_dataset=held_out_of(given.eval_dataset),
-            keep=given.keep,
-            curriculum=given.curriculum,
-        )
-        return RunTasks(tasks=(only,))
-    return RunTasks(tasks=tuple(map(_taken, given.tasks)), curriculum=given.task_curriculum)
+        return RunTasks(tasks=(_taken(given),))
+    tasks = list[RunTask]()
+    for task in given.tasks:
+        try:
+            tasks.append(_taken(task, name=task.name, weight=task.weight, group_size=task.group_size))
+        except DatasetError as error:
+            raise DatasetError(f"task {task.name!r}: {error}") from error
+    return RunTasks(tasks=tuple(tasks), curriculum=given.task_curriculum)
 
 
-def _taken(task: Task) -> RunTask:
-    try:
-        dataset = examples_of("dataset", task.dataset, may_stream=True)
-        held_out = held_out_of(task.eval_dataset)
-    except DatasetError as error:
-        raise DatasetError(f"task {task.name!r}: {error}") from error
+def _taken(given: Given | Task, **own: Any) -> RunTask:
     return RunTask(
-        name=task.name,
-        workflow=task.workflow,
-        dataset=dataset,
-        eval_dataset=held_out,
-        weight=task.weight,
-        group_size=task.group_size,
-        keep=task.keep,
-        curriculum=task.curriculum,
+        workflow=cast("RolloutWorkflow", given.workflow),  # check_choice has seen it
+        dataset=examples_of("dataset", given.dataset, may_stream=True),
+        eval_dataset=held_out_of(given.eval_dataset),
+        keep=given.keep,
+        curriculum=given.curriculum,
+        **own,
     )
 
 
@@ -199,8 +196,15 @@ def check_choice(given: Given) -> None:
 
 
 def check_settings(config: Config, given: RunTasks) -> None:
-    """Raise ConfigError for settings that do not fit the tasks."""
-    _check_roles(config, given)
+    """Raise ConfigError for settings that do not fit the tasks: for roles without a policy; and for policies without a
+    role, where all workflows declare theirs."""
+    if config.policies:
+        policies, declared = PolicyRoles.of(config.policies), [task.workflow.declared_roles for task in given.tasks]
+        known = [roles for roles in declared if roles is not None]
+        if len(known) == len(declared):
+            policies.check(frozenset[str]().union(*known))
+        for role in (role for roles in known for role in sorted(roles)):
+            policies.policy_of(role)
     for task in given.tasks:
         if task.curriculum is not None and isinstance(task.dataset, StreamedRows):
             raise ConfigError(
@@ -211,18 +215,6 @@ def check_settings(config: Config, given: RunTasks) -> None:
             check_group_size(task.called("group_size"), task.group_size, config.algorithm)
 
 
-def _check_roles(config: Config, given: RunTasks) -> None:
-    """Roles without a policy; and policies without a role, where all workflows declare theirs."""
-    if not config.policies:
-        return
-    policies, declared = PolicyRoles.of(config.policies), [task.workflow.declared_roles for task in given.tasks]
-    known = [roles for roles in declared if roles is not None]
-    if len(known) == len(declared):
-        policies.check(frozenset[str]().union(*known))
-    for role in (role for roles in known for role in sorted(roles)):
-        policies.policy_of(role)
-
-
 # What the controller gets of them.
 
 
@@ -231,6 +223,8 @@ def ledger_of(config: Config, tasks: RunTasks) -> Ledger:
     ledgers = {task.name: _ledger_of_one(config, task, numbers) for task in tasks.tasks}
     if not tasks.names:
         return ledgers[""]
+    from arl.rollout.task_ledger import TaskLedger
+
     return TaskLedger(
         ledgers,
         {task.name: task.weight for task in tasks.tasks},
@@ -242,6 +236,8 @@ def ledger_of(config: Config, tasks: RunTasks) -> Ledger:
 
 def _ledger_of_one(config: Config, task: RunTask, numbers: GroupNumbers) -> ExampleLedger | StreamLedger:
     if isinstance(task.dataset, StreamedRows):
+        from arl.rollout.stream_ledger import StreamLedger
+
         log.warning(
             "the %s is a stream: its rows come in the stream's order, which rollout.shuffle does not change, and again "
             "when it has ended",

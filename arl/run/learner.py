@@ -21,14 +21,13 @@ from arl.api.settings.engines import LocalEngineConfig, TrainConfig
 from arl.api.settings.objective import CriticConfig, RewardModelConfig
 from arl.api.settings.run import Config
 from arl.api.train_engine import Head, TrainEngine
-from arl.cluster.node_checks import NodeReport
-from arl.cluster.placement import check
-from arl.cluster.planned import planned_trainer, shared_gpus
+from arl.cluster.placement import check, planned_trainer, shared_gpus
 from arl.engine.model_files import check_same_tokens
 from arl.runtime.processes.rpc import SentObject
 from arl.training.learner_process import LearnerHost
 
 if TYPE_CHECKING:
+    from arl.cluster.node_checks import NodeReport
     from arl.training.learner import Learner
 
 
@@ -59,12 +58,13 @@ def host_learner(config: Config, *, looks_at_nodes: bool = False, own: SentObjec
     looks_at_nodes: look for mistakes on the nodes of a cluster before anything is loaded there. Where there is no room
     for all ranks, and train.min_ranks allows it, the learner has fewer. own: the user's own TrainEngineLoader.
     """
-    report = _checked_nodes(config) if looks_at_nodes else NodeReport()
+    report = _checked_nodes(config) if looks_at_nodes else None
     with ExitStack() as stack:
         config, has_room = _with_room(stack, config)
         learner = load_learner(config) if own is None else load_learner(config, own.received())
     try:
-        placed = Placed(parts=_ranks(config, learner), shared=report.shared, findings=report.findings)
+        shared, findings = (report.shared, report.findings) if report else ([], [])
+        placed = Placed(parts=_ranks(config, learner), shared=shared, findings=findings)
         return LearnerHost(
             learner,
             _packed,
@@ -99,16 +99,29 @@ def _with_room(stack: ExitStack, config: Config) -> tuple[Config, Callable[[], b
     return config.model_copy(update={"train": fewer}), partial(room.has, train.num_ranks - count)
 
 
-def _checked_nodes(config: Config) -> NodeReport:
+def _checked_nodes(config: Config) -> NodeReport | None:
     if config.train.ray_address is None or not config.train.is_over_ray:
-        return NodeReport()
-    from arl.run.dry_run import asked_cluster
-
+        return None
     if config.engine_on_ray:  # its servers find their places meanwhile; a dry run looks at these
         config = config.model_copy(update={"engine": LocalEngineConfig()})
     report = asked_cluster(config)
     check(report.findings)
     return report
+
+
+def asked_cluster(config: Config) -> NodeReport:
+    """What the nodes of the cluster at train.ray_address say. Raises ConfigError if there is none."""
+    from arl.cluster.node_checks import check_nodes
+    from arl.cluster.ray_nodes import probes, ray_nodes
+    from arl.engine.fsdp.ray_cluster import RayLease
+    from arl.run.servers import with_named_servers
+
+    config = with_named_servers(config)
+    with ExitStack() as stack:
+        lease = RayLease(config.train.ray_address, num_cpus=0, num_gpus=0)
+        stack.callback(lease.release)
+        nodes = ray_nodes()
+        return check_nodes(config, nodes, stack.enter_context(probes(nodes)))
 
 
 def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -356,17 +357,23 @@ def _flag_source(
     is_short = HELP_ALL not in flags
     hidden = {setting.name for setting in settings_of(Config)} - {*COMMON} if is_short else set[str]()
 
+    def read_section(section: Setting, text: str) -> str:
+        try:
+            is_section = isinstance(json.loads(text), dict | None)
+        except ValueError:
+            is_section = False
+        if not is_section:
+            raise argparse.ArgumentTypeError(whole_section(section.name, section.field, text))
+        return text
+
     def add_argument(parser: Any, *names: str, **options: Any) -> None:
         setting = settings.get(options["dest"])
         if setting is not None:
             is_hidden = setting.name in hidden or (is_short and setting.is_section)
             options["help"] = argparse.SUPPRESS if is_hidden else texts.get(setting.name, "").replace("%", "%%")
             if setting.is_section:
-                options["type"] = _section_reader(setting)
+                options["type"] = partial(read_section, setting)
         parser.add_argument(*names, **options)
-
-    def add_group(parser: _Parser, **options: Any) -> Any:
-        return parser if is_short else parser.add_argument_group(**options)
 
     def parse(parser: _Parser, args: Sequence[str]) -> argparse.Namespace:
         namespace, unknown = parser.parse_known_args(args)
@@ -390,24 +397,13 @@ def _flag_source(
         root_parser=parser,
         parse_args_method=parse,
         add_argument_method=add_argument,
-        add_argument_group_method=add_group,
+        add_argument_group_method=lambda parser, **options: (
+            parser if is_short else parser.add_argument_group(**options)
+        ),
         cli_parse_args=list(flags),
         cli_implicit_flags=True,
         cli_use_class_docs_for_groups=True,
     )
-
-
-def _section_reader(section: Setting) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        try:
-            is_section = isinstance(json.loads(text), dict | None)
-        except ValueError:
-            is_section = False
-        if not is_section:
-            raise argparse.ArgumentTypeError(whole_section(section.name, section.field, text))
-        return text
-
-    return read
 
 
 def _unknown_flag(flag: str, names: Sequence[str]) -> str:
@@ -430,36 +426,35 @@ _A_LIST = '[{"level": "token", "upper": 2}]'
 
 
 def _help_texts(config_class: type[BaseModel]) -> dict[str, str]:
+    """The help of each setting by its name: its text and default; where a section's variants differ, that of each."""
+
+    def as_json(value: object) -> object:
+        """A section in a list as its own settings, and what JSON does not know as text."""
+        return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else str(value)
+
     try:
         defaults = config_class.model_validate({})
     except ValidationError:
         defaults = config_class.model_construct()
-    by_name: dict[str, list[Setting]] = {}
+    texts: dict[str, dict[str, list[str]]] = {}
     variants: dict[str, set[str]] = {}
+    sections: dict[str, str] = {}
     for setting in settings_of(config_class, defaults):
-        by_name.setdefault(setting.name, []).append(setting)
+        default, sections[setting.name] = setting.default, setting.section
+        if default is REQUIRED:
+            told = "(required)"
+        elif setting.is_section and default is not None:
+            told = "All of it, as JSON."
+        else:
+            shown = default if isinstance(default, str | Path) else json.dumps(default, default=as_json)
+            told = f"(default: {shown})"
+        texts.setdefault(setting.name, {}).setdefault(f"{setting.about} {told}", []).append(setting.variant)
         if setting.variant:
             variants.setdefault(setting.section, set()).add(setting.variant)
-    return {name: _help_text(same, variants.get(same[0].section, set())) for name, same in by_name.items()}
-
-
-def _help_text(same: Sequence[Setting], variants: set[str]) -> str:
-    """same: the settings of one name, in one or more of the section's variants."""
-    by_text: dict[str, list[str]] = {}
-    for setting in same:
-        by_text.setdefault(f"{setting.about} {_default_text(setting)}", []).append(setting.variant)
-    return " ".join(t if set(of) in ({""}, variants) else f"[{', '.join(of)}] {t}" for t, of in by_text.items())
-
-
-def _default_text(setting: Setting) -> str:
-    if setting.default is REQUIRED:
-        return "(required)"
-    default = setting.default
-    if setting.is_section and default is not None:
-        return "All of it, as JSON."
-    return f"(default: {default if isinstance(default, str | Path) else json.dumps(default, default=_as_json)})"
-
-
-def _as_json(value: object) -> object:
-    """A section in a list as its own settings, and what JSON does not know as text."""
-    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else str(value)
+    return {
+        name: " ".join(
+            text if set(of) in ({""}, variants.get(sections[name], set())) else f"[{', '.join(of)}] {text}"
+            for text, of in by_text.items()
+        )
+        for name, by_text in texts.items()
+    }

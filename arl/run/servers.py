@@ -1,23 +1,25 @@
 """The inference side of a run: the servers of a configuration, and the engine that speaks to them.
 
-`serve` is an engine alone, for episodes without training. `launch` opens the same parts beside a trainer.
-`played_elsewhere` makes of a workflow one whose episodes programs elsewhere play (`arl serve`).
+`serve` is an engine alone, for episodes without training. `launch` opens the same parts beside a trainer. A run of
+several policies opens them for the settings of each (`of_policy`). `played_elsewhere` makes of a workflow one whose
+episodes programs elsewhere play (`arl serve`).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from arl.api.engine import InferenceEngine, ServedModel
 from arl.api.errors import ConfigError, ServerError
 from arl.api.events import NOWHERE, Events
 from arl.api.settings.engines import (
+    AdapterWeightsConfig,
     DeltaWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
@@ -27,22 +29,17 @@ from arl.api.settings.engines import (
 )
 from arl.api.settings.run import Config
 from arl.api.workflow import RolloutWorkflow
-from arl.endpoint.proxy import OpenAIProxy
-from arl.endpoint.sdk_workflow import SDKWorkflow
-from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.client.membership import RosterFiles
-from arl.engine.client.ray_servers import started_on_ray
 from arl.engine.client.remote_engine import RemoteInferenceEngine, client_class
 from arl.engine.client.server_processes import ServerProcesses, adapter_options, started_here
-from arl.engine.client.servers_file import SERVERS, NamedServer, read_servers
+from arl.engine.client.servers_file import SERVERS, read_servers
 from arl.engine.model_files import load_tokenizer, local_directory, served_model
-from arl.run.policy_settings import of_policy
 from arl.runtime.threads import offload
-from arl.training.policies.policy_servers import PolicyEngine
 from arl.training.run_dir import make_run_dir
-from arl.workflow.agent import AgentWorkflow
-from arl.workflow.teachers import DistillationWorkflow
-from arl.workflow.tool_agent import ToolAgentWorkflow
+
+if TYPE_CHECKING:
+    from arl.endpoint.served_workflow import ServedWorkflow
+    from arl.training.policies.policy_servers import PolicyEngine
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +56,49 @@ class OpenedServers:
     """Server -> its mirror. Servers that join with a mirror are added to it."""
 
 
-@runtime_checkable
-class _Greets(Protocol):
-    """An engine over servers that say what they hold."""
+def with_named_servers(config: Config) -> Config:
+    """The settings with the servers and mirrors of the servers file, if there is one. Raises ConfigError."""
+    engine, weights = config.engine, config.weights
+    if not isinstance(engine, RunningServersConfig):
+        return config
+    named = read_servers(engine.servers_file or config.run_dir / SERVERS)
+    if not named:
+        return config
+    changes: dict[str, Any] = {"engine": engine.model_copy(update={"addresses": tuple(named)})}
+    if isinstance(weights, DeltaWeightsConfig):
+        mirrors = {one.address: one.mirror for one in named.values() if one.mirror}
+        changes["weights"] = weights.model_copy(update={"mirrors": {**weights.mirrors, **mirrors}})
+    return config.model_copy(update=changes)
 
-    @property
-    def without_weights(self) -> Sequence[str]: ...
+
+def shares_servers(config: Config) -> bool:
+    """Whether all policies are adapters on the same servers; else each has servers of its own."""
+    return isinstance(config.weights, AdapterWeightsConfig)
+
+
+def of_policy(config: Config, name: str) -> Config:
+    """The settings of one policy's trainer and servers, with files of their own beneath run_dir."""
+    policy, train, engine = config.policies[name], config.train, config.engine
+    optimizer = train.optimizer.model_copy(update={"lr": policy.lr or train.optimizer.lr})
+    changes: dict[str, Any]
+    if shares_servers(config):
+        changes = {}
+    elif isinstance(engine, LocalEngineConfig):
+        changes = {"device": policy.device or engine.device}
+    elif isinstance(engine, RunningServersConfig):
+        changes = {"addresses": policy.addresses or engine.addresses}
+    else:
+        place = [*config.policies].index(name)
+        changes = {"first_gpu": engine.first_gpu + place * engine.num_servers * engine.gpus_per_server}
+    return config.model_copy(
+        update={
+            "model": policy.model or config.model,
+            "run_dir": config.run_dir / "policies" / name,
+            "train": train.model_copy(update={"optimizer": optimizer, "device": policy.device or train.device}),
+            "engine": engine.model_copy(update=changes),
+            "policies": {},
+        }
+    )
 
 
 @asynccontextmanager
@@ -91,7 +125,7 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
         if opened.files is not None:
             opened = replace(opened, files=replace(opened.files, run_dir=None))
         engine = await stack.enter_async_context(await connect(config, opened))
-        if isinstance(engine, _Greets) and (lacking := engine.without_weights):
+        if lacking := engine.without_weights:
             raise ServerError(
                 f"{', '.join(lacking)} has no whole weights: a run ended before it had loaded them, or is loading them "
                 "now; start that run or these servers again, or wait"
@@ -100,6 +134,8 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
 
 
 async def _policies_served(stack: AsyncExitStack, config: Config) -> PolicyEngine:
+    from arl.training.policies.policy_servers import PolicyEngine
+
     engines: dict[object, InferenceEngine] = {}
     of: dict[str, InferenceEngine] = {}
     for name in config.policies:
@@ -115,6 +151,13 @@ def played_elsewhere(workflow: RolloutWorkflow, model: str, on_open: Callable[[s
     """The workflow, with programs elsewhere in its place: they get its sampling, chat template and reward, if it is one
     of arl's that has them. model: whose tokenizer to take if not. Raises ConfigError for one that needs its own calls.
     """
+    from arl.endpoint.proxy import OpenAIProxy
+    from arl.endpoint.sdk_workflow import SDKWorkflow
+    from arl.endpoint.served_workflow import ServedWorkflow
+    from arl.workflow.agent import AgentWorkflow
+    from arl.workflow.teachers import DistillationWorkflow
+    from arl.workflow.tool_agent import ToolAgentWorkflow
+
     match workflow:
         case ServedWorkflow():
             return workflow
@@ -157,6 +200,8 @@ async def open_servers(config: Config, stack: AsyncExitStack, logs: Path) -> Ope
         started = started.model_copy(update={"arguments": (*own, *started.arguments)})  # the user's own prevail
     source = None
     if started.on_ray:
+        from arl.engine.client.ray_servers import started_on_ray
+
         assert api_key is not None
         assert config.train.ray_address is not None
         servers = started_on_ray(directory, started, config.train.ray_address, logs, api_key)
@@ -173,7 +218,14 @@ async def _running_servers(config: Config, engine: RunningServersConfig) -> Open
     named = await offload(read_servers, path)
     if not named and not engine.addresses:
         raise ConfigError(f"engine.servers_file is {path}, which names no server, and engine.addresses is empty")
-    _say_who_is_left_out(engine, path, named)
+    left_out = [address for address in engine.addresses if address.rstrip("/") not in named]
+    if named and left_out:
+        log.warning(
+            "%s names the servers of this run, so engine.addresses is ignored: %s is left out. Add it with "
+            "`arl servers add`, or delete the file",
+            path,
+            ", ".join(left_out),
+        )
     mirrors = dict[str, str]()
     if isinstance(config.weights, DeltaWeightsConfig):
         mirrors = {server.rstrip("/"): mirror for server, mirror in config.weights.mirrors.items()}
@@ -192,17 +244,6 @@ async def _running_servers(config: Config, engine: RunningServersConfig) -> Open
             mirrors=mirrors if isinstance(config.weights, DeltaWeightsConfig) else None,
         ),
     )
-
-
-def _say_who_is_left_out(engine: RunningServersConfig, path: Path, named: Mapping[str, NamedServer]) -> None:
-    left_out = [address for address in engine.addresses if address.rstrip("/") not in named]
-    if named and left_out:
-        log.warning(
-            "%s names the servers of this run, so engine.addresses is ignored: %s is left out. Add it with "
-            "`arl servers add`, or delete the file",
-            path,
-            ", ".join(left_out),
-        )
 
 
 def wanted_model(config: Config) -> ServedModel:

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -131,7 +131,9 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         _check_choice(dataset, reward, workflow, of_reward)
     else:
         others = {"dataset": dataset, "eval_dataset": eval_dataset, "reward": reward, "workflow": workflow}
-        _check_alone({**others, "columns": columns, **of_reward})
+        if both := [name for name, value in {**others, "columns": columns, **of_reward}.items() if value is not None]:
+            said = "each arl.Task has its own: leave them out"
+            raise ConfigError(f"train got tasks, and {', '.join(both)} too; {said}")
 
     def prepare(config: Config) -> Setup:
         if tasks is not None:
@@ -141,7 +143,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
-            first = train.head(_CHECKED) if isinstance(train, StreamedRows) else _first(train)
+            is_stream = isinstance(train, StreamedRows)
+            first = train.head(_CHECKED) if is_stream else [train[i] for i in range(min(len(train), _CHECKED))]
             for example in (*first, *(first_of_each(held_out) if held_out is not None else ())):
                 agent.check_example(example)  # before anything starts
         rows = cast("Any", train)
@@ -224,11 +227,6 @@ def _check_types(model: object, system: object, prompt: object, config: object) 
         raise ConfigError(f"prompt is {prompt!r:.80}; give a function from an example to its question")
 
 
-def _check_alone(others: Mapping[str, object]) -> None:
-    if both := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(f"train got tasks, and {', '.join(both)} too; each arl.Task has its own: leave them out")
-
-
 def _with_rows(task: Any) -> Any:
     """The task with datasets that are loaded; what is no task is refused later."""
     if not isinstance(task, Task):
@@ -245,10 +243,6 @@ def _check_choice(dataset: object, reward: object, workflow: object, of_reward: 
         raise ConfigError(f"train got {got} of reward and workflow; give a reward for single answers, or an agent")
     if workflow is not None and of_reward:
         raise ConfigError(f"{', '.join(of_reward)} cannot be given beside a workflow, which has its own; set it there")
-
-
-def _first(rows: Any) -> Iterator[Any]:
-    return (rows[index] for index in range(min(len(rows), _CHECKED)))
 
 
 def _loaded(rows: Any, split: str) -> Any:

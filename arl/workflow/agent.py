@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from arl.api.errors import ConfigError, DatasetError
+from arl.api.errors import ConfigError, DatasetError, ImageError
 from arl.api.types import AGENT, Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
@@ -100,8 +100,15 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         for model in models:
             check_places_as(self.tokenizer, model)
 
-    def unseen(self, messages: Sequence[Message]) -> str | None:
-        """What is odd about messages that name an image and have none, for a model that sees; None if nothing is."""
+    def check_first(self, data: Example, models: Sequence[str]) -> str | None:
+        """The remark is about messages that name an image and have none, for a model that sees."""
+        try:
+            messages = self.messages(data)
+        except ImageError:
+            raise
+        except Exception:  # noqa: BLE001 - the user's code, whose failures fail episodes
+            return None
+        self.check_sees(messages, models)
         if not self.image_columns or any(map(holds_image, messages)) or not has_marker(messages):
             return None
         if template_of(self.tokenizer, self.template_options).image_token_id is None:
@@ -111,6 +118,9 @@ class AgentWorkflow(Shared, RolloutWorkflow):
             f"has {MARKER} in its text and nothing in a column {columns}, so the model reads these letters and sees no "
             "image; name the column with image_columns=(...) of the workflow"
         )
+
+    def check_room(self, limit: int) -> None:
+        check_fits(limit, self.sampling, self.compaction)
 
     def conversation(self, data: Example, tools: Sequence[Tool] = ()) -> Conversation:
         return conversation_of(
@@ -140,6 +150,16 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     async def ascore(self, answer: str, data: Example) -> Score:
         """The reward of an answer."""
         return await self._score(answer, data)
+
+
+def check_fits(limit: int, sampling: SamplingParams | None, compaction: Compaction | None, whose: str = "") -> None:
+    """Raise ConfigError if answers leave no room for a prompt in `limit` tokens, or if compaction comes too late."""
+    for name, wanted, most in (
+        ("max_new_tokens", sampling and sampling.max_new_tokens, limit - 1),
+        ("compaction.context_length", compaction and compaction.context_length, limit),
+    ):
+        if wanted is not None and wanted > most:
+            raise ConfigError(f"{name}{whose} is {wanted}, and prompt and answer have room for {limit} tokens together")
 
 
 def with_system(system: str | None, given: object) -> list[Message]:

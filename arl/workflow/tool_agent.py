@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from arl.api.errors import ConfigError
 from arl.api.types import Example, Trajectory
 from arl.rewards.score import Score
-from arl.workflow.agent import AgentWorkflow
+from arl.workflow.agent import AgentWorkflow, check_fits
 from arl.workflow.call_formats import CallFormat, call_format_of
-from arl.workflow.sub_agents import SubAgent, SubAgents, check_names, check_sub_agents, roles_of
+from arl.workflow.sub_agents import SubAgent, SubAgents, all_agents, check_names, check_sub_agents, roles_of
 from arl.workflow.team import TeamSettings
 from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, tools_by_name
@@ -78,6 +78,11 @@ class ToolAgentWorkflow(AgentWorkflow):
         )
         check_names([tool.name for tool in self._shared], self.sub_agents)
         check_sub_agents(self.sub_agents, self._settings)
+
+    def check_room(self, limit: int) -> None:
+        super().check_room(limit)
+        for agent in all_agents(self.sub_agents):
+            check_fits(limit, agent.sampling, agent.compaction, f" of the sub-agent {agent.name}")
 
     async def _open(self, opened: AsyncExitStack) -> None:
         await super()._open(opened)

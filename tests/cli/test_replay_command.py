@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-import arl.cli.replay_command
-from arl.cli.replay_command import _change
+import arl.cli.offline
+from arl.cli.offline import _change
 from arl.engine.tiny import write_tiny_model
-from arl.run.replay.recorded_run import ReplayRange
-from arl.run.replay.replay import Replayed, ReplayedStep
+from arl.run.replay import Replayed, ReplayedStep, ReplayRange
 
 SCRIPT = Path(__file__).parents[1] / "agent_script.py"
 SMALL = ("--rollout.batch_size", "4", "--rollout.group_size", "4", "--rollout.max_staleness", "4", "--record")
@@ -63,7 +62,7 @@ def test_a_wrong_call_ends_with_a_sentence(
 ) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(SystemExit) as ended:
-        arl.cli.replay_command.main([str(tmp_path), *flags])
+        arl.cli.offline.replay_steps([str(tmp_path), *flags])
     assert ended.value.code == code
     assert message in capsys.readouterr().err
 
@@ -80,9 +79,9 @@ def test_weights_that_differ_are_named_and_end_the_command_with_1(
         return Replayed(which=which, tolerance=1e-3, steps=(step,))
 
     (tmp_path / "metrics.jsonl").touch()
-    monkeypatch.setattr(arl.cli.replay_command, "replay", played)
+    monkeypatch.setattr(arl.cli.offline, "replay", played)
     with pytest.raises(SystemExit) as ended:
-        arl.cli.replay_command.main([str(tmp_path)])
+        arl.cli.offline.replay_steps([str(tmp_path)])
     assert ended.value.code == 1
     said = capsys.readouterr().out
     assert "norm.weight differs most, by 2.0e-05 of its norm" in said

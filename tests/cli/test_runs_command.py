@@ -102,11 +102,3 @@ def test_of_a_long_log_only_the_end_is_read(tmp_path: Path, capsys: pytest.Captu
         file.write(b'\n{"version": 7}\n')
     assert listed(tmp_path, capsys)["long"]["version"] == 7
     os.truncate(tmp_path / "long" / "metrics.jsonl", 0)
-
-
-def test_a_loss_that_is_no_number_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "diverged").mkdir()
-    (tmp_path / "diverged" / "metrics.jsonl").write_text('{"version": 3, "loss": "nan"}\n')
-    (tmp_path / "diverged" / "evaluations.jsonl").write_text('{"version": 3, "loss": "nan"}\n')
-    main(["runs", str(tmp_path)])
-    assert "loss nan at 3" in capsys.readouterr().out

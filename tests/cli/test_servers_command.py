@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,18 +168,6 @@ async def test_no_server_leaves_if_too_few_would_be_left(server: Server, other: 
         said = await command("remove", server.address)
     assert said == (1, "", "error: engine.min_servers is 2, and 1 server would be left\n")
     assert not (command.run_dir / "servers.txt").exists()
-
-
-async def test_servers_are_added_one_by_one_to_a_file_that_has_too_few(server: Server, other: Server, command: Command):
-    async with run_over(command.run_dir, server, other, min_servers=2):
-        pass
-    (command.run_dir / "servers.txt").write_text("http://127.0.0.1:9\n")
-    state = read_state(command.run_dir)
-    assert state is not None
-    replace(state, min_servers=3).write(command.run_dir)
-    assert (await command("add", other.address)).code == 0
-    said = await command("remove", other.address)
-    assert said.err == "error: engine.min_servers is 3, and 1 server would be left\n"
 
 
 async def test_requests_that_outlast_the_drain_timeout_go_on_elsewhere(server: Server, other: Server, command: Command):

@@ -24,7 +24,8 @@ from arl.api.settings.run import Config
 from arl.cluster.node_checks import NodeReport
 from arl.engine.client.servers_file import SERVERS
 from arl.observe.events.run_record import RunRecord
-from arl.run.dry_run import _asked, _own_directories, check_start, rehearse
+from arl.run.dry_run import _asked, _own_directories, rehearse
+from arl.run.engines import check_start
 from arl.run.experiment import Experiment, ExperimentConfig
 from arl.run.launch import launch
 from arl.training.run_dir import RunLock

@@ -9,9 +9,11 @@ import pytest
 from free_port import free_port
 
 from arl.api.settings.run import Config
-from arl.cluster.node_checks import NodeReport, check_nodes, clock_text, differences, written
+from arl.cluster.node_checks import NodeReport, check_nodes, differences, written
 from arl.cluster.node_probe import NodeProbe
 from arl.cluster.ray_nodes import ClusterNode
+
+OWN_TORCH = ".".join(NodeProbe().facts()["versions"]["torch"].split(".")[:2])
 
 
 class FakeNode(NodeProbe):
@@ -176,14 +178,6 @@ def test_a_clock_an_hour_off_is_a_mistake_that_training_survives(tmp_path: Path)
     assert warnings(report)[0].startswith("the clock of n3 is 60 s behind this machine's")
 
 
-@pytest.mark.parametrize(
-    ("ahead_s", "is_mistake"), [(4.9, None), (-4.9, None), (5.1, False), (-3599, False), (3600, True)]
-)
-def test_how_far_clocks_may_be_apart(ahead_s: float, is_mistake: bool | None) -> None:
-    judged = clock_text("n", ahead_s)
-    assert (judged and judged[1]) is is_mistake
-
-
 def changed(**versions: str | None) -> dict[str, Any]:
     facts = NodeProbe().facts()
     own = {name: version for name, version in versions.items() if name not in facts}
@@ -203,6 +197,7 @@ def changed(**versions: str | None) -> dict[str, Any]:
         ({"arl": "0.0.1"}, "n has arl 0.0.1, this machine ", True),
         ({"python": "3.4.1"}, "n has Python 3.4.1, this machine ", True),
         ({"torch": "1.0.0"}, "n has torch 1.0.0, this machine ", True),
+        ({"torch": f"{OWN_TORCH}.99"}, "n has torch", False),
         ({"transformers": None}, "n has transformers (none), this machine ", True),
     ],
 )
@@ -210,13 +205,6 @@ def test_other_versions_are_named(there: dict[str, Any], said: str | None, is_mi
     found = list(differences(NodeProbe().facts(), changed(**there), "n"))
     assert [is_one for _, is_one in found] == ([] if said is None else [is_mistake])
     assert said is None or said in found[0][0]
-
-
-def test_another_patch_of_a_package_is_a_warning() -> None:
-    here, release = NodeProbe().facts(), NodeProbe().facts()["versions"]["torch"].split(".")[:2]
-    ((text, is_mistake),) = differences(here, changed(torch=f"{'.'.join(release)}.99"), "n")
-    assert not is_mistake
-    assert "n has torch" in text
 
 
 def cut_from(*others: int) -> Any:

@@ -73,19 +73,6 @@ def test_cuts_are_silent_have_directions_and_heal(cluster: Cluster, tmp_path: Pa
     assert (tmp_path / "heard").read_text().split() == ["before", "other", "arrives", "after"]
 
 
-def test_a_node_that_was_killed_comes_back_empty(cluster: Cluster, tmp_path: Path):
-    first, second, _ = cluster.nodes
-    second.run(["touch", "/tmp/own"])
-    listen(second, tmp_path / "heard")
-    second.kill()
-    assert not is_answered(first, second, "lost")
-    second.restart()
-    assert "own" not in second.run(["ls", "/tmp"])
-    assert second.run(["hostname"]) == "node-2\n"
-    listen(second, tmp_path / "heard")
-    assert is_answered(first, second, "back")
-
-
 def test_nothing_outlives_the_process_that_made_a_cluster(tmp_path: Path):
     seconds = str(100_000 + os.getpid())  # a number by which to find the process
     command = [sys.executable, "-c", UP_UNTIL_KILLED, tmp_path, seconds]

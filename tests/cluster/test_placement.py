@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from arl.api.errors import ConfigError
 from arl.api.events import Finding, PlacedPart, SharedPath
 from arl.api.settings.run import Config
-from arl.cluster.placement import PlacementTable, check
-from arl.cluster.planned import gpu_mistakes, planned_servers, planned_trainer, shared_gpus
+from arl.cluster.placement import PlacementTable, gpu_mistakes, planned_servers, planned_trainer, shared_gpus
 
 HOST = socket.gethostname()
 SGLANG: dict[str, Any] = {"kind": "sglang_processes"}
@@ -58,13 +56,6 @@ def test_neighbouring_ranks_of_a_machine_take_one_line_of_a_cluster() -> None:
     assert "run_dir /runs yes: n0, n1, n2, n3, n4, n5, n6, n8 and 1 more; no: n7" in lines
     assert lines[-4:] == ["mistakes:", "1. broken", "warnings:", "1. odd"]
     assert table.brief().count("\n") == 5
-
-
-def test_a_start_ends_with_all_mistakes_in_spite_of_which_it_could_not_train() -> None:
-    harmless = [Finding(text="odd", is_mistake=False), Finding(text="late", ends_start=False)]
-    check(harmless)
-    with pytest.raises(ConfigError, match=r"^first\nsecond\nthe same script with --dry-run"):
-        check([Finding(text="first"), *harmless, Finding(text="second")])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from played import played
 
 from arl.api.types import Example
 from arl.engine.tiny import tiny_tokenizer
-from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.examples import to_demonstrations
 from arl.run.finetuning.warm_starts import _phrases, tool_call
 from arl.run.script import load_config
 from arl.workflow.call_formats import parse_tool_calls

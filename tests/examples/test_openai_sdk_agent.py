@@ -20,7 +20,7 @@ from arl.api.types import ModelRequest, SamplingParams, Trajectory
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import NumericMatch
-from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.examples import to_demonstrations
 from arl.run.finetuning.warm_starts import tool_call
 
 TOKENIZER = tiny_tokenizer(phrases())

@@ -13,7 +13,7 @@ from arl.api.images import Image
 from arl.api.types import Example
 from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import write_tiny_vision_model
-from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.examples import to_demonstrations
 from arl.run.finetuning.warm_starts import tool_call
 from arl.run.script import load_config
 

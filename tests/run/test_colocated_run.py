@@ -162,7 +162,7 @@ async def test_an_evaluation_after_a_cancelled_step_wakes_the_servers(
         step = asyncio.create_task(anext(trainer))
         await asyncio.to_thread(watching.is_training.wait, 30)
         step.cancel()
-        await asyncio.wait([step], timeout=1.0)
+        await asyncio.sleep(0)  # the cancellation arrives while the batch is trained
         watching.may_train.set()
         evaluation = await trainer.evaluate()
         assert evaluation.version in (0, 1)

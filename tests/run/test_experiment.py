@@ -17,7 +17,7 @@ from scripted_launch import small, use_fakes
 
 import arl.run.servers
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, EngineClosedError, FailureBudgetError, HookError, RunFileError, StarvedError
+from arl.api.errors import ConfigError, EngineClosedError, FailureBudgetError, HookError, RunFileError
 from arl.api.fakes import ScriptedEngine
 from arl.api.settings.run import Config
 from arl.api.types import Example, Group, ModelRequest, StepStats, Trajectory
@@ -101,14 +101,6 @@ def test_settings_are_the_flags_over_the_files_over_the_tiny_models_over_the_def
     assert (*sizes, algorithm.preset, algorithm.minibatches, config.num_turns) == expected
     assert config.train.optimizer.lr == (1e-4 if config.is_tiny else Config(model="m").train.optimizer.lr)
     assert config.is_tiny is ("--model" not in flags)
-
-
-async def test_a_preparation_that_finds_nothing_more_is_an_error(tmp_path: Path) -> None:
-    def prepare(config: Config) -> Setup:
-        return next(iter(()))
-
-    with pytest.raises(RuntimeError, match="prepare raised StopIteration"):
-        await Experiment(config=Config, prepare=prepare).train(small(tmp_path))
 
 
 # Training --------------------------------------------------------------------------------------------------------
@@ -200,27 +192,21 @@ async def test_a_hook_that_raises_ends_the_run_with_its_own_traceback_and_a_chec
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "is_told"),
+    ("first", "last", "told"),
     [
-        ((0.4, 0.03), (0.6, 0.04), False),
-        ((0.4, 0.03), (0.5, 0.04), True),
-        ((0.4, 0.03), (0.3, 0.04), True),
-        ((0.5, None), (0.5, None), True),
-        ((0.5, 0.0), (0.5, 0.01), True),
-        ((0.5, None), (1.0, None), False),
+        ((0.4, 0.03), (0.6, 0.04), ""),
+        ((0.4, 0.03), (0.5, 0.04), "has not risen by more than twice its standard error"),
+        ((0.5, None), (0.5, None), "has not risen by more than twice its standard error"),
+        ((0.5, None), (1.0, None), ""),
+        ((1.0, 0.0), (1.0, 0.0), "had the reward 1.000, before and after: others would tell more"),
     ],
 )
 def test_the_last_line_says_so_if_the_reward_has_not_risen_by_two_standard_errors(
-    first: tuple[float, float | None], last: tuple[float, float | None], is_told: bool
+    first: tuple[float, float | None], last: tuple[float, float | None], told: str
 ) -> None:
     said = _not_risen(first, last, Path("runs/run"))
-    assert ("has not risen by more than twice its standard error" in said) is ("docs/reward.md" in said) is is_told
-
-
-def test_held_out_examples_that_are_all_right_before_and_after_are_too_easy() -> None:
-    said = _not_risen((1.0, 0.0), (1.0, 0.0), Path("runs/run"))
-    assert "all held-out episodes had the reward 1.000, before and after: others would tell more" in said
-    assert "docs/reward.md" in said
+    assert told in said
+    assert ("docs/reward.md" in said) is bool(told)
 
 
 def test_after_a_reward_that_has_not_risen_the_worst_finding_is_told(tmp_path: Path) -> None:
@@ -273,24 +259,6 @@ async def test_a_run_does_not_start_if_all_episodes_of_one_named_dataset_fail(tm
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-class Forgetful(Numbers):
-    async def arun_episode(self, engine: Sampler, data: Example) -> Any:
-        await super().arun_episode(engine, data)
-
-
-@pytest.mark.usefixtures("engine")
-async def test_a_forgotten_return_is_asked_about_after_the_first_evaluation_and_ends_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(StarvedError, match=r"first 1,000 episodes .* Did Forgetful\.arun_episode forget its return"):
-        await Experiment(config=Config, prepare=lambda _: setup(workflow=Forgetful())).train(small(tmp_path))
-    asked = [message.partition(" returned None")[0] for message in caplog.messages if "forget its return" in message]
-    assert asked == [
-        "every one of the first 8 episodes of the first evaluation",
-        "every one of the first 16 episodes",
-    ]
-
-
 async def test_a_function_prepares_on_a_thread_and_a_coroutine_function_here_in_a_run_dir_that_is_there(
     tmp_path: Path,
 ) -> None:
@@ -324,8 +292,9 @@ async def test_a_preparation_that_is_stopped_says_so_and_keeps_other_runs_out_un
     task = asyncio.create_task(Experiment(config=Config, prepare=prepare).train(small(tmp_path)))
     await begun.wait()
     task.cancel()
-    await asyncio.wait([task], timeout=0.1)
-    assert "press Ctrl-C again to end it now" in caplog.text
+    async with asyncio.timeout(10):
+        while "press Ctrl-C again to end it now" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
+            await asyncio.sleep(0)
     with pytest.raises(RunFileError, match="another run trains"):
         RunLock(tmp_path).take()
     go.set()

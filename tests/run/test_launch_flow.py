@@ -166,13 +166,6 @@ async def test_groups_with_a_reward_are_replayed_also_when_a_run_is_continued(
         assert [step.metrics["replayed_groups"] for step in trained] == expected
 
 
-async def test_every_request_has_a_seed_if_asked_for_in_evaluations_too(run: Run) -> None:
-    await run(OneTurn(), evaluate=True, rollout={"seed_requests": True, "max_staleness": 0})
-    seeds = [sampling.seed for sampling in run.asked]
-    assert None not in seeds
-    assert len(set(seeds)) == len(seeds)
-
-
 async def test_failed_attempts_are_lines_in_the_log_and_tracebacks_in_the_run_directory(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

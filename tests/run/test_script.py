@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,6 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--rollout.max_staleness", "-1"], "rollout.max_staleness is '-1': Input should be greater than or equal"),
         (["--engine.kind", "sglang"], "engine: addresses is empty; name at least one server"),
         (["--engine.kind", "tgi"], "engine.kind is 'tgi'; allowed there: local, sglang, "),
-        (["--algorithm.loss.kind", "gspp"], "algorithm.loss.kind is 'gspp'; allowed there: ppo, gspo, gmpo, "),
         (["--algorithm.loss.clip_low", "2"], "algorithm.loss.clip_low is '2' with loss.kind=ppo: Input should be le"),
         (
             ["--algorithm.preset", "sapo", "--algorithm.loss.dual_clip", "3"],
@@ -102,17 +100,13 @@ def test_flags_change_single_fields_of_an_algorithm(
             "total_steps is set, but schedule is constant; it needs a decaying sch",
         ),
         (["--algorithm", "dapo"], "--algorithm: 'dapo' was given for a whole section; write --algorithm.preset dapo"),
-        (["--weights", "disk"], "write --weights.transport disk"),
         (["--train.lora", "true"], "such as --train.lora.rank VALUE, or --train.lora alone for its defaults"),
-        (["--rollout", "3"], "such as --rollout.batch_size VALUE"),
         (["--lr", "1e-4"], "--lr is not a setting; did you mean --train.optimizer.lr or --algorithm.critic.lr"),
-        (["--batch-size=3"], "--batch-size=3 is not a setting; did you mean --rollout.batch_size"),
         (["--no-shuffle"], "--no-shuffle is not a setting; did you mean --no-rollout.shuffle"),
         (
             ["--algorithm.weights.0.upper", "2"],
             """--algorithm.weights takes all of its value at once, as JSON, such as --algorithm.weights '[{"level":""",
         ),
-        (["--algorithm.rejections[0].upper=2"], "--algorithm.rejections takes all of its value at once, as JSON, such"),
         (
             ["--algorithm.rejections", "token"],
             "algorithm.rejections[0]: 'token' was given for a part of a list; each part is a mapping, such as",
@@ -121,7 +115,6 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--qqq"], "--qqq is not a setting; --help-all lists all of them"),
         (["--rollout.shuffle", "true"], "true belongs to no setting; each value has its flag, and a switch is --NAME"),
         (["--rollout.shuffle=true"], "--rollout.shuffle is a switch; give it without a value, or as --no-rollout.shu"),
-        (["--steps"], "--steps: expected one argument"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),
         (["--config"], "--config: expected one argument"),
         (["--config", "d.yaml", "--algorithm.preset", "gspo"], "is gspo, but d.yaml sets algorithm.loss for dapo"),
@@ -145,7 +138,6 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
         (b"rollout: {batchsize: 4}", "rollout.batchsize is not a setting; allowed there: batch_size, "),
         (b"train: {lora: true}", "train.lora: True was given for a whole section; set its fields, such as --tr"),
         (b"train: {lora: {target_modules: 3}}", "train.lora.target_modules is 3: Input should be 'all-linear'\n"),
-        (b"engine: sglang", "engine: 'sglang' was given for a whole section; write --engine.kind sglang"),
         (b"algorithm: dapo", "algorithm: 'dapo' was given for a whole section; write preset('dapo'), in a file {"),
     ],
 )
@@ -192,6 +184,7 @@ async def main(config):
         print("ready", flush=True)
         await asyncio.Event().wait()
     finally:
+        print("asked to end", flush=True)
         await asyncio.sleep({"slow": 60, "brisk": 1}.get(config.model, 0))
         print("saved", flush=True)
 
@@ -231,7 +224,7 @@ def test_a_signal_lets_the_script_clean_up_for_as_long_as_its_notice_and_exit_wi
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, number)
         out, err = process.communicate(timeout=30)
-    assert (out, process.returncode) == (saved, code)
+    assert (out, process.returncode) == (f"asked to end\n{saved}", code)
     assert err == said if said == LOST else said in err
     assert "Traceback" not in err
 
@@ -251,7 +244,7 @@ def test_of_signals_after_the_first_only_ctrl_c_ends_the_script_unsaved(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, first)
-        time.sleep(0.2)  # else the kernel may hand both over as one
+        assert process.stdout.readline() == "asked to end\n"
         os.kill(process.pid, second)
         out, err = process.communicate(timeout=30)
     assert (out, process.returncode) == end
@@ -273,10 +266,3 @@ def test_an_error_ends_the_script_with_one_sentence_and_its_code(flags: list[str
     with _script(*flags) as process:
         assert process.communicate(timeout=30) == ("trained\n" if {"hangs", "leaves"} & {*flags} else "", said)
     assert process.returncode == code
-
-
-def test_an_error_of_the_users_own_ends_the_script_too_if_calls_in_threads_hang() -> None:
-    with _script("--model", "hangs") as process:
-        _, err = process.communicate(timeout=30)
-    assert err.endswith(f"ValueError: the user's own\n{HUNG}\n")
-    assert process.returncode == 1

@@ -1,6 +1,5 @@
 """Runs of several tasks, over the official fakes: each task's agent, groups, numbers and evaluations."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from free_port import free_port
 from one_turn import OneTurn
 from prometheus_client.parser import text_string_to_metric_families
-from records import grouped, trajectory
 from scripted_launch import small, use_fakes
 
 import arl
@@ -116,12 +114,6 @@ async def test_prometheus_gets_the_numbers_of_tasks_with_their_names_as_a_label(
         assert seen["arl_task_groups", name] >= 2
 
 
-async def test_a_run_without_tasks_has_no_numbers_of_tasks(tmp_path: Path, fakes: None) -> None:
-    async with launch(small(tmp_path), workflow=OneTurn(), dataset=LOW) as trainer:
-        steps = [step async for step in trainer]
-    assert not [name for step in steps for name in step.metrics if name.startswith("task")]
-
-
 async def test_each_task_is_evaluated_with_its_agent_and_reported_by_its_name(tmp_path: Path, fakes: None) -> None:
     _, evaluation = await run(small(tmp_path, rollout=SYNCHRONOUS), two_tasks(), evaluate=True)
     assert evaluation is not None
@@ -210,7 +202,6 @@ def task(name: Any = "a", **changes: Any) -> arl.Task:
         (lambda: {"tasks": [task("a/b")]}, "a task is named 'a/b'; a name is a text without '/'"),
         (lambda: {"tasks": [task(weight=0), task("b", weight=0)]}, r"the weights of all tasks \('a', 'b'\) are 0"),
         (lambda: {"tasks": [task(weight=-1)]}, "the weight of task 'a' is -1; give a finite number"),
-        (lambda: {"tasks": [task(weight=float("nan"))]}, "the weight of task 'a' is nan"),
         (lambda: {"tasks": [task(group_size=0)]}, "group_size of task 'a' is 0; give a whole number from 1"),
         (lambda: {"tasks": [task(workflow=OneTurn)]}, "task 'a': workflow is the class OneTurn"),
         (lambda: {"tasks": [task()], "dataset": LOW}, "tasks were given, and dataset too"),
@@ -257,16 +248,3 @@ async def test_a_stream_is_trained_in_its_order_beside_rows_by_index_and_goes_on
     assert len(groups) == 16
     assert [group.row for group in sorted(groups, key=lambda group: group.group)] == list(range(16))
     assert all(group.example["number"] == 100 + group.row for group in groups)
-
-
-async def test_a_curriculum_over_the_rows_of_a_stream_is_refused(tmp_path: Path) -> None:
-    stream = datasets.Dataset.from_list(HIGH).to_iterable_dataset()
-    with pytest.raises(ConfigError, match=r"the curriculum of task 'a' chooses .* its dataset is a stream"):
-        await run(small(tmp_path), [task(dataset=stream, curriculum=lambda *_: [0])])
-
-
-def test_a_group_of_a_checkpoint_from_before_there_were_tasks_has_none() -> None:
-    header, arrays = flatten([grouped(trajectory())])
-    known = json.loads(header)
-    del known["groups"]["task"]
-    assert [group.task for group in restore(json.dumps(known).encode(), arrays)] == [""]

@@ -1,7 +1,6 @@
 """`arl.train`: what it takes, what it refuses, and what it returns."""
 
 import asyncio
-import inspect
 import json
 import os
 import signal
@@ -178,18 +177,13 @@ async def test_several_rewards_are_named_and_weighted_and_a_file_is_a_dataset(
         ({"reward": right, "group_size": 0}, ConfigError, r"rollout\.group_size is 0"),
         ({"reward": right, "algorithm": "grop"}, ConfigError, "grpo"),
         ({"reward": right, "dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
-        ({"reward": right, "dataset": {"train": SUMS, "test": SUMS}}, DatasetError, r"dataset\['train'\]"),
         ({"reward": right, "dataset": iter(SUMS)}, DatasetError, r"give its rows: list\(dataset\)"),
         ({"reward": right, "dataset": []}, DatasetError, "dataset is empty"),
-        ({"reward": right, "eval_dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
         ({"reward": right, "eval_dataset": {"a": SUMS, "b": [{"text": "2"}]}}, DatasetError, "columns text, .* pass"),
         ({"reward": right, "dataset": ["2 + 2"]}, DatasetError, "each row must be a dict"),
         ({"reward": {"right": ("much", right)}}, ConfigError, "finite weight"),
-        ({"reward": {"right": (0.5,)}}, ConfigError, r"it must be \(weight, reward\)"),
         ({"reward": right, "prompt": "Add {a} and {b}"}, ConfigError, "prompt is 'Add .*give a function"),
-        ({"reward": right, "system": 3}, ConfigError, "system is 3; give the text"),
         ({"reward": right, "config": {"steps": 3}}, ConfigError, r"config is a dict; give an arl\.Config"),
-        ({"reward": right, "model": None, "config": None}, ConfigError, "train got no model"),
         ({"reward": lambda answer: 1.0}, ConfigError, "cannot be called with"),
     ],
 )
@@ -207,11 +201,6 @@ def test_settings_that_are_given_stand_over_those_of_the_config() -> None:
     assert (both.model, both.seed) == ("m", 3)
     assert (both.rollout.max_staleness, both.rollout.group_size, both.rollout.batch_size) == (5, 4, 32)
     assert both.engine.model_dump(include={"num_threads", "device"}) == {"num_threads": 7, "device": "cuda"}
-
-
-def test_editors_and_help_see_every_setting_of_both() -> None:
-    assert inspect.signature(arl.train) == inspect.signature(arl.atrain)
-    assert {"reward", "dataset", "lr", "group_size"} <= inspect.signature(arl.train).parameters.keys()
 
 
 def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from test_chat_templates import SPEC, TEMPLATES, WITH_TOOLS, conversations
 from transformers import PreTrainedTokenizerFast
 
 from arl.api.errors import DatasetError
-from arl.run.finetuning.chats import to_demonstrations, to_preferences
-from arl.run.finetuning.examples import Demonstration
+from arl.run.finetuning.examples import Demonstration, to_demonstrations, to_preferences
 
 Message = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """What a run would do on other machines, before they are rented: `arl plan`.
 
-fitting.py (a run's event log) or gpus.py (a guess) --> costs.py --> steady_state.py --> prediction.py --> plan_text.py
+a run's event log --fitting.py--> costs.py, which may also guess --> steady_state.py --> prediction.py --> text, plot
 
 May read the event log; must not import the parts that it predicts.
 """

@@ -6,8 +6,9 @@ alone, and other programs may have used the machine.
 
 from __future__ import annotations
 
+import json
+import math
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,6 @@ from arl.cluster.plan.costs import (
     TrainerCosts,
     Workload,
 )
-from arl.cluster.plan.model_memory import model_memory
 from arl.observe.events.run_record import RunRecord, read_run
 
 _FEW = 4
@@ -43,6 +43,11 @@ _NARROW = 0.15
 _OWN_S = 0.005
 """Shorter times between an answer and the next request are the controller's own, not a tool's."""
 _SGLANG_RUNNING, _ROUNDS = 256, 6
+STATE_BYTES = 16
+"""The trainer's bytes for a parameter: float32 weights, gradients, and AdamW's two moments."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TOWERS = ("visual.", "model.visual.")
+"""How the names of a vision tower's tensors begin."""
 _HOW: dict[str, Any] = {"finished": "finished", "rejected": "rejected", "failed": "failed", "timed_out": "failed"}
 
 
@@ -62,19 +67,34 @@ def fitted(run_dir: str | Path) -> Costs:
     if not life.servers or not any(episode.turns for episode in episodes):
         raise RunFileError(f"{run_dir} has no episode that ended and was answered by a server, to learn costs from")
     decode, prefill, latency_s, running = _told_servers(life) or _guessed_servers(life)
-    trainer, controller_s, memory = _trainer(life), _controller_s(life), _memory(life)
+    trainer, memory = _trainer(life), MemoryCosts()
+    # CPU seconds of a request, with its part of its episode. What comes before the first batch warms up.
+    first, last = min([r.t for r in life.of_kind(events.BatchTaken)] + [life.batches[0].t]), life.batches[-1].t
+    number, used = sum(first <= turn.t <= last for turn in life.turns), life.cpu_s("", first, last)
+    if not used or not number:
+        life.notes.append("the log has no CPU times of training steps: the controller is taken for free")
+    try:
+        memory = model_memory(life.began.settings)
+        life.notes.append("memory is that of weights, optimizer, keys and values; activations come on top")
+    except (OSError, ValueError) as error:
+        life.notes.append(f"memory is unknown, as the model's files are not here: {error}")
     forwarded = [step["forwarded_tokens"] for step in life.steps.values() if step.get("forwarded_tokens")]
     rank, server = (life.num_threads(name) if life.is_on_cpu(name) else 0 for name in ("train", "engine"))
+    sections = [life.setting(name, default={}) for name in ("rollout", "engine", "train")]
+    known = {name: value for section in sections for name, value in section.items() if value is not None}
+    deployment = {name: value for name, value in known.items() if name in Deployment.__struct_fields__}
+    deployment["num_servers"] = len(life.servers)
+    deployment["drop_equal_rewards"] = bool(life.setting("algorithm", "dynamic_sampling", default=False))
     return Costs(
         decode=decode,
         prefill=prefill,
         trainer=trainer,
         publish=_publish(life),
-        controller=ControllerCosts(per_request_s=controller_s, latency_s=latency_s),
+        controller=ControllerCosts(per_request_s=used / number if used and number else 0.0, latency_s=latency_s),
         shared=SharedCores(cores=life.cores, rank=rank, server=server) if life.cores else None,
         workload=Workload(episodes=episodes),
         memory=memory,
-        deployment=_deployment(life),
+        deployment=msgspec.convert(deployment, Deployment),
         measured=Measured(
             num_servers=(len(life.servers), len(life.servers)),
             num_ranks=(life.num_ranks, life.num_ranks),
@@ -141,16 +161,6 @@ def _asked(turn: TurnEnded) -> float:
     return turn.t - turn.seconds
 
 
-def _deployment(life: _Life) -> Deployment:
-    """The settings of these names, of whatever section."""
-    sections = [life.setting(name, default={}) for name in ("rollout", "engine", "train")]
-    known = {name: value for section in sections for name, value in section.items() if value is not None}
-    values = {name: value for name, value in known.items() if name in Deployment.__struct_fields__}
-    values["num_servers"] = len(life.servers)
-    values["drop_equal_rewards"] = bool(life.setting("algorithm", "dynamic_sampling", default=False))
-    return msgspec.convert(values, Deployment)
-
-
 def _episodes(life: _Life) -> list[MeasuredEpisode]:
     """Those of groups that have ended, in order of admission, up to the first that has not: of later groups, only the
     short ones have ended."""
@@ -168,10 +178,19 @@ def _episodes(life: _Life) -> list[MeasuredEpisode]:
         share = max(1 - forwarded / tokens, 0.0) * len(whole) / (len(whole) - 1) if tokens and len(whole) > 1 else 0.0
         for episode in whole:
             own, ends = turns[episode.episode], episode.ended or episode.began
+            played = [
+                MeasuredTurn(
+                    prompt_tokens=turn.prompt,
+                    cached_tokens=min(turn.cached, turn.prompt),
+                    new_tokens=turn.output,
+                    tool_s=_waited(asked - turn.t),
+                )
+                for turn, asked in zip(own, [*map(_asked, own[1:]), ends], strict=True)
+            ]
             found.append(
                 MeasuredEpisode(
                     group=group.group,
-                    turns=tuple(_turns(own, ends)),
+                    turns=tuple(played),
                     before_s=_waited(_asked(own[0]) - episode.began) if own else 0.0,
                     tokens=episode.num_tokens,
                     shared_tokens=int(min(share, 1.0) * episode.num_tokens),
@@ -180,19 +199,6 @@ def _episodes(life: _Life) -> list[MeasuredEpisode]:
                 )
             )
     return found
-
-
-def _turns(turns: Sequence[TurnEnded], ended: float) -> list[MeasuredTurn]:
-    next_asked = [*map(_asked, turns[1:]), ended]
-    return [
-        MeasuredTurn(
-            prompt_tokens=turn.prompt,
-            cached_tokens=min(turn.cached, turn.prompt),
-            new_tokens=turn.output,
-            tool_s=_waited(asked - turn.t),
-        )
-        for turn, asked in zip(turns, next_asked, strict=True)
-    ]
 
 
 def _waited(seconds: float) -> float:
@@ -347,30 +353,11 @@ def _publish(life: _Life) -> PublishCosts:
     """transfer_s: from the snapshot to the first pause. load_s: a short pause, as other processes make some longer."""
     snapshots = [record.t for record in life.of_kind(events.SnapshotTaken) if record.version > life.began.version]
     pauses = sorted(span for server in life.servers for span in life.pauses(server))
-    waits = [next((begin - t for begin, _ in pauses if begin >= t), None) for t in snapshots]
+    waits = (next((begin - t for begin, _ in pauses if begin >= t), None) for t in snapshots)
     transfers = [wait for wait in waits if wait is not None]
     loads = [end - begin for begin, end in pauses if snapshots and begin >= snapshots[0]]
     load_s = float(np.quantile(loads, 0.25)) if loads else 0.0
     return PublishCosts(transfer_s=median(transfers) if transfers else 0.0, load_s=load_s)
-
-
-def _controller_s(life: _Life) -> float:
-    """CPU seconds of a request, with its part of its episode. What comes before the first batch warms up."""
-    first, last = min([r.t for r in life.of_kind(events.BatchTaken)] + [life.batches[0].t]), life.batches[-1].t
-    number, used = sum(first <= turn.t <= last for turn in life.turns), life.cpu_s("", first, last)
-    if not used or not number:
-        life.notes.append("the log has no CPU times of training steps: the controller is taken for free")
-    return used / number if used and number else 0.0
-
-
-def _memory(life: _Life) -> MemoryCosts:
-    try:
-        memory = model_memory(life.began.settings)
-    except (OSError, ValueError) as error:
-        life.notes.append(f"memory is unknown, as the model's files are not here: {error}")
-        return MemoryCosts()
-    life.notes.append("memory is that of weights, optimizer, keys and values; activations come on top")
-    return memory
 
 
 def _episodes_per_s(life: _Life) -> float:
@@ -383,3 +370,48 @@ def _episodes_per_s(life: _Life) -> float:
     sizes = {group.group: sum(one.how == "finished" for one in group.episodes) for group in life.groups}
     number = sum(sizes.get(group, 0) for batch in steady[1:] for group in batch.groups)
     return number / (steady[-1].t - steady[0].t)
+
+
+def model_memory(settings: dict[str, Any]) -> MemoryCosts:
+    """Of servers and trainer, without activations. settings: those of a run.
+
+    An adapter is small next to the frozen float32 weights. A critic or reward model is as large as the policy; a KL
+    penalty, DPO, KTO and a reward model hold a frozen copy. Raises OSError or ValueError if the files do not say.
+    """
+    directory = Path(settings.get("model") or "")
+    algorithm, train = settings.get("algorithm") or {}, settings.get("train") or {}
+    config = json.loads((directory / "config.json").read_text())
+    config |= config.get("text_config") or {}  # a model that sees describes its language model apart
+    try:
+        dtype = (settings.get("engine") or {}).get("dtype") or config.get("dtype") or config["torch_dtype"]
+        value_bytes, heads = _DTYPE_BYTES[dtype], int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        kv_values = 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * head_dim
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{directory / 'config.json'} has no usable {error}") from error
+    parameters, of_tower = _num_parameters(directory)
+    frozen = parameters if train.get("lora") else of_tower if train.get("freeze_vision_tower") else 0
+    has_reward_model = algorithm.get("reward_model") is not None
+    num_models = 1 + (algorithm.get("critic") is not None) + has_reward_model
+    has_reference = (algorithm.get("kl") or {}).get("coefficient", 0) > 0
+    has_reference |= (algorithm.get("loss") or {}).get("kind") in ("dpo", "kto")
+    trained_bytes = STATE_BYTES * num_models + 4 * (has_reference + has_reward_model)
+    return MemoryCosts(
+        server_weights=value_bytes * parameters,
+        kv_per_token=value_bytes * kv_values,
+        trainer_state=4 * num_models * frozen + trained_bytes * (parameters - frozen),
+    )
+
+
+def _num_parameters(directory: Path) -> tuple[int, int]:
+    """Of the whole model, and of its vision tower."""
+    from safetensors import safe_open  # not needed where costs are guessed
+
+    sizes: dict[str, int] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "numpy") as opened:
+            file: Any = opened
+            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not sizes:
+        raise FileNotFoundError(f"{directory} has no *.safetensors")
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if name.startswith(_TOWERS))

@@ -1,14 +1,18 @@
-"""What the model says of a deployment, how far off it may be, and the search for the best deployment."""
+"""What the model says of a deployment, how far off it may be, and the best deployment: numbers, text and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from msgspec.structs import replace
+from rich.console import Group, RenderableType
+from rich.table import Table
 
 from arl.api.errors import ConfigError
+from arl.api.version import install_command
 from arl.cluster.plan.costs import Costs, Deployment, Range, Record
 from arl.cluster.plan.steady_state import Steady
 
@@ -18,7 +22,17 @@ _EQUAL = 0.05
 """Of deployments that are as fast, up to this share, the cheapest is the best."""
 _COARSE = 6
 """Numbers of servers, and of ranks, that a search begins with."""
+_BAR = 30
+"""Characters of the longest bar."""
 Limit = Literal["controller", "trainer", "servers", "staleness", "episodes"]
+_LIMITS: dict[Limit, str] = {
+    "controller": "the controller's one event loop: fewer, longer turns, or rollout.num_workers",
+    "trainer": "the trainer: more ranks",
+    "servers": "the servers: more of them",
+    "staleness": "max_staleness, which bounds how many episodes run at once: raise it, or batch_size",
+    "episodes": "how many episodes run at once: raise max_concurrent_episodes",
+}
+Bounds = tuple[int, int]
 
 
 class Errors(Record, frozen=True, kw_only=True):
@@ -82,6 +96,18 @@ def predict(costs: Costs, deployment: Deployment) -> Prediction:
     has, staleness, groups_per_s = episodes.has_turn, run.staleness(), deployment.batch_size / period_s
     episodes_per_s = groups_per_s * episodes.group_episodes
     hour_cost = deployment.num_servers * prices.server_hour + deployment.num_ranks * prices.rank_hour
+    measured = costs.measured
+    seen: list[tuple[str, float, Range | None, float]] = [
+        ("servers", deployment.num_servers, measured.num_servers, 1.0),
+        ("trainer ranks", deployment.num_ranks, measured.num_ranks, 1.0),
+        ("requests on a server", most_running, measured.running_requests, _ABOUT),
+        ("tokens in a step", deployment.batch_size * episodes.group_forwarded, measured.step_tokens, _ABOUT),
+    ]
+    beyond = tuple(
+        f"{number:,.0f} {what}" + (f" ({known[0]:,.0f} to {known[1]:,.0f} measured)" if known else " (not measured)")
+        for what, number, known, about in seen
+        if known is None or not known[0] / about <= number <= known[1] * about
+    )
     return Prediction(
         deployment=deployment,
         step_s=period_s,
@@ -104,24 +130,7 @@ def predict(costs: Costs, deployment: Deployment) -> Prediction:
         rank_bytes=memory.trainer_state / deployment.num_ranks + memory.per_rank if memory.trainer_state else 0.0,
         hour_cost=hour_cost,
         episodes_cost=hour_cost / 3.6 / episodes_per_s,
-        extrapolated=_beyond(run, most_running),
-    )
-
-
-def _beyond(run: Steady, most_running: float) -> tuple[str, ...]:
-    measured, deployment = run.costs.measured, run.deployment
-    seen: list[tuple[str, float, Range | None, float]] = [
-        ("servers", deployment.num_servers, measured.num_servers, 1.0),
-        ("trainer ranks", deployment.num_ranks, measured.num_ranks, 1.0),
-        ("requests on a server", most_running, measured.running_requests, _ABOUT),
-        ("tokens in a step", deployment.batch_size * run.episodes.group_forwarded, measured.step_tokens, _ABOUT),
-    ]
-    if not any(known for _, _, known, _ in seen):
-        return ("nothing of this was measured",)
-    return tuple(
-        f"{number:,.0f} {what}" + (f" ({known[0]:,.0f} to {known[1]:,.0f} measured)" if known else " (not measured)")
-        for what, number, known, about in seen
-        if known is None or not known[0] / about <= number <= known[1] * about
+        extrapolated=beyond if any(known for _, _, known, _ in seen) else ("nothing of this was measured",),
     )
 
 
@@ -154,20 +163,6 @@ def limit_of(costs: Costs, deployment: Deployment) -> tuple[Limit, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The servers and ranks that may be rented: the fewest and the most of each, and GPUs in total."""
-
-    servers: tuple[int, int]
-    ranks: tuple[int, int]
-    budget: int | None = None
-
-    def holds(self, deployment: Deployment) -> bool:
-        numbers = ((deployment.num_servers, self.servers), (deployment.num_ranks, self.ranks))
-        is_within = all(fewest <= number <= most for number, (fewest, most) in numbers)
-        return is_within and (self.budget is None or deployment.num_gpus <= self.budget)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     best: Prediction
     tried: tuple[Prediction, ...]
@@ -175,20 +170,30 @@ class Plan:
     errors: Errors | None
 
 
-def search(costs: Costs, base: Deployment, choice: Choice, note: Callable[[Deployment], object]) -> Plan:
-    """The cheapest split of about the highest throughput. note: is told what is computed next.
+def search(
+    costs: Costs,
+    base: Deployment,
+    *,
+    servers: Bounds,
+    ranks: Bounds,
+    budget: int | None = None,
+    note: Callable[[Deployment], object] = lambda deployment: None,
+) -> Plan:
+    """The cheapest split of about the highest throughput, with so many servers and ranks, and GPUs in total.
 
-    A coarse grid first, then the neighbours of the best, ever nearer. Raises ConfigError if the budget holds none.
+    A coarse grid first, then the neighbours of the best, ever nearer. note: is told what is computed next. Raises
+    ConfigError if the budget holds none.
     """
-    tried: dict[tuple[int, int], Prediction] = {}
+    tried: dict[Bounds, Prediction] = {}
 
-    def look_at(servers: int, ranks: int) -> None:
-        if (servers, ranks) in tried or min(servers, ranks) < 1:
+    def look_at(split: Bounds) -> None:
+        is_within = all(low <= n <= high for n, (low, high) in zip(split, (servers, ranks), strict=True))
+        if split in tried or not is_within:
             return
-        deployment = base.changed(num_servers=servers, num_ranks=ranks)
-        if choice.holds(deployment):
+        deployment = base.changed(num_servers=split[0], num_ranks=split[1])
+        if budget is None or deployment.num_gpus <= budget:
             note(deployment)
-            tried[servers, ranks] = predict(costs, deployment)
+            tried[split] = predict(costs, deployment)
 
     def best() -> Prediction:
         """Of those whose trainer fits into its memory; if none does, of all."""
@@ -197,28 +202,161 @@ def search(costs: Costs, base: Deployment, choice: Choice, note: Callable[[Deplo
         fast = [one for one in fitting or tried.values() if one.episodes_per_s >= enough]
         return min(fast, key=lambda one: (one.hour_cost, one.deployment.num_gpus, one.deployment.num_servers))
 
-    for ranks in _spread(*choice.ranks):
-        most = choice.servers[1]
-        if choice.budget is not None and base.gpus_per_server:
-            most = min(most, (choice.budget - ranks * base.gpus_per_rank) // base.gpus_per_server)
-        for servers in _spread(choice.servers[0], most):
-            look_at(servers, ranks)
+    def spread(fewest: int, most: int) -> list[int]:
+        """At most _COARSE numbers, each about as many times as large as the one before."""
+        shares = [i / (_COARSE - 1) for i in range(_COARSE)] if most >= fewest else []
+        return sorted({round(fewest * (most / fewest) ** share) for share in shares})
+
+    for num_ranks in spread(*ranks):
+        most = servers[1]
+        if budget is not None and base.gpus_per_server:
+            most = min(most, (budget - num_ranks * base.gpus_per_rank) // base.gpus_per_server)
+        for num_servers in spread(servers[0], most):
+            look_at((num_servers, num_ranks))
     if not tried:
         raise ConfigError(
-            f"{choice.budget} GPUs hold no {choice.servers[0]} servers of {base.gpus_per_server} and "
-            f"{choice.ranks[0]} ranks of {base.gpus_per_rank}; raise --budget"
+            f"{budget} GPUs hold no {servers[0]} servers of {base.gpus_per_server} and {ranks[0]} ranks of "
+            f"{base.gpus_per_rank}; raise --budget"
         )
-    reach = max(choice.servers[1] - choice.servers[0], choice.ranks[1] - choice.ranks[0]) // _COARSE + 1
+    reach = max(servers[1] - servers[0], ranks[1] - ranks[0]) // _COARSE + 1
     while reach:
         chosen = best().deployment
         far = -(-reach * chosen.num_ranks // chosen.num_servers)
         for x, y in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, 1), (1, -1)):
-            look_at(chosen.num_servers + x * reach, chosen.num_ranks + y * far)
+            look_at((chosen.num_servers + x * reach, chosen.num_ranks + y * far))
         reach = reach if best().deployment != chosen else reach // 2
     return Plan(best=best(), tried=tuple(tried[split] for split in sorted(tried)), errors=errors_of(costs))
 
 
-def _spread(fewest: int, most: int) -> list[int]:
-    """At most _COARSE numbers, each about as many times as large as the one before."""
-    ratio = most / fewest
-    return sorted({round(fewest * ratio ** (i / (_COARSE - 1))) for i in range(_COARSE)}) if ratio >= 1 else []
+# As text for the terminal, and as a picture: every number with its error, where that is known
+
+
+def told(plan: Plan, costs: Costs) -> RenderableType:
+    best, deployment, memory = plan.best, plan.best.deployment, costs.memory
+    said, (limit, gain) = _Said(best, plan.errors), limit_of(costs, deployment)
+    price = f", ${best.hour_cost:.4g} an hour" if best.hour_cost else ""
+    headline = (
+        f"{_counted(deployment.num_servers, 'server')} and {_counted(deployment.num_ranks, 'rank')}, max_staleness "
+        f"{deployment.max_staleness}: {said.rate('episodes_per_s')} episodes/s, {said.rate('tokens_per_s')} sampled "
+        f"tokens/s,\na step of {deployment.batch_size} x {deployment.group_size} episodes every {said.rate('step_s')} s"
+        f"{price}\nThe limit is {_LIMITS[limit]} (up to {gain:+.0%} episodes/s)"
+    )
+    parts: list[RenderableType] = [headline]
+    if len(plan.tried) > 1:
+        parts += ["", _table(plan, costs)]
+    rows = Table(box=None, show_header=False, pad_edge=False)
+    trainer = f"{said.share('trainer_trains', 'trainer_idle')} trains, {said.share('trainer_idle')} idle"
+    rows.add_row("trainer", f"{trainer}, {100 * best.trainer_copies:.0f} % copies weights")
+    servers = f"{said.share('servers_compute', 'servers_idle')} compute, {said.share('servers_idle')} idle"
+    rows.add_row("servers", f"{servers}, {100 * best.servers_load:.0f} % load weights")
+    rows.add_row("requests", f"{said.rate('requests_per_s')}/s, {said.rate('request_s', 'request_s')} s each")
+    rows.add_row("controller", f"busy {said.share('controller')} of the time")
+    untrained = f"; {100 * best.untrained:.0f} % end without being trained" if best.untrained >= 0.005 else ""
+    rows.add_row("episodes", f"{said.rate('running_episodes', 'running_episodes')} run at once{untrained}")
+    parts += ["", rows, "", f"staleness of trained tokens: {said.staleness} versions"]
+    highest = max(best.staleness.values())
+    for versions, share in best.staleness.items():
+        parts.append(f"{versions:>4} {'#' * round(_BAR * share / highest):<{_BAR}} {100 * share:.0f} %")
+    parts.append("")
+    for what, used, total in (
+        ("server", best.server_bytes, memory.server_total),
+        ("rank", best.rank_bytes, memory.rank_total),
+    ):
+        room = f" of {total / 1e9:.3g}" if total else ""
+        if used:
+            parts.append(f"memory of a {what}: {used / 1e9:.3g} GB{room}{'  MORE THAN IT HAS' * (0 < total < used)}")
+    parts += [f"costs: {costs.source}"] * bool(costs.source)
+    errors = "errors: nine of ten stored settings are within them" if plan.errors else "errors: unknown"
+    own = costs.measured.episodes_per_s
+    parts.append(errors + (f", and the measured run with its {own:.3g} episodes/s" if own else ""))
+    if best.extrapolated:
+        parts.append(f"extrapolated, so errors may be larger: {'; '.join(best.extrapolated)}")
+    if not best.hour_cost:
+        parts.append("note: no prices are known; with --server-hour and --rank-hour, steps have a cost")
+    return Group(*parts, *(f"note: {note}" for note in costs.measured.notes))
+
+
+class _Said:
+    """The numbers of a prediction as text, with their errors."""
+
+    def __init__(self, one: Prediction, errors: Errors | None) -> None:
+        self._one, self._errors = one, errors
+        off = f" ± {errors.staleness:.2f}" if errors and one.mean_staleness else ""
+        self.staleness = f"{one.mean_staleness:.2f}{off}"
+
+    def rate(self, name: str, error: str = "throughput") -> str:
+        value = getattr(self._one, name)
+        off = f" ± {_rounded(value * getattr(self._errors, error), 2)}" if self._errors else ""
+        return _rounded(value, 3) + off
+
+    def share(self, name: str, error: str = "") -> str:
+        off = f" ± {100 * getattr(self._errors, error or name):.0f}" if self._errors else ""
+        return f"{100 * getattr(self._one, name):.0f}{off} %"
+
+
+def _table(plan: Plan, costs: Costs) -> Table:
+    """The best, and the nearest few with more or fewer servers or ranks."""
+    table, best = Table(box=None, header_style="bold", pad_edge=False), plan.best.deployment
+    for name in (
+        *("", "servers", "ranks", "GPUs", "episodes\na second", "step s", "trainer\nidle", "servers\nidle"),
+        *("control-\nler", "stale-\nness", "$ for\n1,000", "extra-\npolated", "limit"),
+    ):
+        table.add_column(name, justify="left" if name in ("", "limit") else "right", no_wrap=True)
+
+    def distance(one: Prediction) -> float:
+        other = one.deployment
+        return abs(other.num_servers / best.num_servers - 1) + abs(other.num_ranks / best.num_ranks - 1)
+
+    for one in sorted(sorted(plan.tried, key=distance)[:9], key=plan.tried.index):
+        said, deployment = _Said(one, plan.errors), one.deployment
+        table.add_row(
+            "best" if one is plan.best else "",
+            *map(str, (deployment.num_servers, deployment.num_ranks, deployment.num_gpus)),
+            *(said.rate(name) for name in ("episodes_per_s", "step_s")),
+            *(said.share(name) for name in ("trainer_idle", "servers_idle", "controller")),
+            said.staleness,
+            said.rate("episodes_cost") if one.hour_cost else "",
+            "yes" if one.extrapolated else "",
+            limit_of(costs, deployment)[0],
+        )
+    return table
+
+
+def _rounded(value: float, digits: int) -> str:
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Throughput over servers, who waits, and staleness. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(f"--plot draws with matplotlib; {install_command('examples')}") from None
+    figure, best = Figure(figsize=(8, 10), layout="constrained"), plan.best
+    throughput, waits, staleness = figure.subplots(3, 1)
+    error = plan.errors.throughput if plan.errors else 0.0
+    for ranks in sorted({one.deployment.num_ranks for one in plan.tried}):
+        row = {p.deployment.num_servers: p.episodes_per_s for p in plan.tried if p.deployment.num_ranks == ranks}
+        off = [error * rate for rate in row.values()]
+        throughput.errorbar(list(row), list(row.values()), off, fmt="o-", capsize=2, label=_counted(ranks, "rank"))
+    throughput.plot(best.deployment.num_servers, best.episodes_per_s, "k*", ms=12, label="best", zorder=3)
+    throughput.set(xlabel="servers", ylabel="episodes trained per second", ylim=(0, None))
+    throughput.set_title("arl plan" + (" (extrapolated)" if best.extrapolated else ""))
+    throughput.legend(loc="lower right")
+    rows = {
+        "controller": (best.controller, 0.0, 1 - best.controller),
+        "servers": (best.servers_compute, best.servers_load, best.servers_idle),
+        "trainer": (best.trainer_trains, best.trainer_copies, best.trainer_idle),
+    }
+    for place, (label, color) in enumerate([("busy", "tab:blue"), ("weights", "tab:orange"), ("idle", "lightgray")]):
+        left = [sum(shares[:place]) for shares in rows.values()]
+        waits.barh(list(rows), [shares[place] for shares in rows.values()], left=left, color=color, label=label)
+    waits.set(xlim=(0, 1), xlabel="share of the time")
+    waits.legend(loc="lower right")
+    staleness.bar(list(best.staleness), list(best.staleness.values()))
+    staleness.set(xlabel="staleness (versions)", ylabel="share of trained tokens")
+    figure.savefig(path, dpi=120)

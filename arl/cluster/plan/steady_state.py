@@ -113,9 +113,8 @@ class Steady:
 
     @property
     def publish_s(self) -> float:
-        publish, number = self.costs.publish, self.deployment.num_servers
-        num_loads = number if self.deployment.update_order == "rolling" else 1
-        return publish.transfer_s + publish.per_server_s * number + num_loads * self.load_s
+        num_loads = self.deployment.num_servers if self.deployment.update_order == "rolling" else 1
+        return self.costs.publish.transfer_s + num_loads * self.load_s
 
     @property
     def most_running(self) -> float:

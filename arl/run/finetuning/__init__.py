@@ -2,8 +2,7 @@
 
 | module | what lives there |
 |---|---|
-| examples | the checks of examples, their minibatches, and the loop over a train engine |
-| chats | rows of datasets -> examples, through the model's chat template |
+| examples | rows of datasets -> examples, checked; their minibatches, and the loop over a train engine |
 | job | the runs of `arl finetune` |
 | warm_starts | a tiny model, made on the spot and fine-tuned on demonstrations |
 """
@@ -14,14 +13,12 @@ from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
     from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss
-    from arl.run.finetuning.chats import to_demonstrations, to_preferences
-    from arl.run.finetuning.examples import Demonstration, Preference, finetune
+    from arl.run.finetuning.examples import Demonstration, Preference, finetune, to_demonstrations, to_preferences
     from arl.run.finetuning.warm_starts import tool_call, warm_start
 
 _HOMES = {
     "arl.algorithm.losses.supervised": "PreferenceLoss RewardModelLoss",
-    "arl.run.finetuning.chats": "to_demonstrations to_preferences",
-    "arl.run.finetuning.examples": "Demonstration Preference finetune",
+    "arl.run.finetuning.examples": "Demonstration Preference finetune to_demonstrations to_preferences",
     "arl.run.finetuning.warm_starts": "tool_call warm_start",
 }
 

@@ -1,6 +1,6 @@
 """One run of `arl finetune`: read the rows, train, evaluate, save, export.
 
-    rows --chats--> Examples --shuffled--> minibatch --> train_batch --> metrics.jsonl
+    rows --read--> Examples  --shuffled--> minibatch --> train_batch --> metrics.jsonl
                         |                                     |--> checkpoints/ (weights, optimizer, position)
                     held-out rows ----------> evaluate ------ +--> evaluations.jsonl
 
@@ -31,8 +31,14 @@ from arl.api.train_engine import TrainEngine
 from arl.api.types import Example
 from arl.data.loading import load_dataset, without_last
 from arl.engine.model_files import load_part, load_tokenizer, model_digest, model_limits
-from arl.run.finetuning.chats import to_demonstrations, to_preferences
-from arl.run.finetuning.examples import Examples, Loss, shuffled_batches, write_model
+from arl.run.finetuning.examples import (
+    Examples,
+    Loss,
+    shuffled_batches,
+    to_demonstrations,
+    to_preferences,
+    write_model,
+)
 from arl.run.learner import load_train_engine
 from arl.runtime.stopping import SCRIPT_END
 from arl.runtime.threads import TrainThread, finished, offload
@@ -93,8 +99,7 @@ class TuningRun:
         self._rows = {name: config.run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
         self._engine: TrainEngine | None = None
         self._held_out: Examples | None = None
-        self._spent_s, self._began = 0.0, time.monotonic()
-        self._saved_at = time.monotonic()
+        self._spent_s, self._began, self._saved_at = 0.0, time.monotonic(), time.monotonic()
         self.num_steps: int | None = None
 
     def open(self) -> None:
@@ -116,9 +121,18 @@ class TuningRun:
             with self._display.waiting(f"computing the reference's logprobs with {config.model}"):
                 for examples in filter(None, (self._training, self._held_out)):
                     examples.refer_to(engine)
-        self._checkpoints = Checkpoints(
-            config.run_dir / "checkpoints", config.checkpoint.keep, self._identity(training)
-        )
+        digest = hashlib.sha256()
+        for example in training:
+            digest.update(repr(example).encode())
+        identity = {  # what must not change for a run to continue
+            "kind": config.kind,
+            "model": config.model,
+            "model_digest": model_digest(config.model),
+            "seed": config.seed,
+            "batch_size": config.batch_size,
+            "examples": f"{len(training)} with digest {digest.hexdigest()[:16]}",
+        }
+        self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
         state = self._checkpoints.load_newest(engine.load)
         self._spent_s = state.values["time_s"] if state else 0.0
         for path in filter(Path.exists, self._rows.values()):  # rows of steps that are trained again, and torn ones
@@ -160,7 +174,12 @@ class TuningRun:
             raise
         await thread(self._save)
         await thread(write_model, self._opened, config.run_dir / TRAINED)
-        return await thread(self._sum_up)
+        rows = read_jsonl(self._rows["evaluations"])
+        summary: dict[str, Any] = {"steps": self.version, "wall_s": self._time_s(), "num_examples": len(self._training)}
+        for when, row in (("before", rows[0]), ("after", rows[-1])) if rows else ():
+            summary |= {f"eval_{name}_{when}": row[name] for name in ("loss", "accuracy", "margin") if name in row}
+        await thread(write_atomically, config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
 
     def _step(self, batch: Sequence[int]) -> dict[str, float]:
         """One optimizer step, and its row: both, or neither."""
@@ -180,8 +199,9 @@ class TuningRun:
         """Evaluate the present weights if this version is one to evaluate, and it was not done."""
         every = self._config.evaluation.every
         is_due = self.version in (0, self.num_steps) or bool(every and self.version % every == 0)
-        is_done = any(row["version"] == self.version for row in self._evaluations()) if is_due else True
-        if self._held_out is None or is_done:
+        if self._held_out is None or not is_due:
+            return
+        if any(row["version"] == self.version for row in read_jsonl(self._rows["evaluations"])):
             return
         began = time.monotonic()
         with self._display.waiting("evaluating"):
@@ -200,14 +220,6 @@ class TuningRun:
         state = RunState(values={"version": self.version, "time_s": self._time_s()})
         self._checkpoints.begin(self.version, self._opened.save, state).wait()
         self._saved_at = time.monotonic()
-
-    def _sum_up(self) -> dict[str, Any]:
-        rows = self._evaluations()
-        summary: dict[str, Any] = {"steps": self.version, "wall_s": self._time_s(), "num_examples": len(self._training)}
-        for when, row in (("before", rows[0]), ("after", rows[-1])) if rows else ():
-            summary |= {f"eval_{name}_{when}": row[name] for name in ("loss", "accuracy", "margin") if name in row}
-        write_atomically(self._config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        return summary
 
     def end(self, error: BaseException | None, *, began: str, process: str) -> RunEnd:
         """How it ended, for END.json."""
@@ -263,23 +275,6 @@ class TuningRun:
             return [*read(rows, tokenizer, max_tokens=config.max_tokens or limit, too_long=config.too_long)]
         except DatasetError as error:
             raise DatasetError(f"{name}: {error}") from error
-
-    def _identity(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """What must not change for a run to continue."""
-        digest = hashlib.sha256()
-        for example in examples:
-            digest.update(repr(example).encode())
-        return {
-            "kind": self._config.kind,
-            "model": self._config.model,
-            "model_digest": model_digest(self._config.model),
-            "seed": self._config.seed,
-            "batch_size": self._config.batch_size,
-            "examples": f"{len(examples)} with digest {digest.hexdigest()[:16]}",
-        }
-
-    def _evaluations(self) -> list[dict[str, Any]]:
-        return read_jsonl(self._rows["evaluations"])
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with usable(self._rows[name]), self._rows[name].open("a") as file:

@@ -17,8 +17,7 @@ from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.api.types import Example
 from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape, TinyVision, tiny_tokenizer, write_tiny_model, write_tiny_vision_model
-from arl.run.finetuning.chats import to_demonstrations
-from arl.run.finetuning.examples import finetune, write_model
+from arl.run.finetuning.examples import finetune, to_demonstrations, write_model
 from arl.run.learner import load_train_engine
 from arl.training.display import progress, waiting
 from arl.workflow.chat_template import ChatTemplate, template_of

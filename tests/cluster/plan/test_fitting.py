@@ -1,5 +1,6 @@
-"""Costs that wrote a log are found in it again."""
+"""Costs that wrote a log are found in it again; and a model's memory is counted from its files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ import numpy as np
 import pytest
 from made_log import MadeRun, known_costs
 from msgspec import structs
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from arl.api.errors import RunFileError
-from arl.cluster.plan.costs import Costs, DecodeCosts, TrainerCosts, read_costs, write_costs
-from arl.cluster.plan.fitting import fitted
+from arl.cluster.plan.costs import Costs, DecodeCosts, TrainerCosts
+from arl.cluster.plan.fitting import fitted, model_memory
 from arl.cluster.plan.prediction import predict
+from arl.engine.tiny import TinyShape, write_tiny_model, write_tiny_vision_model
 
+SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 CONTROLLER_S = pytest.approx(2 * 2e-4 + 3e-4, rel=0.1)
 """For an episode of two requests: always two, so that what is theirs and what is the episode's cannot be told apart."""
 
@@ -87,13 +91,6 @@ def test_a_context_that_costs_is_seen_in_turns(tmp_path: Path):
     assert found.decode.per_context_token_s == pytest.approx(2e-6, rel=0.2)
 
 
-def test_a_context_that_costs_is_part_of_the_times_that_servers_tell(tmp_path: Path):
-    decode = DecodeCosts(points=((1, 0.001), (64, 0.004)), per_context_token_s=2e-6, max_running_requests=64)
-    costs = known_costs(decode=decode)
-    found = found_in(tmp_path, costs, tokens=(10, 200), tells_iterations=True)
-    assert predicted_ratio(found, costs) == pytest.approx(1.0, abs=0.1)
-
-
 def test_other_programs_on_the_machine_change_no_costs_as_long_as_the_log_has_cpu_times(tmp_path: Path):
     costs = known_costs()
     found = found_in(tmp_path, costs, wall=half_as_fast, steps=10)
@@ -157,12 +154,6 @@ def test_the_workload_is_that_of_the_groups_that_ended(tmp_path: Path):
     assert np.mean(tools_s) == pytest.approx(0.01 + np.exp(-2.0 + 0.8**2 / 2), rel=0.2)
 
 
-def test_fitted_costs_come_back_from_their_file(tmp_path: Path):
-    found = found_in(tmp_path, known_costs())
-    write_costs(tmp_path / "costs.json", found)
-    assert read_costs(tmp_path / "costs.json") == found
-
-
 def test_a_run_that_trained_nothing_has_no_costs(tmp_path: Path):
     MadeRun(known_costs(), steps=0).write(tmp_path)
     with pytest.raises(RunFileError, match="no trained step"):
@@ -190,14 +181,79 @@ def test_the_first_step_of_a_resumed_life_warms_up_too(tmp_path: Path):
     assert fitted(tmp_path).trainer.step_s(3300, 32, 1) == pytest.approx(costs.trainer.step_s(3300, 32, 1), rel=0.02)
 
 
-def test_a_run_of_one_step_says_that_its_costs_are_those_of_warming_up(tmp_path: Path):
-    notes = found_in(tmp_path, known_costs(), steps=1).measured.notes
-    assert any("train five" in note for note in notes)
-    assert any("taken for free" in note for note in notes)
-
-
 def test_a_run_that_is_long_enough_says_how_many_episodes_it_trained_in_a_second(tmp_path: Path):
     costs = known_costs()
     found = found_in(tmp_path, costs, steps=20)
     assert predict(found, found.deployment).episodes_per_s == pytest.approx(found.measured.episodes_per_s, rel=0.1)
     assert found_in(tmp_path / "short", costs, steps=5).measured.episodes_per_s == 0.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), ["Question 1"], SHAPE, 0)
+
+
+@pytest.mark.parametrize(("served_as", "value_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_servers_hold_weights_keys_and_values_in_their_dtype(model: Path, served_as: str, value_bytes: int):
+    parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    memory = model_memory({"model": model, "engine": {"dtype": served_as}})
+    assert memory.server_weights == value_bytes * parameters
+    assert memory.kv_per_token == value_bytes * 2 * 3 * 2 * 8  # keys and values of 3 layers, 2 heads of 8
+    assert memory.trainer_state == 16 * parameters
+
+
+def test_an_adapter_needs_neither_gradients_nor_moments_of_the_model(model: Path):
+    whole, adapter = (model_memory({"model": model, "train": {"lora": lora}}) for lora in (None, {"rank": 4}))
+    assert adapter.trainer_state == whole.trainer_state / 4
+
+
+def test_a_model_that_sees_is_counted_with_its_tower_which_may_be_frozen(tmp_path: Path):
+    model = write_tiny_vision_model(tmp_path / "model", shape=SHAPE)
+    loaded = AutoModelForImageTextToText.from_pretrained(model)
+    parameters, tower = loaded.num_parameters(), loaded.model.visual.num_parameters()
+    settings = {"model": model, "engine": {"dtype": "bfloat16"}}
+    memory = model_memory(settings)
+    assert (memory.server_weights, memory.kv_per_token) == (2 * parameters, 2 * 2 * 3 * 2 * 8)
+    assert memory.trainer_state == 16 * parameters
+    frozen = model_memory({**settings, "train": {"freeze_vision_tower": True}})
+    assert frozen.trainer_state == 16 * (parameters - tower) + 4 * tower
+
+
+def test_a_reward_model_is_a_second_model_with_a_reference_of_its_own_which_adapters_do_not_hold(model: Path):
+    rewarded = {"model": model, "algorithm": {"reward_model": {}}}
+    alone, beside, adapters = map(
+        model_memory, ({"model": model}, rewarded, {**rewarded, "train": {"lora": {"rank": 4}}})
+    )
+    assert beside.trainer_state == (2 * 16 + 4) / 16 * alone.trainer_state
+    assert adapters.trainer_state == 2 * 4 / 16 * alone.trainer_state
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "held"),
+    [
+        ({"kl": {"coefficient": 0.0}, "loss": {"kind": "clip"}}, 16),
+        ({"kl": {"coefficient": 0.1}, "loss": {"kind": "clip"}}, 20),
+        ({"kl": {"coefficient": 0.0}, "loss": {"kind": "dpo"}}, 20),
+        ({"kl": {"coefficient": 0.0}, "loss": {"kind": "kto"}}, 20),
+    ],
+)
+def test_a_run_holds_a_reference_if_its_kl_or_its_loss_asks_for_one(
+    model: Path, tmp_path: Path, algorithm: dict[str, Any], held: int
+):
+    MadeRun(known_costs()).write(tmp_path, model=str(model), algorithm=algorithm)
+    parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    assert fitted(tmp_path).memory.trainer_state == held * parameters
+
+
+def test_without_a_dtype_servers_take_that_of_the_models_config(model: Path, tmp_path: Path):
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").symlink_to(next(model.glob("*.safetensors")))
+    assert model_memory({"model": tmp_path}).kv_per_token == 2 * 2 * 3 * 2 * 8
+
+
+def test_a_run_whose_model_has_gone_says_that_memory_is_unknown(tmp_path: Path):
+    MadeRun(known_costs()).write(tmp_path)
+    costs = fitted(tmp_path)
+    assert costs.memory.server_weights == 0
+    assert any(note.startswith("memory is unknown") for note in costs.measured.notes)

@@ -33,9 +33,9 @@ from arl.cluster.plan.costs import (
     SharedCores,
     TrainerCosts,
     Workload,
+    guessed,
 )
-from arl.cluster.plan.gpus import guessed
-from arl.cluster.plan.prediction import Choice, Errors, Prediction, errors_of, limit_of, predict, search
+from arl.cluster.plan.prediction import Errors, Prediction, errors_of, limit_of, predict, search
 from arl.cluster.plan.steady_state import Steady
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
@@ -302,17 +302,16 @@ def test_errors_are_those_of_the_stored_settings_or_larger_ones_on_the_measured_
 @pytest.mark.parametrize("budget", [None, 6])
 def test_a_search_finds_about_the_best_of_all_splits(budget: int | None) -> None:
     costs = made_costs(shared=False)
-    choice = Choice(servers=(1, 6), ranks=(1, 4), budget=budget)
-    plan = search(costs, costs.deployment, choice, lambda _: None)
-    splits = (costs.deployment.changed(num_servers=s, num_ranks=r) for s in range(1, 7) for r in range(1, 5))
-    fastest = max(predict(costs, split).episodes_per_s for split in splits if choice.holds(split))
+    plan = search(costs, costs.deployment, servers=(1, 6), ranks=(1, 4), budget=budget)
+    splits = [costs.deployment.changed(num_servers=s, num_ranks=r) for s in range(1, 7) for r in range(1, 5)]
+    fastest = max(predict(costs, split).episodes_per_s for split in splits if split.num_gpus <= (budget or 99))
     assert plan.best.episodes_per_s > 0.93 * fastest
-    assert all(choice.holds(one.deployment) for one in plan.tried)
+    assert all(one.deployment in splits and one.deployment.num_gpus <= (budget or 99) for one in plan.tried)
     assert plan.best.hour_cost == min(p.hour_cost for p in plan.tried if p.episodes_per_s >= plan.best.episodes_per_s)
 
 
 def test_a_trainer_that_does_not_fit_into_its_memory_is_not_the_best() -> None:
     memory = MemoryCosts(trainer_state=8 * 10**9, rank_total=3 * 10**9)
     costs = made_costs(shared=False, memory=memory)
-    plan = search(costs, costs.deployment, Choice(servers=(1, 2), ranks=(1, 4)), lambda _: None)
+    plan = search(costs, costs.deployment, servers=(1, 2), ranks=(1, 4))
     assert plan.best.deployment.num_ranks >= 3

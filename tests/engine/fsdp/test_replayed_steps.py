@@ -13,15 +13,14 @@ import pytest
 import torch
 from random_groups import random_groups
 
-import arl.run.replay.replay
+import arl.run.replay
 from arl.api.errors import ConfigError, RecordingError
 from arl.api.settings.run import Config
 from arl.api.settings.sections import laid_over
 from arl.api.types import Group
 from arl.api.version import __version__
 from arl.run.learner import host_learner
-from arl.run.replay.recorded_run import RecordedRun, other_settings
-from arl.run.replay.replay import ComparedLearners, ComparedStep, nested, replay
+from arl.run.replay import ComparedLearners, ComparedStep, RecordedRun, nested, other_settings, replay
 from arl.training.batch_codec import FlatBatch
 from arl.training.learner_recovery import RecoveringLearner
 from arl.training.recording import RecordedStep, Recorder, forget_steps, recorded_versions, step_file
@@ -59,12 +58,12 @@ class LearnerHere:
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arl.run.replay.replay, "RemoteLearner", LearnerHere)
+    monkeypatch.setattr(arl.run.replay, "RemoteLearner", LearnerHere)
 
     def build_here(process: Any, what: str, build: Callable[[], Any], log: Path, environment: Any) -> None:
         process.object = build()
 
-    learners = arl.run.replay.replay._LearnersProcess
+    learners = arl.run.replay._LearnersProcess
     monkeypatch.setattr(learners.__base__, "__init__", build_here)
     monkeypatch.setattr(learners, "call", lambda self, method, *args: getattr(self.object, method)(*args))
     monkeypatch.setattr(learners, "close", lambda self: self.object.close())
@@ -259,7 +258,7 @@ def test_a_run_without_recorded_steps_is_refused(tmp_path: Path) -> None:
 
 def test_steps_that_no_recorded_steps_lead_to_are_refused_with_what_there_is(own_copy: Path) -> None:
     step_file(own_copy / "recording", 1).unlink()
-    with pytest.raises(RecordingError, match=r"step 1: the recorded steps are 0:1, 2:4, the checkpoints 2"):
+    with pytest.raises(RecordingError, match=r"step 1: the recorded steps are 0, 2-3, the checkpoints 2"):
         replay(own_copy, "0:3")
     shutil.rmtree(own_copy / "checkpoints")
     with pytest.raises(RecordingError, match=r"step 2: .* the checkpoints none"):

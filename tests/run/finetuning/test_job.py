@@ -13,7 +13,6 @@ from nursery import TESTS, Nursery
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from arl.__main__ import main as arl
 from arl.api.errors import ArlError, CheckpointError, ConfigError, DatasetError
 from arl.api.settings.finetuning import FinetuneConfig
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -22,7 +21,7 @@ from arl.run.finetuning.examples import Examples, Kind
 from arl.run.finetuning.job import fine_tune
 from arl.run.script import load_config
 from arl.training.metrics_log import read_jsonl
-from arl.training.run_environment import record_start, starts_of
+from arl.training.run_environment import starts_of
 from arl.training.run_result import how_it_ended
 
 SHAPE = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
@@ -145,13 +144,6 @@ def test_an_evaluation_is_what_training_reports_of_the_same_examples(
     assert all("loss" in metrics for metrics in of_training)
 
 
-@pytest.mark.parametrize("task", KINDS)
-def test_the_settings_in_run_dir_make_the_same_settings_again(task: str, place: Path, tmp_path: Path) -> None:
-    config = load_config(FinetuneConfig, flags(place, task, tmp_path))
-    record_start(config, 1)
-    assert load_config(FinetuneConfig, ["--config", str(tmp_path / "config.yaml")]) == config
-
-
 def test_columns_are_renamed_and_long_rows_are_left_out(place: Path, tmp_path: Path) -> None:
     rows = [{"question": "a?", "answer": text} for text in ("b", "c", "d" * 300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -219,15 +211,3 @@ def test_run_dir_and_the_learning_rate_follow_the_kind_unless_they_are_set() -> 
     assert (str(dpo.run_dir), dpo.train.optimizer.lr, dpo.train.num_threads) == ("runs/dpo", 1e-6, 2)
     set_one = {**given, "kind": "dpo", "run_dir": "here", "train": {"optimizer": {"lr": 1e-4}}}
     assert FinetuneConfig.model_validate(set_one).train.optimizer.lr == 1e-4
-
-
-def test_help_lists_the_settings_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        arl(["finetune", "--help"])
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: arl finetune [")
-    assert "--train.optimizer.lr" in shown
-    assert "--too_long" in shown
-    assert "--dry-run" not in shown
-    with pytest.raises(SystemExit, match="2"):
-        arl(["finetune", "--kind", "sft", "--model", "m", "--dataset", "d", "--dry-run"])

@@ -13,8 +13,7 @@ from arl.api.train_engine import ModelLimits
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape, TinyVision, write_tiny_vision_model
-from arl.run.finetuning.chats import to_demonstrations, to_preferences
-from arl.run.finetuning.examples import Examples, Preference, finetune, to_sequence
+from arl.run.finetuning.examples import Examples, Preference, finetune, to_demonstrations, to_preferences, to_sequence
 from arl.run.finetuning.warm_starts import warm_start
 from arl.workflow.content import image_part
 

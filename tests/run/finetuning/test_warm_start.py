@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arl.api.types import Example
 from arl.engine.tiny import TinyShape, tiny_tokenizer
 from arl.run.finetuning import warm_starts
-from arl.run.finetuning.chats import to_demonstrations
+from arl.run.finetuning.examples import to_demonstrations
 from arl.run.finetuning.warm_starts import frequent_phrases, tool_call, warm_start
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool

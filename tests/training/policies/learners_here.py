@@ -11,7 +11,7 @@ from arl.api.settings.run import Config
 from arl.api.train_engine import Saving
 from arl.api.types import Group
 from arl.run.learner import host_learner
-from arl.run.policy_settings import of_policy
+from arl.run.servers import of_policy
 from arl.training.batch_codec import FlatBatch
 from arl.training.learner_process import RemoteBatch
 from arl.training.learner_recovery import RecoveringLearner

@@ -20,7 +20,7 @@ from arl.api.settings.run import Config
 from arl.api.types import Group
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.run.learner import host_learner
-from arl.run.policy_settings import of_policy
+from arl.run.servers import of_policy
 from arl.training.batch_codec import FlatBatch
 from arl.training.learner_process import RemoteLearner
 from arl.training.learner_recovery import RecoveringLearner

@@ -9,7 +9,7 @@ from arl.api.errors import ConfigError, RoleError
 from arl.api.settings.engines import PolicyRoles
 from arl.api.settings.run import Config
 from arl.run.inputs import Given, check_settings, given_tasks
-from arl.run.policy_settings import of_policy
+from arl.run.servers import of_policy
 
 TWO = {"writer": {"roles": ["author"]}, "reader": {"roles": ["critic"]}}
 LORA = {"weights": {"transport": "adapter"}, "train": {"lora": {}}}

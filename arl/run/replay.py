@@ -1,13 +1,15 @@
-"""`arl.replay`: the recorded steps of a run again, to the bit or under other settings.
+"""`arl.replay`: the recorded steps of a run again, to the bit or under other settings. No sampling, no servers.
 
 checkpoint, or model --> learner --step--> weights --compared with the recording--> ReplayedStep
                             ^    batch --> the same weights under other settings --> ComparedStep
 
-Only functions that run in the learners' process import torch.
+`RecordedRun` says which steps there are, from which checkpoint they can be reached, and under which settings. Only
+functions that run in the learners' process import torch.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tempfile
@@ -19,17 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from pydantic import ValidationError
 
 from arl.api.errors import ConfigError, RecordingError
+from arl.api.events import ranges_text
 from arl.api.settings.engines import TrainConfig
 from arl.api.settings.run import Config, EventsConfig
+from arl.api.settings.sections import config_error, laid_over
 from arl.api.train_engine import Head, TensorPrint, digest_of
+from arl.api.version import __version__
+from arl.engine.model_files import model_digest
 from arl.run.learner import host_learner, load_learner
-from arl.run.replay.recorded_run import RecordedRun, ReplayRange, fingerprint_of, other_settings
 from arl.runtime.processes.actor import ObjectProcess
 from arl.training.batch_codec import FlatBatch
 from arl.training.learner_process import RemoteLearner
-from arl.training.recording import Build, RecordedStep
+from arl.training.recording import DIRECTORY, Build, RecordedStep, recorded_versions, step_file
+from arl.training.run_dir import checkpoint_of, saved_versions
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.watched_engine import WatchedEngine
@@ -37,6 +44,26 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-3
 """The largest difference of a tensor, as a share of its norm, that rounding on other hardware may make."""
+_MATTER = ("seed", "train", "algorithm", "rollout")
+"""The sections on which a step's numbers depend, besides its batch."""
+_ABOUT_TRAINING = ("algorithm", "train", "seed")
+"""The sections that a replay can change."""
+_OF_RANKS = ("num_ranks", "min_ranks", "tensor_parallel", "ray_address", "max_recoveries")
+"""Of `train`, but without effect: other settings are compared on one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRange:
+    """The steps to train, and where the replay begins."""
+
+    checkpoint: Path | None
+    """None: the model that the run began from."""
+    base: int
+    """The version of these weights."""
+    first: int
+    """The first step that was asked for. The steps from `base` to it are only trained to reach it."""
+    stop: int
+    """The last one is stop - 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +222,108 @@ def _first_and_stop(steps: str | range | None) -> tuple[int | None, int | None]:
     return start, end
 
 
+# The recording -----------------------------------------------------------------------------------------------------
+
+
+class RecordedRun:
+    """Raises RecordingError for a directory without recorded steps."""
+
+    def __init__(self, run_dir: Path, model: str | None = None) -> None:
+        """model: where the model is that the run began from, if it was moved."""
+        self.run_dir, self._model = run_dir, model
+        self._checkpoints, self._checked = run_dir / "checkpoints", set[str]()
+        self.versions = recorded_versions(run_dir)
+        if not self.versions:
+            raise RecordingError(
+                f"{run_dir} has no recorded steps (in {run_dir / DIRECTORY}): only a run with record=True keeps them"
+            )
+
+    def which(self, first: int | None = None, stop: int | None = None) -> ReplayRange:
+        """The range of a replay. Raises RecordingError if a step or its beginning is missing; the error says what
+        exists.
+
+        first: default, the first step that can be reached. stop: default, the end of the recording.
+        """
+        saved, stop = saved_versions(self._checkpoints), self.versions[-1] + 1 if stop is None else stop
+        if first is None:
+            first = next((version for version in self.versions if self._base_of(version) is not None), self.versions[0])
+        if first >= stop:
+            raise ConfigError(f"the range {first}:{stop} contains no step")
+        base = self._base_of(first)
+        missing = first if base is None else min({*range(base, stop)} - {*self.versions}, default=None)
+        if base is None or missing is not None:
+            raise RecordingError(
+                f"{self.run_dir} cannot replay step {missing}: the recorded steps are {ranges_text(self.versions)}, "
+                f"the checkpoints {', '.join(map(str, sorted(saved))) or 'none'} (and version 0, the model itself); a "
+                "replay begins at a checkpoint and needs every step from there on"
+            )
+        return ReplayRange(
+            checkpoint=checkpoint_of(self._checkpoints, base) if base in saved else None,
+            base=base,
+            first=first,
+            stop=stop,
+        )
+
+    def step(self, version: int) -> RecordedStep:
+        return RecordedStep.read(step_file(self.run_dir / DIRECTORY, version))
+
+    def settings_of(self, step: RecordedStep, scratch: Path) -> Config:
+        """The settings that trained the step, on as many ranks as trained it. scratch: a directory for its files."""
+        sections = {name: step.settings[name] for name in _MATTER if name in step.settings}
+        model = self._model or str(step.settings["model"])
+        if step.model_digest is not None and model not in self._checked:
+            if (here := model_digest(model)) != step.model_digest:
+                other = "is another model than the run began from (its digest differs)"
+                what = "cannot be read here" if here is None else other
+                raise RecordingError(f"{model} {what}; say where the run's model is (--model DIR)")
+            self._checked.add(model)
+        laid = laid_over(sections, {"train": {"num_ranks": step.num_ranks, "min_ranks": None}})
+        given = {**laid, "model": model, "run_dir": scratch, "record": True, "log": {"events": None, "console": False}}
+        builds = f"arl {step.build.arl} recorded the run, and its settings do not fit this arl {__version__}"
+        return _validated(given, f"{builds}; replay it with that one")
+
+    def _base_of(self, version: int) -> int | None:
+        """The newest version from which recorded steps lead to `version`; None without one."""
+        bases = {0, *saved_versions(self._checkpoints)}
+        for base in range(version, -1, -1):
+            if base in bases:
+                return base
+            if base - 1 not in self.versions:
+                return None
+        return None
+
+
+def other_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """`config` with changes, merged section by section. Raises ConfigError for a change that no replay can make."""
+    if not changes:
+        return config
+    for name in changes:
+        if name not in _ABOUT_TRAINING:
+            raise ConfigError(
+                f"{name} has no effect in a replay, which samples nothing; change settings of "
+                f"{', '.join(_ABOUT_TRAINING)}"
+            )
+    train = changes.get("train")
+    if isinstance(train, Mapping) and (of_ranks := [name for name in _OF_RANKS if name in train]):
+        raise ConfigError(f"train.{of_ranks[0]} has no effect here: both settings are compared on one rank")
+    before = config.model_dump(mode="json", exclude={"log", "run_dir"})
+    given = {**laid_over(before, changes), "run_dir": config.run_dir, "log": config.log}
+    return _validated(given, "other settings")
+
+
+def _validated(given: Mapping[str, Any], what: str) -> Config:
+    try:
+        return Config.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(f"{what}: {config_error(Config, error)}") from None
+
+
+def fingerprint_of(config: Config) -> str:
+    """Equal for settings that train alike, so that neighbouring steps can share a learner."""
+    matter = config.model_dump(mode="json", include={*_MATTER, "model"}, fallback=str)
+    return json.dumps(matter, sort_keys=True)
+
+
 def _steps_with(
     run: RecordedRun, which: ReplayRange, start: Callable[[Config], Any]
 ) -> Iterator[tuple[RecordedStep, Any, Config]]:
@@ -302,7 +431,12 @@ class ComparedLearners:
     """Two learners: one trains as the run did, the other each step from the same weights under other settings."""
 
     def __init__(self, own: Config, other: Config) -> None:
-        self._own, self._other = (load_learner(config, _watched_engine) for config in (own, other))
+        from arl.engine.fsdp.watched_engine import WatchedEngine
+
+        def load(model: str | Path, settings: TrainConfig, *, seed: int, head: Head) -> WatchedEngine:
+            return WatchedEngine(str(model), settings, seed, head)
+
+        self._own, self._other = (load_learner(config, load) for config in (own, other))
 
     def load(self, directory: Path) -> None:
         self._own.load(directory)
@@ -325,12 +459,6 @@ class ComparedLearners:
             self._own.close()
         finally:
             self._other.close()
-
-
-def _watched_engine(model: str | Path, settings: TrainConfig, *, seed: int, head: Head) -> WatchedEngine:
-    from arl.engine.fsdp.watched_engine import WatchedEngine
-
-    return WatchedEngine(str(model), settings, seed, head)
 
 
 def _watched(learner: Learner) -> dict[str, WatchedEngine]:
