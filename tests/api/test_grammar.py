@@ -21,7 +21,3 @@ from arl import Grammar
 def test_a_text_that_is_no_such_grammar_is_an_error_that_says_why(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Grammar(**fields)
-
-
-def test_a_regular_expression_is_taken_as_it_is() -> None:
-    assert Grammar(kind="regex", text="[0-9]+").text == "[0-9]+"

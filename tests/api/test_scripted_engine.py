@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from arl.api.engine import DiskWeights
-from arl.api.errors import EngineClosedError
 from arl.api.fakes import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.tiny import tiny_tokenizer
@@ -51,13 +50,6 @@ async def test_a_paused_engine_starts_no_request() -> None:
         assert not engine.requests
         await engine.resume()
     assert call.result().output_ids == (7,)
-
-
-async def test_a_closed_engine_says_so() -> None:
-    engine = ScriptedEngine(lambda request: [7])
-    await engine.aclose()
-    with pytest.raises(EngineClosedError, match="closed ScriptedEngine"):
-        await engine.agenerate(REQUEST)
 
 
 async def test_it_says_the_texts_it_is_given_and_says_when_there_are_no_more() -> None:

@@ -1,7 +1,5 @@
 """The records refuse what no component could use, and say which field is wrong."""
 
-import dataclasses
-
 import msgspec
 import numpy as np
 import pytest
@@ -24,38 +22,28 @@ PROPER = {
         ({"token_ids": ()}, "token_ids is empty; return None from arun_episode to reject an episode"),
         ({"loss_mask": (0, 1)}, "loss_mask has 2 entries for 3 token_ids"),
         ({"versions": (-1, 4)}, "versions has 2 entries for 3 token_ids"),
-        ({"behavior_logprobs": (0.0,)}, "behavior_logprobs has 1 entries for 3 token_ids"),
-        ({"token_rewards": (1.0,)}, "token_rewards has 1 entries for 3 token_ids"),
         ({"loss_mask": (0, 2, 1)}, "loss_mask[1] is 2; it must be 0 or 1"),
         ({"loss_mask": (1, 1, 1), "versions": (4, 4, 4)}, "loss_mask[0] is 1; the first token has no context"),
         ({"versions": (-1, -1, 5)}, "loss_mask[1] is 1 but versions[1] is -1: only sampled tokens are trained"),
         ({"versions": (-1, -2, 5)}, "versions[1] is -2; it must be -1 (not sampled) or a policy version"),
         ({"reward": float("nan")}, "reward is nan; it must be a finite number"),
         ({"reward": "good"}, "reward is 'good'; it must be a finite number"),
-        ({"reward": None}, "reward is None; it must be a finite number"),
         ({"behavior_logprobs": (0.0, float("-inf"), 0.0)}, "behavior_logprobs[1] is -inf; it must be a finite number"),
         ({"behavior_logprobs": (0.0, 0.5, 0.0)}, "behavior_logprobs holds a value above 0"),
         ({"metrics": {"turns": float("inf")}}, "metrics['turns'] is inf; it must be a finite number"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be at least 0.001, and finite"),
-        ({"temperature": 1e-50}, "temperature is 1e-50; it must be at least 0.001, and finite"),
         ({"temperature": float("inf")}, "temperature is inf; it must be at least 0.001, and finite"),
         ({"token_ids": (1, -2, 3)}, "token_ids[1] is -2; it must be a token id, an integer of at least 0"),
         ({"token_ids": (1, 2, None)}, "token_ids[2] is None; it must be a token id"),
-        ({"token_ids": (1, 2.0, 3)}, "token_ids[1] is 2.0; it must be a token id"),
         ({"token_ids": (1, 2, 1 << 63)}, "token_ids[2] is 9223372036854775808; it must be a token id"),
-        ({"loss_mask": (0, 1.0, 1)}, "loss_mask[1] is 1.0; it must be 0 or 1"),
         ({"versions": (-1, 4, "5")}, "versions[2] is '5'; it must be -1 (not sampled) or a policy version"),
-        ({"versions": (1 << 80, 4, 5)}, "versions[0] is 1208925819614629174706176; it must be -1 (not sampled)"),
         ({"behavior_logprobs": (0.0, -1e300, 0.0)}, "behavior_logprobs[1] is -1e+300; it must lie between -3.4e+38"),
         ({"reward": 1e308}, "reward is 1e+308; it must lie between -1e+12 and 1e+12"),
-        ({"reward": 10**400}, "reward is 1000000000000000000000000000000000000000; it must lie between"),
         ({"rewards": {"style": -2e12}}, "rewards['style'] is -2000000000000.0; it must lie between -1e+12 and 1e+12"),
         ({"token_rewards": (0.0, 1e13, 0.0)}, "token_rewards[1] is 10000000000000.0; it must lie between"),
-        ({"token_rewards": (0.0, float("nan"), 1.0)}, "token_rewards[1] is nan; it must be a finite number"),
         ({"temperature": "1"}, "temperature is '1'; it must be of type float"),
         ({"role": ("agent", 1)}, "role is ('agent', 1); it must be a str"),
         ({"metrics": {1: 0.0}}, "a name in metrics is 1; it must be a str"),
-        ({"rewards": {("a", 1): 0.0}}, "a name in rewards is ('a', 1); it must be a str"),
         ({"metrics": {"time": 1e308}}, "metrics['time'] is 1e+308; it must lie between -3.4e+38 and 3.4e+38"),
     ],
 )
@@ -93,17 +81,11 @@ def test_the_oldest_version_is_that_of_trained_tokens_and_a_groups_is_its_stamp_
     assert group(trained, trained, trained, of_episodes=(0, 2, 2)).num_episodes == 2, "counted once"
 
 
-def test_records_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Trajectory(**PROPER).reward = 2.0
-
-
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"temperature": -1.0}, "temperature is -1.0; it must be 0 (greedy) or at least 0.001"),
-        ({"temperature": 1e-300}, "temperature is 1e-300; it must be 0 (greedy) or at least 0.001"),
         ({"temperature": float("nan")}, "temperature is nan; it must be 0 (greedy) or at least 0.001"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be in (0, 1]"),
         ({"top_k": 0}, "top_k is 0; it must be -1 (off) or at least 1"),
@@ -116,12 +98,9 @@ def test_sampling_out_of_range_names_its_field(wrong: dict[str, float], sentence
     assert str(error.value) == sentence
 
 
-def test_a_request_needs_a_token_to_continue_from() -> None:
+def test_a_request_needs_a_token_and_a_response_a_logprob_and_a_version_for_each() -> None:
     with pytest.raises(ValueError, match="input_ids is empty"):
         ModelRequest(input_ids=())
-
-
-def test_a_response_needs_a_logprob_and_a_version_for_each_token() -> None:
     with pytest.raises(ValueError, match="2 tokens came with 1 logprobs and 2 versions"):
         ModelResponse(output_ids=(1, 2), output_logprobs=(-1.0,), output_versions=(0, 0), stop_reason="stop")
 
