@@ -45,7 +45,6 @@ class EpisodeClock:
         return self._limit
 
     def end(self) -> None:
-        """End the attempt that has begun."""
         self._left_s, self._limit = self.left_s, None
 
     def stop(self) -> None:

@@ -30,9 +30,7 @@ from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.control import Control
 
 _CONSOLE = logging.getLogger("arl.console")
-"""arl's own objects."""
 _OPEN: list[logging.Handler] = []
-"""Its handlers, while the console is JSON."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -94,7 +92,6 @@ def json_console(is_wanted: bool) -> Iterator[None]:
 
 
 def is_json() -> bool:
-    """Whether the console is JSON now."""
     return bool(_OPEN)
 
 
@@ -125,9 +122,7 @@ _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _MOST_WAITING = 10_000
 """Lines that wait for the disk; later ones are lost."""
 _LEAVING_S = 5.0
-"""Longest wait for the disk at the end."""
 _OPEN_LOGS: list[ConsoleLog] = []
-"""The console logs of the runs in this process."""
 
 
 class ConsoleLog:
@@ -211,7 +206,6 @@ class _Copied:
         self.is_open = True
         self._target = target
         self._begun = threading.local()
-        """The line that a thread has begun."""
 
     def write(self, text: str) -> int:
         if self.is_open:  # else somebody kept it past the end of the run
@@ -225,7 +219,6 @@ class _Copied:
             self.write(line)
 
     def end_line(self) -> None:
-        """Copy what this thread has begun."""
         if text := getattr(self._begun, "text", ""):
             self._target.line(text)
             self._begun.text = ""

@@ -60,7 +60,6 @@ class TrainThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-train")
 
     def submit(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
-        """Begin a call without waiting for it."""
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def __call__(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:

@@ -529,8 +529,6 @@ _CHECK_TIMEOUT_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class _Checked:
-    """What is known of a server since it was greeted."""
-
     greeting: Greeting | None
     due: int
     """The version at which it is checked next."""

@@ -252,7 +252,6 @@ class Roster:
         self._num_failures = 0
         self._problem = self._unwritable = ""
         self._told: tuple[object, float] = (None, 0.0)
-        """The state of changes when servers.json was last written, and the time."""
 
     async def run(self) -> None:
         """Look, compare and tell, for ever."""

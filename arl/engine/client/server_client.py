@@ -198,16 +198,13 @@ class ServerClient(JsonClient):
 
     key_hint = "set ARL_SERVER_API_KEY to the key that the server was started with"
     program: ClassVar[str]
-    """The name of the servers' program, for messages."""
     greeting_timeout_s: ClassVar[float] = 10.0
     """The longest that a healthy server takes to describe itself and to sample a first token."""
     meets_by_id = False
     is_embedded = False
     """It is arl's own."""
     routes_flag: ClassVar[str] = "--enable-return-routed-experts"
-    """The option with which a server returns routes."""
     memory_flag: ClassVar[str]
-    """The option with which a server can let go of its memory."""
 
     def __init__(
         self, connections: Connections, address: str, api_key: str | None = None, spawn: Spawn | None = None

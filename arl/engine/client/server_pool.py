@@ -70,7 +70,6 @@ _JOINING, _SERVING, _PAUSED, _ASLEEP, _LOADING, _FENCED, _DRAINING, _GONE = Serv
 _IN_SERVICE = frozenset((_SERVING, _PAUSED, _ASLEEP, _LOADING, _DRAINING))
 
 _MAX_REPORTED = 20
-"""How many servers a report names."""
 _MAX_DIGITS = 19
 
 _MOVES: Mapping[str, Mapping[ServerState, ServerState]] = {
@@ -265,7 +264,6 @@ class Expectation:
     is_outage: bool
     """All servers were fenced instead; some may not come back."""
     began: float = math.inf
-    """When the first of them was paused, by the event loop's clock."""
 
 
 class ServerPool:

@@ -89,8 +89,6 @@ class ServerProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A server that can be started, and started again."""
-
     log: Path
     start: Callable[[ChildLog], Awaitable[ServerProcess]]
     """Raises ArlError, or OSError if the machine has no memory, or no process, left."""

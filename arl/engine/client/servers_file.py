@@ -125,7 +125,6 @@ class WatchedServers:
         self._num_looks = 0
         self._settled_text: str | None = None
         self._parsed: tuple[str, Named] = "", {}
-        """The last well-formed text, and its content."""
 
     def look(self) -> bool:
         """Whether another text counts from now on."""

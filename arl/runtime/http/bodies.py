@@ -265,6 +265,5 @@ def _integers(value: Any) -> list[int]:
 Name = Annotated[str, Field(max_length=_MAX_NAME)]
 """A string that the server keeps: an id, a label, a path."""
 Strings = Annotated[Sequence[str], PlainValidator(_strings)]
-"""A string, or a list of strings."""
 Integers = Annotated[Sequence[int], PlainValidator(_integers)]
 """A list of integers, such as token ids. Long lists are checked once, and not copied."""

@@ -50,8 +50,6 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A server's response, whatever its status."""
-
     url: str
     """Without a password."""
     path: str
@@ -261,7 +259,6 @@ class JsonClient:
 
 
 def encoded(payload: Mapping[str, Any]) -> bytes:
-    """The payload as JSON."""
     try:
         return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # it takes no integers of more than 64 bits, and no keys but strings
@@ -305,7 +302,6 @@ _MAX_HEAD_BYTES = 1 << 15
 """Most bytes of a response's status line and headers."""
 _MAX_FIELD_BYTES = 8190
 _MAX_BYTES = 1 << 30
-"""Most bytes of a whole response."""
 _EYEBALLS_S = 0.25
 _LENGTHS = frozenset((b"content-length", b"transfer-encoding"))
 _LINE_END = frozenset("\r\n\0")
@@ -336,7 +332,6 @@ class ServerAddress:
 class Response:
     status: int
     headers: Sequence[tuple[bytes, bytes]]
-    """As they were sent."""
     body: bytes
 
 

@@ -46,13 +46,11 @@ Statuses = Mapping[type[Exception], int]
 
 PROBES = frozenset(("/health",))
 DONE = "data: [DONE]\n\n"
-"""The last event of an OpenAI stream."""
 BACKLOG = 4096
 """Most connections that wait for acceptance: thousands of clients may start at once."""
 _IDLE_S = 75.0
 """How long a connection may be silent, or take to send the headers of a request."""
 _BODY_S = 120.0
-"""How long a body may take."""
 _READING = {"Expect": "100-continue", "Content-Encoding": "identity"}
 _UNSUPPORTED = 415
 _BAD_START = 2

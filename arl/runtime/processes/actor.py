@@ -242,7 +242,6 @@ class _Calls:
         self._object: Any = None
 
     def serve(self) -> None:
-        """Make calls until the socket ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, is_in_turn, method, args = receive_message(self._socket)

@@ -33,7 +33,6 @@ class ChildLog:
             yield stream
 
     def end(self) -> str:
-        """The last lines of the newest process."""
         lines: list[str] = []
         with suppress(OSError), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -60,7 +59,6 @@ MAX_BYTES = 64_000_000
 """Largest size of a log, and of its older text."""
 _EVERY_S = 60.0
 _LEAVING_S = 5.0
-"""Longest wait for a disk at the end."""
 
 
 @contextmanager
