@@ -32,7 +32,6 @@ from arl.api.events import PlacedPart, gpus_text
 from arl.api.settings.engines import LocalEngineConfig, ServerProcessesConfig, StartedServersConfig
 from arl.engine.client.server_processes import (
     Program,
-    Seat,
     ServerProcess,
     ServerProcesses,
     local_program,
@@ -62,9 +61,9 @@ async def started_on_ray(
     program = local_program if isinstance(config, LocalEngineConfig) else stock_program
     build = partial(RayServers, ray_address, config, partial(program, model, config), api_key)
     cluster = _Cluster(build, logs / "ray-servers.log", config.startup_timeout_s)
-    seats = [Seat(log=log, start=partial(cluster.start, i)) for i, log in enumerate(log_paths(config, logs))]
+    starts = {log: partial(cluster.start, i) for i, log in enumerate(log_paths(config, logs))}
     try:
-        async with running(seats, config) as servers:
+        async with running(starts, config) as servers:
             yield servers
     finally:
         await asyncio.shield(offload(cluster.close))

@@ -87,11 +87,9 @@ class ServerProcess:
         return how_it_ended(self.ending.result()) + (f", on {self.part.host}" if self.part else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    log: Path
-    start: Callable[[ChildLog], Awaitable[ServerProcess]]
-    """Raises ArlError, or OSError if the machine has no memory, or no process, left."""
+Start = Callable[[ChildLog], Awaitable[ServerProcess]]
+"""Starts a server, which writes to this log. Raises ArlError, or OSError if the machine has no memory, or no process,
+left."""
 
 
 @contextmanager
@@ -110,8 +108,8 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 @asynccontextmanager
-async def running(seats: Sequence[Seat], config: StartedServersConfig) -> AsyncIterator[ServerProcesses]:
-    """Run a server on each seat; yields them once all are ready.
+async def running(starts: Mapping[Path, Start], config: StartedServersConfig) -> AsyncIterator[ServerProcesses]:
+    """Start a server for each log, and yield them once all are ready.
 
     A server that dies is started again, at most _MAX_RESTARTS times in a row, with a warning that shows the end of its
     log; meanwhile the engine fences it. When the last server has died for good, the block is cancelled and ServerError
@@ -123,7 +121,7 @@ async def running(seats: Sequence[Seat], config: StartedServersConfig) -> AsyncI
     allow_many_connections()
     body_error: Exception | None = None
     async with aiohttp.ClientSession() as session:
-        servers = [_Server(seat, session, config.startup_timeout_s) for seat in seats]
+        servers = [_Server(start, log, session, config.startup_timeout_s) for log, start in starts.items()]
         try:
             async with asyncio.TaskGroup() as group:
                 for server in servers:
@@ -154,15 +152,15 @@ async def started_here(
     `running` for a server that dies.
     """
     with reserved_ports(config.num_servers) as ports:
-        seats = list[Seat]()
+        starts = dict[Path, Start]()
         for number, (log, port) in enumerate(zip(log_paths(config, logs), ports, strict=True)):
             program = (
                 partial(local_program, model, config, api_key)
                 if isinstance(config, LocalEngineConfig)
                 else partial(stock_program, model, config, "")
             )
-            seats.append(Seat(log=log, start=partial(_start_here, partial(program, number, _HOST, port), port)))
-        async with running(seats, config) as servers:
+            starts[log] = partial(_start_here, partial(program, number, _HOST, port), port)
+        async with running(starts, config) as servers:
             yield servers
 
 
@@ -251,25 +249,25 @@ class ServerProcesses:
 class _Server:
     """One server's process, and the processes that replace it after it died."""
 
-    def __init__(self, seat: Seat, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
+    def __init__(self, start: Start, log: Path, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
         self.process: ServerProcess | None = None
         self.address = ""
         """Its base URL: the newest process's; empty before the first."""
         self.num_restarts = 0
         self.events: Events = NOWHERE
-        self._seat = seat
+        self._start = start
         self._up_since: float | None = None
         self._session = session
         self._startup_timeout_s = startup_timeout_s
         self._is_killed = False
         self._fault = ""
         """The reason for its end, if it did not end by itself."""
-        self._log = ChildLog(seat.log)
+        self._log = ChildLog(log)
 
     async def start(self) -> None:
         """Returns when it is ready. Raises ServerError, with the end of its log, and leaves nothing running."""
         try:
-            process = await self._seat.start(self._log)
+            process = await self._start(self._log)
         except OSError as error:  # the machine has no memory, or no process, left
             self._fault = f"could not be started ({error})"
             raise ServerError(f"a server did not start: {self.last_words()}") from error

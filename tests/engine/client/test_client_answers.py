@@ -208,22 +208,6 @@ async def test_servers_of_different_models_are_named_with_what_differs(
     assert other.address in message
 
 
-async def test_directories_may_differ_and_what_one_server_does_not_tell_is_not_compared(server: Server, other: Server):
-    server.info["model_type"] = "qwen3"
-    server.tells["tokenize"] = {"tokens": [1, 2]}
-    other.tells["tokenize"] = 400
-    other.info["model_path"] = "/elsewhere/m"
-    async with over(server, other) as engine:
-        assert (await engine.agenerate(ask())).output_ids
-
-
-@pytest.mark.parametrize(("told", "num_ranks"), [({"tp_size": 4}, 4), ({"tp_size": None}, 1), (404, 1)])
-async def test_the_ranks_of_a_server_are_its_tensor_parallel_size(server: Server, told: Any, num_ranks: int):
-    server.tells["server_info"] = told
-    async with over(server) as engine:
-        assert [s.client.num_ranks for s in engine._pool.servers] == [num_ranks]
-
-
 @pytest.mark.parametrize(
     ("told", "named"),
     [
@@ -253,6 +237,7 @@ async def test_a_server_of_the_model_at_another_path_or_of_which_nothing_is_know
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "num_hidden_layers": 7}))
     server.info |= {"model_path": str(tmp_path), "model_type": "qwen3", "vocab_size": 31}
     other.info["model_path"] = "Qwen/Qwen3-0.6B"
+    server.tells["tokenize"], other.tells["tokenize"] = {"tokens": [1, 2]}, 400
     model = ServedModel(name="/m", vocab_size=31, model_type="qwen3", shape={"hidden_size": 32, "vocab_size": 31})
     async with over(server, other, model=model) as engine:
         assert (await engine.agenerate(ask())).output_ids

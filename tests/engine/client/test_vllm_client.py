@@ -198,6 +198,14 @@ class SleepingServer:
         return web.json_response(told)
 
 
+@asynccontextmanager
+async def sleeping(num_clients: int) -> AsyncIterator[tuple[SleepingServer, list[VLLMClient]]]:
+    vllm, app = SleepingServer(), web.Application()
+    app.router.add_route("*", "/{path:.*}", vllm.answer)
+    async with TestServer(app) as server, Connections() as connections:
+        yield vllm, [VLLMClient(connections, f"http://127.0.0.1:{server.port}") for _ in range(num_clients)]
+
+
 SLEEP = ["/pause?mode=keep&clear_cache=false", "/reset_prefix_cache?reset_running_requests=true"]
 SLEEP += ["/sleep?level=2&mode=keep"]
 
@@ -205,10 +213,7 @@ SLEEP += ["/sleep?level=2&mode=keep"]
 @pytest.mark.parametrize("has_loaded", [False, True])
 async def test_a_server_gets_its_weights_before_its_caches_also_from_another_run(has_loaded: bool) -> None:
     """The first run dies while the server sleeps, or before the caches have memory again; then the label is no help."""
-    vllm, app = SleepingServer(), web.Application()
-    app.router.add_route("*", "/{path:.*}", vllm.answer)
-    async with TestServer(app) as server, Connections() as connections:
-        first, second = (VLLMClient(connections, f"http://127.0.0.1:{server.port}") for _ in range(2))
+    async with sleeping(2) as (vllm, (first, second)):
         await first.pause("retract")
         await first.release_memory()
         assert (vllm.calls, vllm.asleep, vllm.label) == (SLEEP, {"weights", "kv_cache"}, RELEASED)
@@ -222,10 +227,7 @@ async def test_a_server_gets_its_weights_before_its_caches_also_from_another_run
 
 
 async def test_new_weights_make_it_forget_what_it_saw_with_the_old_ones(tmp_path: Path) -> None:
-    vllm, app = SleepingServer(), web.Application()
-    app.router.add_route("*", "/{path:.*}", vllm.answer)
-    async with TestServer(app) as server, Connections() as connections:
-        client = VLLMClient(connections, f"http://127.0.0.1:{server.port}")
+    async with sleeping(1) as (vllm, (client,)):
         await client.load_directory(tmp_path, version=1, flush_cache=False)
         await client.begin_update()
         await client.end_update()
