@@ -51,7 +51,8 @@ from arl.rewards import InlineReward
 from arl.rollout.buffer import ReplayBuffer
 from arl.run.launch import launch
 from arl.run.script import load_config
-from arl.training.metrics_log import read_jsonl, write_atomically
+from arl.training.metrics_log import read_jsonl
+from arl.training.run_dir import write_atomically
 from arl.training.trainer import Trainer
 from arl.workflow.teachers import DistillationWorkflow
 

@@ -112,8 +112,7 @@ def measure_stream(file: Path) -> None:
     import datasets
 
     from arl.data.lazy_rows import StreamedRows
-    from arl.rollout.ledger import GroupOutcome
-    from arl.rollout.stream_ledger import StreamLedger
+    from arl.rollout.ledger import GroupOutcome, StreamLedger
 
     async def read(call: Any) -> Any:
         return call()

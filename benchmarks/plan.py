@@ -53,7 +53,7 @@ from arl.cluster.plan.prediction import Prediction, predict
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.rewards import InlineReward
 from arl.run.launch import launch
-from arl.training.metrics_log import write_atomically
+from arl.training.run_dir import write_atomically
 from arl.workflow.agent import MultiTurnWorkflow
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=32)

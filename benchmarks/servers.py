@@ -36,7 +36,8 @@ from arl.engine.model_files import load_tokenizer
 from arl.rewards import InlineReward
 from arl.run.launch import launch
 from arl.run.script import load_config
-from arl.training.metrics_log import read_jsonl, write_atomically
+from arl.training.metrics_log import read_jsonl
+from arl.training.run_dir import write_atomically
 
 WINDOW = 5
 ROOT = Path(__file__).parents[1]

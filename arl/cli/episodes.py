@@ -255,7 +255,7 @@ def _saved(config: Config, named: str) -> dict[str, SavedWeights]:
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
     """Keep logging from showing failures a second time: the commands show them."""
-    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.failure_log")
+    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.episode_events")
     logger.addHandler(silent)
     try:
         yield

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from arl.observe.view.top import plain
 from arl.run.script import exit_with
-from arl.training.run_dir import LOCK
-from arl.training.run_environment import ENVIRONMENT, starts_of
+from arl.training.run_dir import ENVIRONMENT, LOCK, starts_of
 from arl.training.run_result import END, disk_use, how_it_ended, size_text
 
 ABOUT = (

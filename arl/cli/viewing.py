@@ -16,7 +16,7 @@ from arl.observe.view.view_server import ViewServer
 from arl.observe.view.viewed_run import Ending, ViewedRun, run_dirs
 from arl.run.script import exit_with
 from arl.runtime.http.server import add_key_option, answer_until, bind, check_address, key_of
-from arl.training.run_environment import starts_of
+from arl.training.run_dir import starts_of
 from arl.training.run_result import how_it_ended
 
 PORT = 8722

@@ -79,7 +79,7 @@ class ReplayBuffer:
             raise ValueError(f"batch_size is {batch_size} and max_staleness {max_staleness}; give at least 1 and 0")
         self._batch_size = batch_size
         self._max_staleness = max_staleness
-        self._version = version
+        self._version: int = version
         self._published = version
         self._next_number = 0
         self._entries: dict[int, _Entry] = {}
@@ -91,8 +91,8 @@ class ReplayBuffer:
         self._taken: dict[int, list[int]] = {}
         """The version that a batch was taken for -> the numbers of its slots."""
         self._is_taking = False
-        self._blocked_until = -inf
-        """Running groups with this deadline or an earlier one keep take_batch waiting."""
+        self._blocked_until: float = -inf
+        """Running groups with this deadline or an earlier one keep take_batch waiting: all, if too few have ended."""
         self._changed = asyncio.Condition()
 
     @property
@@ -278,18 +278,13 @@ class ReplayBuffer:
                 return deadline
         return None
 
-    def _last_blocking(self) -> float:
-        """The latest deadline that keeps take_batch waiting: any if too few have finished, else one that is due."""
-        if not self._is_taking:
-            return -inf
-        if len(self._finished) < self._batch_size:
-            return inf
-        overfull = self._first_overfull()
-        return -inf if overfull is None else overfull
-
     def _notify(self) -> None:
         """After each mutation, with the lock held: bring the stragglers' clocks up to date and wake every waiter."""
-        blocked_until = self._last_blocking()
+        blocked_until: float = -inf
+        if self._is_taking and len(self._finished) < self._batch_size:
+            blocked_until = inf
+        elif self._is_taking and (overfull := self._first_overfull()) is not None:
+            blocked_until = overfull
         if blocked_until != self._blocked_until:
             self._blocked_until, now = blocked_until, asyncio.get_running_loop().time()
             for deadline, running in self._running.items():
@@ -337,7 +332,8 @@ class Replay:
         """Keep the good groups of the batch that made `version`, or of its checkpoint; forget old ones."""
         if not self._num_groups:
             return
-        self._kept |= {group.group_id: group for group in groups if self._is_good(group)}
+        good = [g for g in groups if any(t.total_reward > self._min_reward for t in g.trajectories)]
+        self._kept |= {group.group_id: group for group in good}
         self._kept = {number: group for number, group in self._kept.items() if self._is_fresh(group, version)}
 
     def take(self, version: int) -> list[Group]:
@@ -347,9 +343,6 @@ class Replay:
         chosen = chosen[: self._num_groups]
         check_staleness(chosen, version, self._max_staleness)
         return chosen
-
-    def _is_good(self, group: Group) -> bool:
-        return any(trajectory.total_reward > self._min_reward for trajectory in group.trajectories)
 
     def _is_fresh(self, group: Group, version: int) -> bool:
         return version - group.oldest_version <= self._max_staleness

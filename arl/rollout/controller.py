@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from arl.api.engine import Sampler
 from arl.api.errors import first_error
@@ -34,9 +34,19 @@ from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.episode_events import Candidate, EpisodeReport, FirstFailures, HeldOut, shown, told
 from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun, episode_name
-from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue, Ledger
-from arl.rollout.length_bias import LengthWatch
-from arl.rollout.monitors import FailureBudget, LagMonitor, ReturnWatch, RolloutTotals, StarvationWatch, collect_garbage
+from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue, StreamLedger
+from arl.rollout.monitors import (
+    FailureBudget,
+    LagMonitor,
+    LengthWatch,
+    ReturnWatch,
+    RolloutTotals,
+    StarvationWatch,
+    collect_garbage,
+)
+
+if TYPE_CHECKING:
+    from arl.rollout.tasks import TaskLedger
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +75,7 @@ class RolloutController:
         buffer: ReplayBuffer,
         seed: int = 0,
         rules: GroupRules | Mapping[str, GroupRules] = GroupRules(),  # noqa: B008 - it is frozen
-        ledger: Ledger | None = None,
+        ledger: ExampleLedger | StreamLedger | TaskLedger | None = None,
     ) -> None:
         """dataset, rules: or those of each task. A stream's ledger has its examples itself. ledger: None: of epochs of
         the dataset."""
@@ -75,8 +85,7 @@ class RolloutController:
         self.pulse = runner.pulse
         self.tokens = runner.tokens
         self.lengths = LengthWatch()
-        named = cast("Mapping[str, Dataset]", dataset if isinstance(dataset, Mapping) else {"": dataset})
-        self._datasets = named
+        self._datasets = cast("Mapping[str, Dataset]", dataset if isinstance(dataset, Mapping) else {"": dataset})
         self._config = config
         self._buffer = buffer
         self._seed = seed
@@ -145,8 +154,7 @@ class RolloutController:
         self.ledger.load_state_dict(state["ledger"], held)
         self._totals = RolloutTotals(**state["totals"])
         self._totals.groups_returned += len(returned)
-        if "tokens" in state:
-            self.tokens.load_state_dict(state["tokens"], held)
+        self.tokens.load_state_dict(state["tokens"], held)
         if returned:
             log.warning(
                 "%d finished groups of the checkpoint would be older than rollout.max_staleness=%d when a batch of "
@@ -168,8 +176,8 @@ class RolloutController:
                 group=issue.group_id, epoch=epoch, row=row, stamp=slot.stamp, example=columns, task=issue.task
             )
         )
-        play = partial(self._play, example)
-        run = GroupRun(slot, issue, self._config, self._rules[issue.task], self._places, play, columns)
+        rules, play = self._rules[issue.task], partial(self._play, example)
+        run = GroupRun(slot, issue, self._config, rules, self._places, play, columns)
         self._running[slot.number] = run
         return run
 
@@ -194,7 +202,16 @@ class RolloutController:
             if index != GREEDY:
                 self._totals.count_cancelled(run, clock.time() - began)
             raise
-        self._end(run, index, self._fate(run, index, episode), is_whole=episode.error is None)
+        fate = None  # where its group is not judged yet
+        if episode.error is not None:
+            fate = Fate.FAILED
+        elif index == GREEDY:
+            fate = Fate.BASELINE
+        elif episode.is_rejected:
+            fate = Fate.REJECTED
+        elif run.is_judged:  # it ignored its cancellation
+            fate = Fate.STRAGGLER if run.is_cut else Fate.SURPLUS
+        self._end(run, index, fate, is_whole=episode.error is None)
         self._totals.count_episode(episode, is_greedy=index == GREEDY)
         self._budget.record(episode.error)
         if episode.error is None:
@@ -214,18 +231,6 @@ class RolloutController:
             )
         return episode
 
-    def _fate(self, run: GroupRun, index: int, episode: Episode) -> Fate | None:
-        """The fate of the tokens of an episode that ended; None if its group is not judged yet."""
-        if episode.error is not None:
-            return Fate.FAILED
-        if index == GREEDY:
-            return Fate.BASELINE
-        if episode.is_rejected:
-            return Fate.REJECTED
-        if run.is_judged:  # it ignored its cancellation
-            return Fate.STRAGGLER if run.is_cut else Fate.SURPLUS
-        return None
-
     def _end(self, run: GroupRun, index: int, fate: Fate | None, *, is_whole: bool) -> None:
         """is_whole: the episode ended by itself, so its length is that which it wanted."""
         name = episode_name(run.issue.group_id, index)
@@ -234,37 +239,32 @@ class RolloutController:
         if fate is not None:
             self.tokens.settle(name, fate)
 
-    def _judge_tokens(self, run: GroupRun, judged: Group | Fruitless) -> None:
-        run.is_judged, run.is_trainable = True, isinstance(judged, Group)
+    async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:
         number, kept = run.issue.group_id, run.kept
+        run.is_judged, run.is_trainable = True, isinstance(judged, Group)
         if run.is_trainable:
             self.tokens.hold(number, {index: episode_name(number, index) for index in kept})
         for index, episode in enumerate(run.episodes):
-            if episode is None or not episode.is_finished or (run.is_trainable and index in kept):
-                continue
-            self.tokens.settle(episode_name(number, index), _fate_in(judged, is_cut=run.is_cut, is_kept=index in kept))
-
-    async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:
-        self._judge_tokens(run, judged)
+            if episode and episode.is_finished and not (run.is_trainable and index in kept):
+                fate = _fate_in(judged, is_cut=run.is_cut, is_kept=index in kept)
+                self.tokens.settle(episode_name(number, index), fate)
         self._running.pop(run.slot.number, None)
         self._totals.count_group(run, judged)
         if not run.is_cut:
             self.ledger.note_rewards(run.issue.example_id, run.rewards, run.issue.task)
-        self._report(run, judged)
         if isinstance(judged, Group):
+            self._events.emit(GroupEnded(group=number, outcome="kept"))
             self._starvation.fruitful()
             await self._buffer.finish(run.slot, judged)
             return
+        self._report(run, judged)
         self.ledger.settle(run.issue.example_id, judged.outcome, run.issue.task)
         if not run.is_cut:
             await self._buffer.release(run.slot)
         self._starvation.fruitless(judged)
 
-    def _report(self, run: GroupRun, judged: Group | Fruitless) -> None:
+    def _report(self, run: GroupRun, judged: Fruitless) -> None:
         number = run.issue.group_id
-        if isinstance(judged, Group):
-            self._events.emit(GroupEnded(group=number, outcome="kept"))
-            return
         outcome, reason = judged.outcome.name.lower(), judged.reason.name.lower()
         self._events.emit(GroupEnded(group=number, outcome=outcome, reason=reason, detail=judged.detail))
         rows = [
@@ -316,36 +316,28 @@ class EvaluationEpisode:
     """Names it, and gives its requests their seeds."""
     row: int
     """The index of its example."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRules:
-    """How examples are played for an evaluation."""
-
-    episodes: Sequence[EvaluationEpisode] | None = None
-    """The episodes, in their order. None: one of each example."""
-    task_of: Callable[[int], str] = lambda _: ""
-    """The task of the example at an index."""
+    task: str = ""
+    """Of its example."""
 
 
 async def run_examples(
     engine: Sampler,
     runner: EpisodeRunner,
     examples: Sequence[Example] | Dataset,
+    wanted: Sequence[EvaluationEpisode] | None = None,
     *,
     max_concurrent: int,
     seed: int | None = None,
     on_end: Callable[[Episode], None] = lambda _: None,
     number: int = 0,
-    rules: EvaluationRules = EvaluationRules(),
 ) -> list[Episode]:
-    """Run episodes of examples, `max_concurrent` at a time, for evaluation. Returns them in the order of the rules.
+    """Run episodes of examples, `max_concurrent` at a time, for evaluation. Returns them in the order of `wanted`.
 
-    seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends; what
-    it raises ends all. number: of the evaluation, for the event log.
+    wanted: None: one of each example. seed: each request gets a seed of its own, the same in every evaluation. on_end:
+    called as each episode ends; what it raises ends all. number: of the evaluation, for the event log.
     """
     episodes: dict[int, Episode] = {}
-    wanted = rules.episodes or [EvaluationEpisode(number=row, row=row) for row in range(len(examples))]
+    wanted = wanted or [EvaluationEpisode(number=row, row=row) for row in range(len(examples))]
     coming = iter(wanted)
 
     async def run_next_ones() -> None:
@@ -356,17 +348,17 @@ async def run_examples(
             report = EpisodeReport(
                 runner.events,
                 f"e{number}.{index}",
-                held_out=HeldOut(example=example, row=row, task=rules.task_of(row)),
+                held_out=HeldOut(example=example, row=row, task=one.task),
                 tokens=runner.tokens,
             )
             try:
-                own = runner.of(rules.task_of(row))
-                episode = episodes[index] = await own.run(sampler, example, name=name, report=report)
+                episode = await runner.of(one.task).run(sampler, example, name=name, report=report)
             except asyncio.CancelledError:
                 report.cancelled("stopped")
                 raise
             finally:
                 runner.tokens.settle(report.episode, Fate.EVALUATION)
+            episodes[index] = episode
             if episode.trajectories:
                 rows = [(report.episode, i, trajectory) for i, trajectory in enumerate(episode.trajectories)]
                 runner.events.keep(KeptTokens(rows=rows))

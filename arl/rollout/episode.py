@@ -1,4 +1,4 @@
-"""One run of a workflow on an example: what it samples from, its time limit, its retries, and how it ended.
+"""One run of a workflow on an example: what it samples from, its time limit, its retries, its end and the checks of it.
 
 EpisodeRunner is the one place where an exception in user code becomes data.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -18,19 +18,11 @@ from typing import Any, TypeVar, cast
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RoleError, TrajectoryError
 from arl.api.events import NOWHERE, Events
+from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.episode_checks import (
-    TrainedPolicies,
-    check_images,
-    check_response,
-    check_room,
-    check_trajectory,
-    check_versions,
-)
-from arl.rollout.episode_events import EpisodeReport
-from arl.rollout.failure_log import FailureLog
+from arl.rollout.episode_events import EpisodeReport, FailureLog
 from arl.rollout.token_ledger import TokenLedger
 from arl.runtime.clocks import CLOCK, EpisodeClock
 
@@ -146,7 +138,11 @@ class _Felt:
         self._pulse.beats += 1
         if self._report:
             self._report.answered(request, response, time.monotonic() - began)
-        check_response(request, response)
+        if request.sampling.grammar is not None and response.output_ids and response.kept_ids is None:
+            raise TrajectoryError(
+                "the engine answered a request with a grammar, but its response has no kept_ids, which training needs "
+                "to compute the same logprobs; an engine that cannot decode under a grammar must raise"
+            )
         if response.output_ids and not (response.kept_ids is None and response.routes is None):
             self._sampled.constrained.append(response)
         if response.output_ids and request.images:
@@ -270,8 +266,7 @@ class EpisodeRunner:
         for trajectory in trajectories:
             check_versions(trajectory, oldest_allowed, newest)
             if self.policies is not None:
-                self.policies.check_asked(trajectory, sampled.asked)
-                check_room(trajectory, self.policies.limits_of(trajectory))
+                check_room(trajectory, self.policies.limits_of(trajectory, sampled.asked))
             elif self.limits is not None:
                 check_room(trajectory, self.limits)
             if sampled.constrained:
@@ -330,3 +325,130 @@ def _trajectories(returned: Any) -> tuple[Trajectory, ...]:
         what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
         raise TrajectoryError(f"arun_episode returned {what}; return a Trajectory, several, or None to reject")
     return items
+
+
+def check_trajectory(trajectory: Trajectory, responses: Sequence[ModelResponse]) -> None:
+    """Raise TrajectoryError if the trajectory trains one of these responses without its kept ids, or has no routes.
+
+    responses: of its episode, those with kept ids or routes. One is found by its ids and logprobs, wherever it begins.
+    """
+    if trajectory.routes is None and trajectory.num_trained_tokens and any(r.routes is not None for r in responses):
+        raise TrajectoryError(
+            "arun_episode returned a trajectory without the routes of its responses: training would use other experts "
+            "than the sampler did. Pass routes=response.routes for a prompt and its response; after several responses, "
+            "let arl.Conversation make the trajectories, or set engine.replay_routing=false"
+        )
+
+    kept = trajectory.kept_ids
+    is_bare = trajectory.loss_mask if kept is None else trajectory.loss_mask & (kept.index < 0)
+    if not is_bare.any():
+        return
+    for response in responses:
+        if response.kept_ids is None:
+            continue
+        is_constrained = response.kept_ids.index >= 0
+        for start, stop in _places(response, trajectory):
+            if (is_bare[start:stop] & is_constrained[: stop - start]).any():
+                raise TrajectoryError(
+                    f"arun_episode returned a trajectory whose tokens from {start} on were sampled under a grammar, "
+                    "top_p, top_k or min_p, but without their kept_ids: training would compute other logprobs than the "
+                    "sampler did; after n tokens of a prompt, pass "
+                    "kept_ids=response.kept_ids.joined([n, response.kept_ids])"
+                )
+
+
+def check_images(trajectory: Trajectory, seen: Sequence[tuple[ModelRequest, ModelResponse]]) -> None:
+    """Raise TrajectoryError if the trajectory trains a response after its request's tokens, but not its images.
+
+    seen: of its episode, the requests with images, and their responses, which have tokens.
+    """
+    for request, response in seen:
+        prompt = [*request.input_ids]
+        for start, stop in _places(response, trajectory):
+            first = start - len(prompt)
+            is_trained = trajectory.loss_mask[start:stop].any()
+            if first < 0 or not is_trained or trajectory.token_ids[first:start].tolist() != prompt:
+                continue
+            wanted = [(one.image, first + one.start, first + one.stop) for one in request.images]
+            found = [(one.image, one.start, one.stop) for one in trajectory.images if first <= one.start < start]
+            if found != wanted:
+                raise TrajectoryError(
+                    f"arun_episode returned a trajectory whose tokens from {start} on were sampled with "
+                    "images in view, but without all of these in their places: training would compute "
+                    "other logprobs than the sampler did; pass images=request.images for a prompt and its response, or "
+                    "let arl.Conversation make the trajectories"
+                )
+
+
+def _places(response: ModelResponse, trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    """Where the response's tokens lie: [start, stop), which may be cut at the trajectory's end."""
+    import numpy as np
+
+    ids, logprobs = np.array(response.output_ids, np.int32), np.array(response.output_logprobs, np.float32)
+    begins = (trajectory.token_ids == ids[0]) & (trajectory.behavior_logprobs == logprobs[0])
+    for start in begins.nonzero()[0].tolist():
+        place = slice(start, start + len(ids))
+        n = len(trajectory.token_ids[place])
+        is_it = (trajectory.token_ids[place] == ids[:n]) & (trajectory.behavior_logprobs[place] == logprobs[:n])
+        if is_it.all():
+            yield start, start + n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedPolicies:
+    """The policies of a run, as the end of an episode sees them."""
+
+    roles: PolicyRoles
+    limits: Mapping[str, ModelLimits]
+    """Of each policy's model."""
+
+    def limits_of(self, trajectory: Trajectory, asked: Iterable[str]) -> ModelLimits:
+        """Of the policy that plays its role.
+
+        Raises RoleError if no policy does, or if it trains a policy that the episode did not ask: another one sampled
+        its tokens. asked: the roles of the episode's requests.
+        """
+        policy = self.roles.policy_of(trajectory.role)
+        if trajectory.num_trained_tokens and policy not in {self.roles.policy_of(role) for role in asked}:
+            raise RoleError(
+                f"arun_episode returned a trajectory of the role {trajectory.role!r}, but asked for "
+                f"{', '.join(sorted({*asked})) or 'none'} alone: the policy {policy} would be trained on tokens that "
+                "it did not sample. Give the conversation (or ModelRequest) the role of its trajectory"
+            )
+        return self.limits[policy]
+
+
+def check_versions(trajectory: Trajectory, oldest_allowed: int, newest_allowed: int | None) -> None:
+    oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    if oldest is not None and oldest < oldest_allowed:
+        raise TrajectoryError(
+            f"arun_episode returned a token of version {oldest}, but its group was admitted at version "
+            f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
+        )
+    if newest is not None and newest_allowed is not None and newest > newest_allowed:
+        raise TrajectoryError(
+            f"arun_episode returned a token of version {newest}, but the newest weights are of version "
+            f"{newest_allowed}; take versions from responses as they are, and share no server with another training"
+        )
+
+
+def check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
+    if frozenset(trajectory.arrays) != limits.arrays:
+        has, needed = (", ".join(sorted(names)) or "none" for names in (trajectory.arrays, limits.arrays))
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with the arrays: {has}; the trained model needs: {needed} "
+            "(Trajectory.arrays)"
+        )
+    ids, room = trajectory.token_ids, limits.context_length
+    place = int(ids.argmax())
+    if (highest := ids.item(place)) >= limits.vocab_size:
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with token_ids[{place}] = {highest}, but the model has "
+            f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}); encode prompts with the model's own tokenizer"
+        )
+    if room is not None and trajectory.loss_mask[room:].any():
+        last = int(trajectory.loss_mask.nonzero()[0][-1]) + 1
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with {last} tokens up to the last trained one, but the model has room "
+            f"for {room} (max_position_embeddings in its config.json); shorten its prompts, or end it sooner"
+        )

@@ -1,14 +1,27 @@
-"""EpisodeReport: what the event log gets of one episode."""
+"""What is told of episodes: EpisodeReport to the event log, FailureLog to people, and FirstFailures to trackers."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import sysconfig
+import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
-from arl.api.errors import EpisodeTimeoutError, ImageError, PromptTooLongError, RefusedRequestError, TrajectoryError
+from arl.api.errors import (
+    ArlError,
+    EpisodeTimeoutError,
+    ImageError,
+    PromptTooLongError,
+    RefusedRequestError,
+    RunFileError,
+    TrajectoryError,
+)
 from arl.api.events import (
     EPISODE,
     LONGEST_NAME,
@@ -85,32 +98,26 @@ def _shown(value: Any) -> Any:
     return _cut(text)
 
 
+@dataclass(frozen=True)
 class _ImageMark:
     """Stands for an image in an example."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    what: str
 
     def __repr__(self) -> str:
-        return f"<image {self._what}>"
-
-
-def _mark_of(value: Any) -> _ImageMark | None:
-    """None for anything that is no image. PIL is not loaded for it."""
-    if isinstance(value, Image):
-        return _ImageMark(f"{value.width}x{value.height}, {len(value.data):,} bytes")
-    if isinstance(value, bytes | bytearray):
-        is_file = value.startswith((b"\x89PNG", b"\xff\xd8\xff")) or (value[:4], value[8:12]) == (b"RIFF", b"WEBP")
-        return _ImageMark(f"{len(value):,} bytes") if is_file else None
-    if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
-        return _ImageMark(f"{value.width}x{value.height}")
-    return None
+        return f"<image {self.what}>"
 
 
 def _beginning(value: Any, left: Iterator[int]) -> Any:
     """As much of a large value as is shown, because the event loop waits for its repr. left: ends what it contains."""
-    if (mark := _mark_of(value)) is not None:
-        return mark
+    if isinstance(value, Image):
+        return _ImageMark(f"{value.width}x{value.height}, {len(value.data):,} bytes")
+    if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):  # it is not loaded for this
+        return _ImageMark(f"{value.width}x{value.height}")
+    if isinstance(value, bytes | bytearray) and (
+        value.startswith((b"\x89PNG", b"\xff\xd8\xff")) or (value[:4], value[8:12]) == (b"RIFF", b"WEBP")
+    ):
+        return _ImageMark(f"{len(value):,} bytes")
     if isinstance(value, str | bytes | bytearray):
         return value[: _LONGEST + 1]
     if type(value) is dict:
@@ -134,8 +141,7 @@ class HeldOut:
 class EpisodeReport:
     """Reports one episode to `events` and `tokens`, under the name `episode`. is_evaluation: it is not trained.
 
-    The fate of its tokens, once
-    it has ended, is the caller's to say.
+    The fate of its tokens, once it has ended, is the caller's to say.
     """
 
     def __init__(
@@ -162,12 +168,11 @@ class EpisodeReport:
         self._began = timestamp()
         EPISODE.set(EpisodeContext(self.episode, self._events, self._is_evaluation))
         if self._events is not NOWHERE:
-            began = EpisodeBegan(t=self._began, episode=self.episode)
-            if (one := self._held_out) is not None:
-                began = EpisodeBegan(
-                    t=self._began, episode=self.episode, example=shown(one.example), task=one.task, row=one.row
-                )
-            self._events.emit(began)
+            one = self._held_out
+            about: dict[str, Any] = {}
+            if one is not None:
+                about = {"example": shown(one.example), "task": one.task, "row": one.row}
+            self._events.emit(EpisodeBegan(t=self._began, episode=self.episode, **about))
 
     def answered(self, request: ModelRequest, response: ModelResponse, seconds: float) -> None:
         self._last = request, response
@@ -218,7 +223,10 @@ class EpisodeReport:
         self, trajectories: Sequence[Trajectory], reward: float | None, attempts: int, error: Exception | None
     ) -> None:
         if not trajectories and self._last is not None:
-            self.seen = self._seen(*self._last)
+            try:
+                self.seen = _seen(*self._last)
+            except Exception as failure:  # noqa: BLE001 (numbers that are no trajectory may be why the episode failed)
+                log.debug("what episode %s last saw is not kept: %s", self.episode, failure)
         if self._events is NOWHERE:
             return
         how = "finished" if trajectories else "rejected"
@@ -238,13 +246,6 @@ class EpisodeReport:
         )
         if self.seen is not None:
             self._events.keep(KeptTokens(rows=[(self.episode, LAST_SEEN, self.seen)]))
-
-    def _seen(self, request: ModelRequest, response: ModelResponse) -> Trajectory | None:
-        try:
-            return _seen(request, response)
-        except Exception as error:  # noqa: BLE001 (numbers that are no trajectory may be why the episode failed)
-            log.debug("what episode %s last saw is not kept: %s", self.episode, error)
-            return None
 
     def cancelled(self, how: str) -> None:
         """how: overtaken, straggler or stopped."""
@@ -329,3 +330,88 @@ class FirstFailures:
     def take(self) -> list[Candidate]:
         taken, self._first = self._first, {}
         return [*taken.values()]
+
+
+_EVERY = 10
+"""A failure is logged when it first occurs, and again each time its count has grown by this factor. So in a run of any
+length it takes a handful of lines."""
+_LONGEST_LINE = 500
+"""Characters of an error's message that a line holds."""
+_FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in ', re.MULTILINE)
+"""In a traceback that another process sent as text."""
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+Kind = tuple[str, str]
+"""The class of an error, and the place in the user's code."""
+
+
+class FailureLog:
+    """Logs failed attempts, and keeps their tracebacks in the file `path`, if there is one.
+
+    Equal failures are those with errors of one class from one place in the user's code, whatever their messages say.
+    The log gets the first one of them whole, then a line when there are 10, 100, ... of them. The file gets the same
+    with tracebacks. Errors that are not ArlErrors come from the user's code: the log shows their traceback, too.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._counts: Counter[Kind] = Counter()
+        self._told: dict[Kind, int] = {}
+        """The count of each kind when it was last logged."""
+
+    def note(self, error: Exception, which: str, what_next: str) -> None:
+        """Record a failure. which: of what, such as `episode 1 (attempt 1 of 2)`. Raises RunFileError."""
+        kind = type(error).__name__, place_of_error(error)
+        self._counts[kind] += 1
+        number, told = self._counts[kind], self._told.get(kind, 0)
+        if told and number < told * _EVERY:
+            return
+        self._told[kind] = number
+        text = " ".join(str(error).split())
+        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+        line = f"{which} failed with {kind[0]}: {text}; {what_next}"
+        if told:
+            line = f"the same failure {number - told:,} more times, {number:,} in all; the last one: {line}"
+        if self._path is not None:
+            try:  # like logging, this blocks the event loop for a small write
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(f"{line}\n{''.join(traceback.format_exception(error))}\n")
+            except OSError as failure:
+                raise RunFileError(
+                    f"{self._path}, which keeps the tracebacks of episodes, cannot be written: {failure}"
+                ) from failure
+        is_shown = not told and not isinstance(error, ArlError)
+        where = f" (traceback in {self._path})" if told and self._path is not None else ""
+        log.warning("%s%s", line, where, exc_info=error if is_shown else None)
+
+    def sum_up(self) -> None:
+        """Log how many attempts failed, by the kind of their failure, where any did."""
+        if not self._counts:
+            return
+        kinds = ", ".join(
+            f"{number:,} with {name}" + f" at {place}" * bool(place)
+            for (name, place), number in self._counts.most_common()
+        )
+        where = f"; tracebacks are in {self._path}" if self._path else ""
+        log.warning("attempts at episodes that failed: %s%s", kinds, where)
+
+
+def place_of_error(error: BaseException) -> str:
+    """`FILE:LINE` of the innermost frame that is neither arl's nor a library's, else not arl's, else any.
+
+    Empty for an error that was not raised. One of another process has the frames of that process, in its cause.
+    """
+    cause = error.__cause__
+    is_of_other_process = cause is not None and cause.__traceback__ is None  # its text is the traceback there
+    sent = _FRAME.findall(str(cause)) if is_of_other_process else []
+    frames = sent or [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    not_arls = [frame for frame in frames if not _is_in(frame[0], (str(Path(__file__).parents[1]),))]
+    own = [frame for frame in not_arls if not _is_in(frame[0], _LIBRARIES)]
+    file, line = next(iter((own or not_arls or frames)[-1:]), ("", 0))
+    return f"{Path(file).name}:{line}" if file else ""
+
+
+def _is_in(file: str, directories: Sequence[str]) -> bool:
+    """Code that was made at run time, such as a dataclass's methods, counts as a library's."""
+    return file.startswith(("<frozen ", "<string>", *(f"{directory}/" for directory in directories)))

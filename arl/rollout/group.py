@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import fsum, isclose
@@ -173,11 +173,6 @@ class GroupRun:
         """Of all episodes that finished, kept or not."""
         return [episode.reward for episode in self._finished.values()]
 
-    @property
-    def reward(self) -> float | None:
-        """Their mean; None where none finished."""
-        return fmean(self.rewards) if self._finished else None
-
     async def _run_episodes(self) -> None:
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -223,27 +218,8 @@ class GroupRun:
         if self._rules.has_baseline and (self._greedy is None or not self._greedy.is_finished):
             is_rejected = self._greedy is not None and self._greedy.is_rejected
             return self._fruitless(GroupOutcome.REJECTED if is_rejected else GroupOutcome.DROPPED, Reason.NO_BASELINE)
-        group = self._group()
-        if missing := why_not_comparable(group, self._rules):
-            return self._fruitless(GroupOutcome.DROPPED, Reason.NOT_COMPARABLE, missing)
-        if self._rules.drop_equal_rewards and has_equal_rewards(group, self._rules):
-            return self._fruitless(GroupOutcome.REJECTED, Reason.EQUAL_REWARDS)
-        if not self._is_kept(group):
-            return self._fruitless(GroupOutcome.REJECTED, Reason.FILTERED)
-        return group
-
-    def _is_kept(self, group: Group) -> bool:
-        try:
-            return self._rules.keep is None or self._rules.keep(group)
-        except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop before anything is saved
-            raise RuntimeError(f"the filter given as keep raised {error!r}") from error
-
-    def _fruitless(self, outcome: GroupOutcome, reason: Reason, detail: str = "") -> Fruitless:
-        return Fruitless(outcome=outcome, reason=reason, detail=detail, reward=self.reward)
-
-    def _group(self) -> Group:
         members = [(index, t) for index in self.kept for t in self._finished[index].trajectories]
-        return Group(
+        group = Group(
             group_id=self.issue.group_id,
             example_id=self.issue.example_id,
             stamp=self.slot.stamp,
@@ -253,6 +229,19 @@ class GroupRun:
             example=self.example,
             task=self.issue.task,
         )
+        if missing := why_not_comparable(group, self._rules):
+            return self._fruitless(GroupOutcome.DROPPED, Reason.NOT_COMPARABLE, missing)
+        if self._rules.drop_equal_rewards and has_equal_rewards(group, self._rules):
+            return self._fruitless(GroupOutcome.REJECTED, Reason.EQUAL_REWARDS)
+        try:
+            is_kept = self._rules.keep is None or self._rules.keep(group)
+        except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop before anything is saved
+            raise RuntimeError(f"the filter given as keep raised {error!r}") from error
+        return group if is_kept else self._fruitless(GroupOutcome.REJECTED, Reason.FILTERED)
+
+    def _fruitless(self, outcome: GroupOutcome, reason: Reason, detail: str = "") -> Fruitless:
+        reward = fmean(self.rewards) if self._finished else None
+        return Fruitless(outcome=outcome, reason=reason, detail=detail, reward=reward)
 
 
 def why_not_comparable(group: Group, rules: GroupRules) -> str | None:
@@ -279,10 +268,20 @@ def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
 
     They see outcome rewards and, if the rules say so, named ones. Any process reward is a difference, since its place
     counts. If turns are compared, so is a turn's distance from an outcome other than 0. If totals are compared, only
-    their difference counts.
+    their difference counts: an episode's outcome, the mean over its trajectories, plus all its process rewards.
     """
     if rules.compares_totals:
-        return all(_differ_by_rounding(totals) for totals in _totals_by_role(group))
+        members = defaultdict[str, dict[int, list[Trajectory]]](dict)
+        for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+            members[trajectory.role].setdefault(index, []).append(trajectory)
+        for episodes in members.values():
+            totals = [
+                fmean(t.reward for t in own) + fsum(r for t in own for r in t.process_rewards)
+                for own in episodes.values()
+            ]
+            if not isclose(min(totals), max(totals), rel_tol=2**-50):  # more than rounding
+                return False
+        return True
     trajectories = group.trajectories
     parts = [tuple(sorted(t.rewards.items())) if rules.compares_parts else () for t in trajectories]
     seen = {(t.role, t.reward, part) for t, part in zip(trajectories, parts, strict=True)}
@@ -290,18 +289,3 @@ def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
         return False
     turns = [(t.role, turn.state) for t in trajectories if t.reward for turn in t.turns if turn.state is not None]
     return not rules.compares_turns or len(turns) == len(set(turns))
-
-
-def _totals_by_role(group: Group) -> Iterable[list[float]]:
-    """For each role, each episode's outcome, the mean over its trajectories, plus all its process rewards."""
-    members = defaultdict[str, dict[int, list[Trajectory]]](dict)
-    for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
-        members[trajectory.role].setdefault(index, []).append(trajectory)
-    for episodes in members.values():
-        yield [
-            fmean(t.reward for t in own) + fsum(r for t in own for r in t.process_rewards) for own in episodes.values()
-        ]
-
-
-def _differ_by_rounding(numbers: Sequence[float]) -> bool:
-    return isclose(min(numbers), max(numbers), rel_tol=2**-50)

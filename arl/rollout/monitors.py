@@ -8,14 +8,19 @@ import logging
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
 from arl.api.errors import FailureBudgetError, StarvedError
 from arl.api.types import Group
 from arl.rollout.episode import Episode
 from arl.rollout.group import Fruitless, GroupRun, Reason
 from arl.rollout.ledger import GroupOutcome
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -131,17 +136,15 @@ class StarvationWatch:
 
 
 def _account(groups: list[Fruitless]) -> str:
-    (worst, _), *_ = counts = Counter(group.reason for group in groups).most_common()
-    told = "; ".join(_told(reason, [group for group in groups if group.reason is reason]) for reason, _ in counts)
-    return f"{told}. What to do: {worst.advice}"
-
-
-def _told(reason: Reason, groups: list[Fruitless]) -> str:
-    ended = " and ".join(sorted({group.outcome.name.lower() for group in groups}))
-    rewards = [group.reward for group in groups if group.reward is not None]
-    more = [f"mean reward {fmean(rewards):.3g}"] if rewards and reason is Reason.EQUAL_REWARDS else []
-    more += [f"the last one: {groups[-1].detail}"] if groups[-1].detail else []
-    return f"{len(groups)} {ended}, as {reason.description}" + (f" ({'; '.join(more)})" if more else "")
+    told, counts = list[str](), Counter(group.reason for group in groups).most_common()
+    for reason, number in counts:
+        own = [group for group in groups if group.reason is reason]
+        ended = " and ".join(sorted({group.outcome.name.lower() for group in own}))
+        rewards = [group.reward for group in own if group.reward is not None]
+        more = [f"mean reward {fmean(rewards):.3g}"] if rewards and reason is Reason.EQUAL_REWARDS else []
+        more += [f"the last one: {own[-1].detail}"] if own[-1].detail else []
+        told.append(f"{number} {ended}, as {reason.description}" + (f" ({'; '.join(more)})" if more else ""))
+    return f"{'; '.join(told)}. What to do: {counts[0][0].advice}"
 
 
 _BY_CHANCE = 1e-4
@@ -185,7 +188,9 @@ class FailureBudget:
         self._recent: deque[Exception | None] = deque(maxlen=window)
         self._window = window
         self._num_failed = 0
-        self._first = FirstEpisodes(enough_failures(max_failure_rate)) if max_failure_rate < 1 else None
+        # So many failures, with no other end, show that more fail than are allowed: 14 at the default rate of 0.5.
+        enough = math.ceil(math.log(_BY_CHANCE) / math.log(max_failure_rate)) if max_failure_rate < 1 else 0
+        self._first = FirstEpisodes(enough) if enough else None
 
     def record(self, error: Exception | None) -> None:
         """Count an episode, which failed with `error` or did not. Raises FailureBudgetError from the window's first."""
@@ -201,12 +206,6 @@ class FailureBudget:
                 f"{self._num_failed} of the last {self._window} episodes failed, and rollout.max_failure_rate is "
                 f"{self._max_failure_rate:g}. The first failed with {type(first).__name__}: {first}"
             ) from first
-
-
-def enough_failures(max_failure_rate: float) -> int:
-    """How many first episodes must have failed, and no other ended, to say that more fail than are allowed: 14 at the
-    default rate of 0.5."""
-    return math.ceil(math.log(_BY_CHANCE) / math.log(max_failure_rate))
 
 
 FORGOTTEN_RETURN = (
@@ -367,3 +366,101 @@ async def collect_garbage() -> None:
         gc.set_threshold(*before)
         if freezes:
             gc.unfreeze()
+
+
+_MOST_GROUPS = 1000
+"""The test looks at this many of the last groups."""
+_FEWEST_GROUPS = 30
+"""With fewer groups, their sum is not close enough to a normal distribution."""
+SIGNIFICANT = 3.3
+"""Standard errors; exceeded by chance in one run of a thousand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBias:
+    """How trained episodes compare with all that ran, trained or not."""
+
+    trained: float
+    """Mean length of trained episodes, in tokens."""
+    asked: float
+    """Mean length of all episodes; a lower bound if some were cut."""
+    low: float
+    """In standard errors, above 0 if trained episodes are longer, assuming that cut episodes needed no further
+    token."""
+    high: float
+    """The same, assuming that they needed any number of tokens."""
+
+    @property
+    def direction(self) -> Literal["shorter", "longer"] | None:
+        """How trained episodes differ, whatever cut ones would have become; None if it may be chance."""
+        if self.low < -SIGNIFICANT:
+            return "shorter"
+        return "longer" if self.high > SIGNIFICANT else None
+
+    def remark(self) -> str | None:
+        if self.direction is None:
+            return None
+        return (
+            f"what is trained is {self.direction} than what was asked for: {self.trained:.0f} tokens an episode, "
+            f"against {self.asked:.0f} of all that ran, cut ones counted to their cut. Look in summary.json which "
+            "tokens are not trained, and why (docs/running.md)"
+        )
+
+
+class LengthWatch:
+    """Whether trained episodes differ in length from those that were asked for: it keeps those of the last groups.
+
+    Cuts, failures and filters choose among episodes. If they remove the long ones, the model is trained on short ones.
+    The test uses ranks: each episode's score is the share of shorter episodes minus the share of longer ones, and
+    without a bias trained episodes have the same mean score as all. Episodes of a group are alike, and share their
+    fate, so the variance is that of the groups' sums (Liang and Zeger 1986).
+
+    An episode that was cut or failed is at least as long as it was by then. The test assumes the length that speaks
+    against its finding: "shorter" must hold if cut episodes needed no further token, and "longer" must hold if they
+    needed any number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._groups: deque[list[tuple[int, bool, bool]]] = deque(maxlen=_MOST_GROUPS)
+        """For each episode: its length, whether it ended by itself, whether it is trained."""
+
+    def note(self, lengths: Mapping[int, tuple[int, bool]], kept: Collection[int]) -> None:
+        """Add a group whose episodes have all ended. lengths: index -> tokens, and whether it ended by itself."""
+        if lengths:
+            self._groups.append([(tokens, whole, index in kept) for index, (tokens, whole) in lengths.items()])
+
+    def bias(self) -> LengthBias | None:
+        """None if there are too few groups, or if all or no episodes are trained: then there is nothing to compare."""
+        import numpy as np
+
+        rows = [(number, *row) for number, group in enumerate(self._groups) for row in group]
+        if len(self._groups) < _FEWEST_GROUPS:
+            return None
+        group, length, is_whole, is_trained = (np.array(column) for column in zip(*rows, strict=True))
+        if is_trained.all() or not is_trained.any():
+            return None
+        endless = np.where(is_whole, length, length.max() + 1)
+        return LengthBias(
+            trained=float(length[is_trained].mean()),
+            asked=float(length.mean()),
+            low=_deviation(length, is_trained, group),
+            high=_deviation(endless, is_trained, group),
+        )
+
+    def summary(self) -> dict[str, float]:
+        """For summary.json."""
+        found = self.bias()
+        return {f"length_bias/{name}": value for name, value in asdict(found).items()} if found else {}
+
+
+def _deviation(lengths: np.ndarray, is_trained: np.ndarray, group: np.ndarray) -> float:
+    """The deviation of the trained episodes' scores from the mean, in standard errors."""
+    import numpy as np
+
+    ordered = np.sort(lengths)
+    shorter = np.searchsorted(ordered, lengths, side="left")
+    longer = len(lengths) - np.searchsorted(ordered, lengths, side="right")
+    scores = (shorter - longer) / len(lengths)
+    sums = np.bincount(group, weights=(is_trained - is_trained.mean()) * scores)
+    spread = float(np.sqrt((sums**2).sum()))
+    return float(sums.sum()) / spread if spread else 0.0

@@ -74,10 +74,6 @@ class TokenLedger:
     def num_waiting(self) -> int:
         return sum(spent.tokens for group in self._waiting.values() for spent in group.values())
 
-    @property
-    def num_settled(self) -> int:
-        return sum(tally.tokens for tally in self._tallies.values())
-
     def tally(self, fate: Fate) -> Tally:
         return self._tallies[fate]
 
@@ -106,7 +102,7 @@ class TokenLedger:
         self._waiting[group_id] = {index: self._open.pop(name, Spent()) for index, name in episodes.items()}
 
     def trained(self, group: Group, is_trained: Sequence[bool] | None = None) -> None:
-        """Settle a group that was in a trained batch. A group from a checkpoint without a ledger is ignored.
+        """Settle a group that was in a trained batch. One whose episodes were never held is ignored.
 
         is_trained: whether the algorithm trained each trajectory; None: it trained all.
         """

@@ -47,7 +47,7 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.servers_file import SERVERS
 from arl.engine.model_files import check_same_tokens, model_digest
 from arl.engine.weights.disk import DiskTransport
-from arl.rollout.episode_checks import TrainedPolicies
+from arl.rollout.episode import TrainedPolicies
 from arl.run.inputs import RunTask, RunTasks
 from arl.run.learner import host_learner
 from arl.run.servers import OpenedServers, connect, of_policy, open_servers, shares_servers, with_named_servers
@@ -59,7 +59,7 @@ from arl.training.learner_recovery import RecoveringLearner
 from arl.training.recording import Recorder
 
 if TYPE_CHECKING:
-    from arl.training.policies.policy_learners import PolicyLearners
+    from arl.training.policies import PolicyLearners
 
 _MIRROR_TIMEOUT_S = 10.0
 
@@ -188,8 +188,7 @@ async def open_policy_engines(
     stack: AsyncExitStack, config: Config, tasks: RunTasks, thread: TrainThread, events: Events
 ) -> tuple[PolicyLearners, Engines]:
     """As open_engines: train engines load while servers start."""
-    from arl.training.policies.policy_learners import PolicyLearners
-    from arl.training.policies.policy_servers import PolicyEngine, PolicyTransport
+    from arl.training.policies import PolicyEngine, PolicyLearners, PolicyTransport
 
     roles, configs = PolicyRoles.of(config.policies), {name: of_policy(config, name) for name in config.policies}
     stack.enter_context(bounded_logs(config.run_dir / "policies"))

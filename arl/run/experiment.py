@@ -33,8 +33,8 @@ from arl.runtime.stopping import kernel_shell
 from arl.runtime.threads import offload
 from arl.training.display import hide_progress_bars
 from arl.training.evaluator import with_error
-from arl.training.metrics_log import plot_run, read_jsonl, write_atomically
-from arl.training.run_dir import BEST, make_run_dir
+from arl.training.metrics_log import plot_run, read_jsonl
+from arl.training.run_dir import BEST, make_run_dir, write_atomically
 from arl.training.run_result import OpenRun
 
 if TYPE_CHECKING:

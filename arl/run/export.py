@@ -12,8 +12,7 @@ from typing import Any
 
 from arl.api.errors import CheckpointError, ConfigError, ModelError
 from arl.engine.model_files import model_digest
-from arl.training.run_dir import checkpoint_of, saved_versions
-from arl.training.run_environment import last_directory
+from arl.training.run_dir import checkpoint_of, last_directory, saved_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

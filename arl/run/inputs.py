@@ -21,11 +21,11 @@ from arl.data.loading import examples_of, held_out_of
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.rollout.group import GroupRules
-from arl.rollout.ledger import ExampleLedger, GroupNumbers, Ledger
+from arl.rollout.ledger import ExampleLedger, GroupNumbers, StreamLedger
 from arl.runtime.threads import offload
 
 if TYPE_CHECKING:
-    from arl.rollout.stream_ledger import StreamLedger
+    from arl.rollout.tasks import TaskLedger
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RunTasks:
         """The only one, or all of them as one."""
         if not self.names:
             return self.only.workflow
-        from arl.rollout.task_workflows import TaskWorkflows
+        from arl.rollout.tasks import TaskWorkflows
 
         return TaskWorkflows({task.name: task.workflow for task in self.tasks})
 
@@ -218,12 +218,12 @@ def check_settings(config: Config, given: RunTasks) -> None:
 # What the controller gets of them.
 
 
-def ledger_of(config: Config, tasks: RunTasks) -> Ledger:
+def ledger_of(config: Config, tasks: RunTasks) -> ExampleLedger | StreamLedger | TaskLedger:
     numbers = GroupNumbers()
     ledgers = {task.name: _ledger_of_one(config, task, numbers) for task in tasks.tasks}
     if not tasks.names:
         return ledgers[""]
-    from arl.rollout.task_ledger import TaskLedger
+    from arl.rollout.tasks import TaskLedger
 
     return TaskLedger(
         ledgers,
@@ -236,8 +236,6 @@ def ledger_of(config: Config, tasks: RunTasks) -> Ledger:
 
 def _ledger_of_one(config: Config, task: RunTask, numbers: GroupNumbers) -> ExampleLedger | StreamLedger:
     if isinstance(task.dataset, StreamedRows):
-        from arl.rollout.stream_ledger import StreamLedger
-
         log.warning(
             "the %s is a stream: its rows come in the stream's order, which rollout.shuffle does not change, and again "
             "when it has ended",

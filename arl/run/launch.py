@@ -34,7 +34,7 @@ from arl.observe.tracking.ready_made import check_trackers
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.failure_log import FailureLog
+from arl.rollout.episode_events import FailureLog
 from arl.rollout.token_ledger import TokenLedger
 from arl.run.engines import (
     check_start,
@@ -58,7 +58,7 @@ from arl.training.learner_process import RunLearner
 from arl.training.metrics import RunTotals
 from arl.training.metrics_log import RunLog
 from arl.training.recording import forget_steps
-from arl.training.run_environment import say_changes
+from arl.training.run_dir import say_changes
 from arl.training.run_result import OpenRun
 from arl.training.trainer import Trainer
 
@@ -248,7 +248,7 @@ async def _build(
         identity["num_examples"] = tasks.num_examples
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
-    await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
+    await thread(run_log.resume, learner.version)
     await offload(forget_steps, config.run_dir, learner.version)
     await offload(trackers.open, TrackedRun(run_dir=config.run_dir, settings=settings, version=learner.version))
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)

@@ -463,7 +463,7 @@ class ComparedLearners:
 
 def _watched(learner: Learner) -> dict[str, WatchedEngine]:
     """Role -> its engine."""
-    return {role: cast("WatchedEngine", engine) for role, engine in learner.engines.by_role.items()}
+    return {role: cast("WatchedEngine", engine) for role, engine in learner.engines.items()}
 
 
 def _layers(own: Learner, other: Learner) -> list[LayerChange]:

@@ -39,7 +39,7 @@ from arl.training.run_dir import make_run_dir
 
 if TYPE_CHECKING:
     from arl.endpoint.served_workflow import ServedWorkflow
-    from arl.training.policies.policy_servers import PolicyEngine
+    from arl.training.policies import PolicyEngine
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
 
 
 async def _policies_served(stack: AsyncExitStack, config: Config) -> PolicyEngine:
-    from arl.training.policies.policy_servers import PolicyEngine
+    from arl.training.policies import PolicyEngine
 
     engines: dict[object, InferenceEngine] = {}
     of: dict[str, InferenceEngine] = {}

@@ -23,57 +23,6 @@ from arl.api.types import Arrays, Group, Trajectory, TurnSpan, no_arrays
 
 Array = npt.NDArray[Any]
 
-_PREFIX = "own_"
-
-
-def flatten_arrays(rows: Sequence[Arrays]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """What the header has, as JSON values, and the flat arrays; both empty if no trajectory has any.
-
-    kinds      [name, dtype, shape of a row] of each flat array
-    of_each    for each trajectory, the numbers of its arrays' kinds
-    """
-    parts: dict[tuple[str, str, tuple[int, ...]], list[Array]] = {}
-    for arrays in rows:
-        for name, array in arrays.items():
-            parts.setdefault((name, array.dtype.str, array.shape[1:]), []).append(array)
-    if not parts:
-        return {}, {}
-    numbers = {kind: number for number, kind in enumerate(parts)}
-    of_each = [[numbers[name, a.dtype.str, a.shape[1:]] for name, a in arrays.items()] for arrays in rows]
-    flat = {f"{_PREFIX}{numbers[kind]}": np.concatenate(own) for kind, own in parts.items()}
-    return {"kinds": [*parts], "of_each": of_each}, flat
-
-
-def restore_arrays(known: Mapping[str, Any], lengths: Sequence[int], flat: Mapping[str, Array]) -> list[Arrays]:
-    """What `flatten_arrays` took, as read-only views. lengths: how many rows each trajectory has.
-
-    Raises ValueError, KeyError or TypeError if they do not fit together.
-    """
-    if not known:
-        return [no_arrays()] * len(lengths)
-    kinds, of_each = known["kinds"], known["of_each"]
-    views: list[Iterator[Array]] = []
-    for number, (name, dtype, shape) in enumerate(kinds):
-        own = [length for length, numbers in zip(lengths, of_each, strict=True) if number in numbers]
-        views.append(_array_views(name, flat[f"{_PREFIX}{number}"], (dtype, *shape), own))
-    return [{kinds[number][0]: next(views[number]) for number in numbers} for numbers in of_each]
-
-
-def is_flat_array(name: str) -> bool:
-    """Whether an array of a file is one of these."""
-    return name.startswith(_PREFIX)
-
-
-def _array_views(name: str, array: Array, kind: tuple[Any, ...], lengths: Sequence[int]) -> Iterator[Array]:
-    ends = list(accumulate(lengths, initial=0))
-    found = (array.dtype.str, *array.shape[1:])
-    if found != kind or ends[-1] != len(array):
-        raise ValueError(f"arrays[{name!r}] has {len(array)} rows of {found}, not {ends[-1]} of {kind}")
-    array = array.view()
-    array.flags.writeable = False
-    return (array[start:end] for start, end in pairwise(ends))
-
-
 FindImage = Callable[[str, int, int], Image]
 """digest, width, height -> the image."""
 _RecordT = TypeVar("_RecordT")
@@ -92,8 +41,6 @@ _EMPTY = {
 
 _LENGTHS = {"token_rewards": "num_token_rewards", "kept_ids": "num_kept_bytes", "routes": "num_route_bytes"}
 """The field with the number of each trajectory's entries, where it is not the number of its tokens."""
-_ADDED = {"routes"}
-"""Arrays that files of earlier versions lack, as no trajectory had them."""
 
 
 def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
@@ -115,11 +62,8 @@ def flatten(groups: Sequence[Group]) -> tuple[bytes, dict[str, Array]]:
     }
     of_groups = {name: [getattr(group, name) for group in groups] for name in _GROUP_FIELDS}
     about: dict[str, Any] = {"groups": of_groups, "trajectories": fields}
-    if images:
-        about["images"] = [(image.digest, image.width, image.height) for image in images]
-    known_own, own = flatten_arrays(fields.pop("arrays"))
-    if known_own:
-        about["arrays"] = known_own
+    about["images"] = [(image.digest, image.width, image.height) for image in images]
+    about["arrays"], own = _flatten_arrays(fields.pop("arrays"))
     header = json.dumps(about, default=dict).encode()
     columns = {name: np.concatenate((empty, *rows[name])) for name, empty in _EMPTY.items()}
     return header, columns | own
@@ -132,11 +76,7 @@ def images_of(groups: Iterable[Group]) -> list[Image]:
 
 def images_named(header: bytes, find: FindImage) -> tuple[Image, ...]:
     """The images that a header names."""
-    return _images(json.loads(header), find)
-
-
-def _images(known: Mapping[str, Any], find: FindImage) -> tuple[Image, ...]:
-    return tuple(find(*reference) for reference in known.get("images", []))
+    return tuple(find(*reference) for reference in json.loads(header)["images"])
 
 
 def _no_images(digest: str, width: int, height: int) -> Image:
@@ -150,35 +90,27 @@ def restore(header: bytes, arrays: Mapping[str, Array], find: FindImage = _no_im
     """
     known = json.loads(header)
     fields = known["trajectories"]
-    none = [0] * len(fields["length"])
-    for name, empty in _EMPTY.items():
-        lengths = fields.get(_LENGTHS[name], none) if name in _ADDED else fields[_LENGTHS.get(name, "length")]
-        fields[name] = _views(name, arrays.get(name, empty), lengths)
+    for name in _EMPTY:
+        fields[name] = _views(name, arrays[name], fields[_LENGTHS.get(name, "length")])
     fields["kept_ids"] = [None if kept is None else KeptIds.of_bytes(kept.tobytes()) for kept in fields["kept_ids"]]
     fields["routes"] = [None if routes is None else Routes.decode(routes.data) for routes in fields["routes"]]
-    images = _images(known, find)
-    placed = fields.get("images", [[]] * len(fields["length"]))
-    fields["images"] = [tuple(PlacedImage(image=images[i], start=a, stop=b) for i, a, b in own) for own in placed]
-    fields["arrays"] = restore_arrays(known.get("arrays", {}), fields["length"], arrays)
+    images = [find(*reference) for reference in known["images"]]
+    fields["images"] = [
+        tuple(PlacedImage(image=images[i], start=start, stop=stop) for i, start, stop in own)
+        for own in fields["images"]
+    ]
+    fields["arrays"] = _restore_arrays(known["arrays"], fields["length"], arrays)
     turns = _unchecked(TurnSpan, chain.from_iterable(fields["turns"]))
     fields["turns"] = [tuple(islice(turns, len(own))) for own in fields["turns"]]
     trajectories = _unchecked(Trajectory, zip(*(fields[name] for name in Trajectory.__slots__), strict=True))
-    for name, empty in (("example", {}), ("task", "")):  # not in every checkpoint
-        known["groups"].setdefault(name, [empty] * len(known["groups"]["group_id"]))
     of_groups = zip(*(known["groups"][name] for name in _GROUP_FIELDS), strict=True)
-    return [
-        Group(
-            group_id=group_id,
-            example_id=tuple(example_id),
-            stamp=stamp,
-            trajectories=tuple(islice(trajectories, len(episode_indices))),
-            episode_indices=tuple(episode_indices),
-            greedy_rewards=greedy_rewards,
-            example=example,
-            task=task,
-        )
-        for group_id, example_id, stamp, episode_indices, greedy_rewards, example, task in of_groups
-    ]
+    groups: list[Group] = []
+    for values in of_groups:
+        own = dict(zip(_GROUP_FIELDS, values, strict=True))
+        indices, example_id = tuple(own.pop("episode_indices")), tuple(own.pop("example_id"))
+        members = tuple(islice(trajectories, len(indices)))
+        groups.append(Group(**own, example_id=example_id, episode_indices=indices, trajectories=members))
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,9 +166,9 @@ def read_groups(file: BinaryIO, find: FindImage = _no_images) -> list[Group]:
     find: the images by digest, as ImageStore.image does; its errors pass.
     """
     with np.load(file, allow_pickle=False) as arrays:
-        if missing := {"header", *_EMPTY} - _ADDED - set(arrays.files):
+        if missing := {"header", *_EMPTY} - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        names = [name for name in arrays.files if name in _EMPTY or is_flat_array(name)]
+        names = [name for name in arrays.files if name in _EMPTY or name.startswith(_PREFIX)]
         return restore(arrays["header"].tobytes(), {name: arrays[name] for name in names}, find)
 
 
@@ -262,3 +194,41 @@ def _unchecked(kind: type[_RecordT], rows: Iterable[Sequence[Any]]) -> Iterator[
         for put, value in zip(puts, values, strict=True):
             put(record, value)
         yield record
+
+
+_PREFIX = "own_"
+"""Of the flat arrays of Trajectory.arrays."""
+
+
+def _flatten_arrays(rows: Sequence[Arrays]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """What the header has, as JSON values, and the flat arrays.
+
+    kinds      [name, dtype, shape of a row] of each flat array
+    of_each    for each trajectory, the numbers of its arrays' kinds
+    """
+    parts: dict[tuple[str, str, tuple[int, ...]], list[Array]] = {}
+    for arrays in rows:
+        for name, array in arrays.items():
+            parts.setdefault((name, array.dtype.str, array.shape[1:]), []).append(array)
+    numbers = {kind: number for number, kind in enumerate(parts)}
+    of_each = [[numbers[name, a.dtype.str, a.shape[1:]] for name, a in arrays.items()] for arrays in rows]
+    flat = {f"{_PREFIX}{numbers[kind]}": np.concatenate(own) for kind, own in parts.items()}
+    return ({"kinds": [*parts], "of_each": of_each} if parts else {}), flat
+
+
+def _restore_arrays(known: Mapping[str, Any], lengths: Sequence[int], flat: Mapping[str, Array]) -> list[Arrays]:
+    """What `_flatten_arrays` took, as read-only views. lengths: how many rows each trajectory has.
+
+    Raises ValueError, KeyError or TypeError if they do not fit together.
+    """
+    if not known:
+        return [no_arrays()] * len(lengths)
+    kinds, of_each = known["kinds"], known["of_each"]
+    views: list[Iterator[Array | None]] = []
+    for number, (name, dtype, shape) in enumerate(kinds):
+        own = [length for length, numbers in zip(lengths, of_each, strict=True) if number in numbers]
+        array = flat[f"{_PREFIX}{number}"]
+        if (found := [array.dtype.str, *array.shape[1:]]) != (kind := [dtype, *shape]):
+            raise ValueError(f"arrays[{name!r}] has rows of {found}, not of {kind}")
+        views.append(iter(_views(f"arrays[{name!r}]", array, own)))
+    return [{kinds[number][0]: next(views[number]) for number in numbers} for numbers in of_each]

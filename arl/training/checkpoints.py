@@ -16,7 +16,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -38,7 +38,7 @@ from arl.training.run_dir import checkpoint_of, saved_versions
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """The format of the files here and of the states in them: +1 for each change that this reader cannot read."""
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
 """The errors of the standard library and numpy for a damaged file."""
@@ -60,10 +60,6 @@ class RunState:
     sync: Callable[[], None] = lambda: None
     """Forces to the disk what the logs say of the state. Called before the checkpoint gets its name."""
 
-    def text(self, identity: Mapping[str, Any]) -> str:
-        known = {"format": FORMAT, "identity": identity, **self.values}
-        return json.dumps(known, default=lambda value: value())
-
 
 class Checkpoints:
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
@@ -82,8 +78,8 @@ class Checkpoints:
     def newest_version(self) -> int | None:
         return max(saved_versions(self._directory), default=None)
 
-    def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
-        """Copy the train engine aside. The result's `wait` writes the checkpoint. Both raise CheckpointError.
+    def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> Callable[[], None]:
+        """Copy the train engine aside. The result writes the checkpoint; call it once. Both raise CheckpointError.
 
         Another checkpoint may begin before the first is written. Of two of one version, the first complete one stays.
         """
@@ -95,7 +91,7 @@ class Checkpoints:
         except (OSError, ArlError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _unwritten(version, self._directory, error) from error
-        return CheckpointSaving(partial(self._complete, version, aside, engine, state))
+        return partial(self._complete, version, aside, engine, state)
 
     def _complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
         """Write what `begin` took, rename the directory, and delete the oldest checkpoints past `keep`."""
@@ -110,7 +106,8 @@ class Checkpoints:
                     with (aside / name).open("wb") as file:
                         write_groups(file, groups)
                     force_to_disk(aside / name)
-                (aside / "state.json").write_text(state.text(self._identity))
+                values = {"format": FORMAT, "identity": self._identity, **state.values}
+                (aside / "state.json").write_text(json.dumps(values, default=lambda value: value()))
                 force_to_disk(aside / "state.json")
                 force_to_disk(aside)
                 state.sync()
@@ -120,7 +117,12 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise _unwritten(version, self._directory, error) from error
             for old in sorted(saved_versions(self._directory))[: -self._keep]:
-                self._delete(old)
+                retired = self._directory / f"{_RETIRED}{old}"
+                try:
+                    self._path(old).rename(retired)  # first, so a kill leaves no half checkpoint under its name
+                    shutil.rmtree(retired)
+                except OSError as error:
+                    log.warning("cannot delete the old checkpoint of version %d: %s", old, error)
 
     def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
         """Load the newest checkpoint, if any; return its state. Removes half-written ones. Raises CheckpointError."""
@@ -144,19 +146,17 @@ class Checkpoints:
 
     def _read(self, path: Path) -> RunState:
         values = read_values(path, "continue with the arl that wrote it, or use another run_dir")
-        identity = values["identity"]
-        for name, value in self._identity.items():
-            if not (name.endswith("_digest") or self._is_same(name, identity)):
+        here, identity = self._identity, values["identity"]
+        for name, value in here.items():
+            digest = here.get(f"{name}_digest")
+            is_same = value == identity.get(name) or (digest is not None and digest == identity.get(f"{name}_digest"))
+            if not (name.endswith("_digest") or is_same):
                 written = f"with {name}={identity[name]!r}" if name in identity else f"without {name}"
                 raise CheckpointError(
                     f"{path} was written {written}, this run has {value!r}; use another run_dir, or the same settings"
                 )
         groups, replay = (self._groups(path / name) for name in ("groups.npz", "replay.npz"))
         return RunState(values=values, groups=groups, replay=replay)
-
-    def _is_same(self, name: str, written: Mapping[str, Any]) -> bool:
-        here, there = (identity.get(f"{name}_digest") for identity in (self._identity, written))
-        return self._identity[name] == written.get(name) or (here is not None and here == there)
 
     def _groups(self, file: Path) -> list[Group]:
         try:
@@ -166,15 +166,6 @@ class Checkpoints:
             raise DamagedCheckpointError(f"{file} cannot be read: {error}") from error
         except UNREADABLE as error:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
-
-    def _delete(self, version: int) -> None:
-        """Rename, then delete: a kill leaves no half checkpoint under its name."""
-        retired = self._directory / f"{_RETIRED}{version}"
-        try:
-            self._path(version).rename(retired)
-            shutil.rmtree(retired)
-        except OSError as error:
-            log.warning("cannot delete the old checkpoint of version %d: %s", version, error)
 
     def _path(self, version: int) -> Path:
         return checkpoint_of(self._directory, version)
@@ -194,17 +185,6 @@ def read_values(path: Path, advice: str) -> dict[str, Any]:
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {values.get('format')}, and this arl reads {FORMAT}; {advice}")
     return values
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSaving:
-    """The Saving of a whole checkpoint, whose parts are copied aside."""
-
-    complete: Callable[[], None]
-
-    def wait(self) -> None:
-        """Block until it is on the disk. Call it once. Raises CheckpointError."""
-        self.complete()
 
 
 def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
@@ -258,12 +238,12 @@ class Saver:
         self._was_lost = False
         begun = self.thread.submit(self.checkpoints.begin, version, self.learner.save, state())
         try:
-            saving = await self.thread.finish(begun)
+            write = await self.thread.finish(begun)
         except asyncio.CancelledError:
             if begun.exception() is None:  # finish writing it, or the next one would collide with it
-                self._writing = offload(begun.result().wait)
+                self._writing = offload(begun.result())
             raise
-        self._writing = offload(saving.wait)
+        self._writing = offload(write)
         self._writing.add_done_callback(partial(self._report, version, began))
         return self._writing
 

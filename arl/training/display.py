@@ -6,9 +6,9 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -47,10 +47,7 @@ Advance = Callable[..., None]
 
 def display_of(config: ConsoleConfig, num_steps: int | None = None) -> Display:
     """What shows a run on the console, as `config` has it. num_steps: of the run, if known."""
-    return _display(num_steps, is_quiet=not config.console)
-
-
-def _display(num_steps: int | None = None, *, is_quiet: bool = False) -> Display:
+    is_quiet = not config.console
     if is_json():
         return JsonDisplay(num_steps, Console(quiet=is_quiet))
     if kernel_shell() is not None:
@@ -101,22 +98,31 @@ class Display:
     @contextmanager
     def work(self, name: str, total: int, unit: str = "steps", *, leave: bool = True) -> Iterator[Advance]:
         """Show how far the work is, its rate and the time left. leave: keep one line about it at the end."""
-        lines = _Lines(name=name, total=total, unit=unit)
         bar = self._bars.add_task(name, total=total, said="")
         self._open()
+        done, said, first = 0, "", 0.0
+        began = told = time.monotonic()
+
+        def tell(times: str, **numbers: float) -> None:
+            message = ", ".join(filter(None, (f"{name}: {done} of {total} {unit}", times, said)))
+            self.tell("progress", message, name=name, done=done, total=total, unit=unit, numbers=numbers)
 
         def advance(**numbers: float) -> None:
-            lines.done, lines.said = lines.done + 1, ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
-            self._bars.update(bar, completed=lines.done, said=lines.said)
-            if not self._is_live and lines.are_due():
-                self.tell("progress", lines.under_way(), **lines.numbers(numbers))
+            nonlocal done, said, first, told
+            now, done = time.monotonic(), done + 1
+            said = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+            first = now if done == 1 else first  # it takes longer than others: it loads what they need
+            self._bars.update(bar, completed=done, said=said)
+            if not self._is_live and done < total and now - told >= LINE_EVERY_S:
+                told, rate = now, (done - 1) / (now - first) if now > first else 0.0
+                tell(f"{_rate(rate)}, {(total - done) / rate:.0f} s left" if rate else "", **numbers)
 
         try:
             yield advance
         finally:
             self._bars.remove_task(bar)
-            if leave and lines.done:
-                self.tell("progress", lines.at_the_end(), **lines.numbers({}))
+            if leave and done:
+                tell(f"{time.monotonic() - began:.1f} s")
 
     def step(self, stats: StepStats) -> None:
         self._rows.append(_row(stats, self._num_steps))
@@ -257,7 +263,12 @@ class NotebookDisplay(Display):
     def _draw(self) -> None:
         from IPython.display import display
 
-        work = [_shown_work(task) for task in self._bars.tasks]
+        columns = _Count(), _Rate(), TimeElapsedColumn(), TimeRemainingColumn()
+        work: list[ShownWork] = []
+        for task in self._bars.tasks:
+            said = [*(column.render(task).plain for column in columns), str(task.fields["said"])]
+            known = "  ".join(text for text in said if text and text != "-:--:--")
+            work.append(ShownWork(name=task.description, done=task.completed, total=task.total, said=known))
         curve = curve_svg("reward (dots: held out)" if self._held_out else "reward", [self._rewards], self._held_out)
         rows = tuple(self._rows)
         html = progress_html(COLUMNS, rows, work, curve, self._last_evaluation)
@@ -271,17 +282,10 @@ class NotebookDisplay(Display):
             self._output.update(content, raw=True)
 
 
-def _shown_work(task: Task) -> ShownWork:
-    columns = _Count(), _Rate(), TimeElapsedColumn(), TimeRemainingColumn()
-    said = [column.render(task).plain for column in columns] + [str(task.fields["said"])]
-    known = "  ".join(text for text in said if text and text != "-:--:--")
-    return ShownWork(name=task.description, done=task.completed, total=task.total, said=known)
-
-
 @contextmanager
 def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
     """Show the progress of your own work: `with progress("loading", 10) as advance`, then ten calls of `advance()`."""
-    display = _display()
+    display = display_of(ConsoleConfig())
     try:
         with display.work(name, total, unit) as advance:
             yield advance
@@ -292,52 +296,12 @@ def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
 @contextmanager
 def waiting(name: str) -> Iterator[None]:
     """The same for work of unknown length."""
-    display = _display()
+    display = display_of(ConsoleConfig())
     try:
         with display.waiting(name):
             yield
     finally:
         display.close()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Lines:
-    """The plain lines about one piece of work."""
-
-    name: str
-    total: int
-    unit: str
-    done: int = 0
-    said: str = ""
-    began: float = field(default_factory=time.monotonic)
-    first: float = 0.0
-    """When the first piece was done."""
-    last: float = field(default_factory=time.monotonic)
-
-    def are_due(self) -> bool:
-        now = time.monotonic()
-        if self.done == 1:
-            self.first = now
-        if self.done >= self.total or now - self.last < LINE_EVERY_S:
-            return False
-        self.last = now
-        return True
-
-    def under_way(self) -> str:
-        elapsed_s = time.monotonic() - self.first
-        if self.done < 2 or not elapsed_s:  # the first piece takes longer than others: it loads what they need
-            return self._line("")
-        rate = (self.done - 1) / elapsed_s
-        return self._line(f"{_rate(rate)}, {(self.total - self.done) / rate:.0f} s left")
-
-    def numbers(self, own: Mapping[str, float]) -> dict[str, object]:
-        return {"name": self.name, "done": self.done, "total": self.total, "unit": self.unit, "numbers": dict(own)}
-
-    def at_the_end(self) -> str:
-        return self._line(f"{time.monotonic() - self.began:.1f} s")
-
-    def _line(self, times: str) -> str:
-        return ", ".join(filter(None, (f"{self.name}: {self.done} of {self.total} {self.unit}", times, self.said)))
 
 
 class _Count(ProgressColumn):

@@ -13,24 +13,82 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from arl.api.errors import ArlError, ConfigError
+from arl.api.errors import ArlError, ConfigError, ProcessLostError, TransportError
 from arl.api.settings.run import EvaluationConfig
+from arl.api.train_engine import Snapshot
 from arl.api.types import Evaluation
 from arl.runtime.threads import TrainThread, finished, offload
-from arl.training.evaluation_weights import Pin
 from arl.training.evaluator import Evaluator
+from arl.training.learner_process import RunLearner
 from arl.training.metrics_log import RunLog
 from arl.training.run_dir import BEST
+from arl.training.weight_sync import Delivery
+
+
+@dataclass(eq=False)
+class Pin:
+    """The weights of one evaluation: as they change, or held.
+
+    | evaluations run on | at the step                          | during training              | at the end       |
+    |--------------------|--------------------------------------|------------------------------|------------------|
+    | moving weights     |                                      | wait for the newest delivery |                  |
+    | held weights       | wait for the delivery; hold the next |                              | release the next |
+    """
+
+    delivery: Delivery
+    is_held: bool = False
+    model: Snapshot | None = None
+    """Of held weights that may be kept as the best model."""
+
+    async def ready(self) -> None:
+        """Return when servers hold them."""
+        if not self.is_held:
+            await self.delivery.reached(self.delivery.newest)  # a cancelled step may have no snapshot
+
+    def let_go(self) -> None:
+        """The episodes have ended: servers may get other weights. Idempotent."""
+        if self.is_held:
+            self.delivery.release()
+
+    def write_model(self, directory: Path) -> None:
+        """Write the model into a new directory. Blocks. Raises ProcessLostError, TransportError, OSError."""
+        if self.model is None:
+            raise TransportError(f"{directory}: no snapshot was taken for it")
+        self.model.write(directory)
+
+    def release(self) -> None:
+        """Let go, and free the memory. Idempotent."""
+        self.let_go()
+        if self.model is not None:
+            self.model.release()
+
+
+async def hold_weights(delivery: Delivery, learner: RunLearner, thread: TrainThread, *, keeps_model: bool) -> Pin:
+    """Have servers keep the newest version until the pin is released. The caller sees to it that nothing is trained
+    meanwhile. keeps_model: whether the pin can write the model.
+    """
+
+    def snapshot() -> Snapshot:
+        while True:
+            with suppress(ProcessLostError):
+                return learner.engine.snapshot()
+
+    await delivery.reached(delivery.newest)
+    await delivery.finished()
+    delivery.hold()
+    try:
+        model = await thread(snapshot) if keeps_model else None
+        if model is not None and model.version != delivery.newest:
+            raise RuntimeError(f"servers hold version {delivery.newest}, and the trainer {model.version}")
+    except BaseException:
+        delivery.release()
+        raise
+    return Pin(delivery, is_held=True, model=model)
+
 
 _NOTE = "best.json"
 _OF_WORKFLOWS = ("episode/", "reward/")
 _DIRECTORIES, _ASIDE = "best-version-", ".writing"
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    version: int
-    value: float
 
 
 class BestModel:
@@ -45,6 +103,7 @@ class BestModel:
                 f"evaluation.keep_best would keep a model at {self._link}, but something else lies there; move it away"
             )
         self._kept = self._read()
+        """Its version, and the value of its metric."""
 
     def value_of(self, evaluation: Evaluation, unplayed: Sequence[str] = ()) -> float | None:
         """The metric in an evaluation; None if it is of a suite that was not played.
@@ -66,7 +125,7 @@ class BestModel:
         return None
 
     def is_better(self, value: float) -> bool:
-        return not math.isnan(value) and (self._kept is None or value > self._kept.value)
+        return not math.isnan(value) and (self._kept is None or value > self._kept[1])
 
     def keep(self, version: int, value: float, write: Callable[[Path], None]) -> None:
         """Have the model written, and put it in the place of the one before. Raises OSError and what `write` raises."""
@@ -77,7 +136,7 @@ class BestModel:
             write(aside)
             note = {"version": version, "metric": self._metric, "value": value}
             (aside / _NOTE).write_text(json.dumps(note) + "\n")
-            if directory.name == self._target:  # the same version again, after a resume
+            if self._link.is_symlink() and directory.name == os.readlink(self._link):  # again, after a resume
                 directory = directory.with_name(directory.name + "-again")
             shutil.rmtree(directory, ignore_errors=True)
             aside.rename(directory)
@@ -88,7 +147,7 @@ class BestModel:
         link.unlink(missing_ok=True)
         link.symlink_to(directory.name)
         os.replace(link, self._link)
-        self._kept = _Kept(version, value)
+        self._kept = version, value
         for path in self._link.parent.glob(f"{_DIRECTORIES}*"):  # the one before, and what a kill has left
             if path.name != directory.name:
                 shutil.rmtree(path, ignore_errors=True)
@@ -96,18 +155,15 @@ class BestModel:
     def __str__(self) -> str:
         if self._kept is None:
             return f"there is no {self._link} yet"
-        return f"{self._link} is version {self._kept.version}, {self._metric} {self._kept.value:.4g}"
+        version, value = self._kept
+        return f"{self._link} is version {version}, {self._metric} {value:.4g}"
 
-    @property
-    def _target(self) -> str | None:
-        return os.readlink(self._link) if self._link.is_symlink() else None
-
-    def _read(self) -> _Kept | None:
+    def _read(self) -> tuple[int, float] | None:
         with suppress(FileNotFoundError):
             try:
                 known = json.loads((self._link / _NOTE).read_text())
                 if known["metric"] == self._metric:
-                    return _Kept(int(known["version"]), float(known["value"]))
+                    return int(known["version"]), float(known["value"])
                 log.warning(
                     "%s was kept by %s, and evaluation.keep_best is %s: the next evaluation's model takes its place",
                     self._link,
@@ -224,7 +280,10 @@ class Evaluations:
             raise
 
     async def _evaluate(self, pin: Pin, due: Sequence[int] | None, *, is_first: bool) -> Evaluation:
-        """Releases the pin, and `_one`. due: the versions whose suites are played. None: all."""
+        """Releases the pin, and `_one`. due: the versions whose suites are played. None: all.
+
+        Raises ConfigError if the metric of the best model is unknown.
+        """
         try:
             await pin.ready()
             with self.log.display.work(
@@ -235,21 +294,20 @@ class Evaluations:
             await self.thread(self.log.evaluation, evaluation, episodes)
             self.done[evaluation.version] = evaluation
             if self.best is not None:
-                await self._keep_if_best(self.best, evaluation, pin, due)
+                unplayed = [suite.name for suite in self.evaluator.suites if not suite.is_due(due)]
+                value = self.best.value_of(evaluation, unplayed)
+                if value is not None and self.best.is_better(value):
+                    await self._keep(self.best, evaluation.version, value, pin)
         finally:
             pin.release()
             self._one.release()
         return evaluation
 
-    async def _keep_if_best(self, best: BestModel, evaluation: Evaluation, pin: Pin, due: Sequence[int] | None) -> None:
-        """Raises ConfigError if the metric is unknown. What cannot be written is logged: the best one before stays."""
-        unplayed = [suite.name for suite in self.evaluator.suites if not suite.is_due(due)]
-        value = best.value_of(evaluation, unplayed)
-        if value is None or not best.is_better(value):
-            return
+    async def _keep(self, best: BestModel, version: int, value: float, pin: Pin) -> None:
+        """What cannot be written is logged: the best one before stays."""
         try:
-            await finished(offload(best.keep, evaluation.version, value, pin.write_model))
+            await finished(offload(best.keep, version, value, pin.write_model))
         except (OSError, ArlError) as error:
-            log.error("version %d is the best so far and could not be kept (%s); %s", evaluation.version, error, best)
+            log.error("version %d is the best so far and could not be kept (%s); %s", version, error, best)
         else:
             self.log.display.say(str(best))

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import fmean, stdev
 
@@ -15,7 +15,7 @@ from arl.api.errors import ConfigError, FailureBudgetError
 from arl.api.events import EvaluationEnded
 from arl.api.settings.run import EvaluationConfig
 from arl.api.types import NOT_SAMPLED, Evaluation
-from arl.rollout.controller import Dataset, EvaluationEpisode, EvaluationRules, run_examples
+from arl.rollout.controller import Dataset, EvaluationEpisode, run_examples
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.rollout.monitors import FORGOTTEN_RETURN, WINDOW, FirstEpisodes
 from arl.training.metrics import mean_metrics, mean_rewards, role_rewards
@@ -113,7 +113,6 @@ class Evaluator:
         self._num_begun = 0
         self._is_named = bool(places)
         self.suites = _suites(config, places or {"": range(len(dataset))})
-        _check_best(config.keep_best, self.suites)
 
     def num_episodes(self, due: Sequence[int] | None = None) -> int:
         """Of an evaluation that came due at these versions. None: of one that plays all suites."""
@@ -131,25 +130,7 @@ class Evaluator:
         suites = [suite for suite in self.suites if suite.is_due(due)]
         began, version = time.monotonic(), self.engine.version
         self._num_begun = number = self._num_begun + 1
-        wanted = [one for suite in suites for one in suite.episodes]
-        episodes = await self._play(wanted, number, on_end, is_first)
-        seconds, parts, own = time.monotonic() - began, dict[str, Evaluation](), list[_Played]()
-        for suite in suites:
-            played = _Played(suite=suite, episodes=[episodes[one.number] for one in suite.episodes])
-            parts[suite.name] = played.evaluation(version, seconds, self._config)
-            if suite.every is None:
-                own.append(played)
-        evaluation = _whole(own, parts) if self._is_named else parts[""]
-        if is_first:
-            self._ask_about_returns([*episodes.values()])
-            self._check_names({s.name: [episodes[one.number] for one in s.episodes] for s in suites})
-        self._report(number, evaluation)
-        return evaluation, [*episodes.values()]
-
-    async def _play(
-        self, wanted: Sequence[EvaluationEpisode], number: int, on_end: Callable[[], None], is_first: bool
-    ) -> dict[int, Episode]:
-        """Episodes by their numbers, in order."""
+        wanted = [replace(one, task=self._task_of(one.row)) for suite in suites for one in suite.episodes]
         first = FirstEpisodes(min(len(wanted), WINDOW), " of the first evaluation") if is_first else None
 
         def ended(episode: Episode) -> None:
@@ -157,17 +138,31 @@ class Evaluator:
             if first is not None:
                 first.record(episode.error)
 
-        episodes = await run_examples(
+        played = await run_examples(
             self.engine,
             self._runner,
             self._dataset,
+            wanted,
             max_concurrent=self._max_concurrent,
             seed=self._seed,
             on_end=ended,
             number=number,
-            rules=EvaluationRules(episodes=wanted, task_of=self._task_of),
         )
-        return {one.number: episode for one, episode in zip(wanted, episodes, strict=True)}
+        episodes = {one.number: episode for one, episode in zip(wanted, played, strict=True)}
+        seconds, parts, own = time.monotonic() - began, dict[str, Evaluation](), list[Evaluation]()
+        for suite in suites:
+            members = [episodes[one.number] for one in suite.episodes]
+            parts[suite.name] = _evaluation(suite, members, version, seconds)
+            if suite.every is None:
+                own.append(parts[suite.name])
+        evaluation = _whole(own, parts) if self._is_named else parts[""]
+        if is_first:
+            if all(episode.is_rejected for episode in episodes.values()):
+                what = {"number": len(episodes), "what": " of the first evaluation", "workflow": self._runner.called}
+                log.warning(FORGOTTEN_RETURN.format(**what))
+            self._check_names({s.name: [episodes[one.number] for one in s.episodes] for s in suites})
+        self._report(number, evaluation)
+        return evaluation, [*episodes.values()]
 
     def _report(self, number: int, evaluation: Evaluation) -> None:
         parts = evaluation.by_name or {}
@@ -188,11 +183,6 @@ class Evaluator:
                 metrics={**evaluation.metrics, **of_parts},
             )
         )
-
-    def _ask_about_returns(self, episodes: Sequence[Episode]) -> None:
-        if all(episode.is_rejected for episode in episodes):
-            what = {"number": len(episodes), "what": " of the first evaluation", "workflow": self._runner.called}
-            log.warning(FORGOTTEN_RETURN.format(**what))
 
     def _check_names(self, episodes: Mapping[str, Sequence[Episode]]) -> None:
         """Raise FailureBudgetError if all episodes of a named dataset failed: its rewards of 0 would be no news."""
@@ -222,71 +212,57 @@ def _suites(config: EvaluationConfig, places: Mapping[str, range]) -> list[Suite
             "evaluation.suites has an interval for every held-out dataset, so none is left for evaluation.every, which "
             f"gives the evaluation its reward; leave `every` of {suites[0].name!r} out"
         )
+    name, _, measure = (config.keep_best or "").rpartition("/")
+    of = [suite for suite in suites if (suite.name == name if name else suite.every is None)]
+    known = pass_names(min((suite.repeats for suite in of), default=1))
+    if measure.startswith("pass@") and measure not in known:
+        has = f"has {', '.join(known)}" if known else "has no pass@k, as each example is played once"
+        raise ConfigError(
+            f"evaluation.keep_best is {config.keep_best!r}, and {f'the suite {name!r}' if name else 'the evaluation'} "
+            f"{has}; set episodes_per_example, or another metric"
+        )
     return suites
 
 
-def _check_best(metric: str | None, suites: Sequence[Suite]) -> None:
-    name, _, measure = (metric or "").rpartition("/")
-    if not measure.startswith("pass@"):
-        return
-    of = [suite for suite in suites if (suite.name == name if name else suite.every is None)]
-    known = pass_names(min((suite.repeats for suite in of), default=1))
-    if measure not in known:
-        has = f"has {', '.join(known)}" if known else "has no pass@k, as each example is played once"
-        raise ConfigError(
-            f"evaluation.keep_best is {metric!r}, and {f'the suite {name!r}' if name else 'the evaluation'} {has}; "
-            "set episodes_per_example, or another metric"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
-    """Episodes of a suite; those of an example stand together."""
-
-    suite: Suite
-    episodes: Sequence[Episode]
-
-    @property
-    def by_example(self) -> list[Sequence[Episode]]:
-        repeats = self.suite.repeats
-        return [self.episodes[i : i + repeats] for i in range(0, len(self.episodes), repeats)]
-
-    def evaluation(self, version: int, wall_s: float, config: EvaluationConfig) -> Evaluation:
-        estimate = Estimate.of([fmean(episode.reward for episode in own) for own in self.by_example])
-        return Evaluation(
-            version=version,
-            reward=estimate.mean,
-            standard_error=estimate.standard_error,
-            num_episodes=len(self.episodes),
-            num_failed=sum(episode.error is not None for episode in self.episodes),
-            wall_s=wall_s,
-            metrics=self._metrics(version, config),
-        )
-
-    def _metrics(self, version: int, config: EvaluationConfig) -> dict[str, float]:
-        trajectories = [trajectory for episode in self.episodes for trajectory in episode.trajectories]
-        num_sampled = sum(int((t.versions != NOT_SAMPLED).sum()) for t in trajectories)
-        num_at_version = sum(int((t.versions == version).sum()) for t in trajectories)
-        return {
-            **mean_metrics(trajectories),
-            **mean_rewards(episode.trajectories for episode in self.episodes),
-            **role_rewards(episode.trajectories for episode in self.episodes),
-            **_passes(self.by_example),
-            **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
-        }
-
-
-def _whole(own: Sequence[_Played], parts: Mapping[str, Evaluation]) -> Evaluation:
-    """All suites as one evaluation. own: those that give it its reward, each the same weight."""
-    known = [parts[played.suite.name] for played in own]
+def _evaluation(suite: Suite, episodes: Sequence[Episode], version: int, wall_s: float) -> Evaluation:
+    """episodes: of the suite; those of an example stand together."""
+    by_example = [episodes[i : i + suite.repeats] for i in range(0, len(episodes), suite.repeats)]
+    estimate = Estimate.of([fmean(episode.reward for episode in own) for own in by_example])
+    right = [sum(episode.is_finished and episode.reward >= 1 for episode in own) for own in by_example]
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    num_sampled = sum(int((t.versions != NOT_SAMPLED).sum()) for t in trajectories)
+    num_at_version = sum(int((t.versions == version).sum()) for t in trajectories)
     return Evaluation(
-        version=known[0].version,
-        reward=fmean(part.reward for part in known),
-        standard_error=_error_of_mean([part.standard_error for part in known]),
+        version=version,
+        reward=estimate.mean,
+        standard_error=estimate.standard_error,
+        num_episodes=len(episodes),
+        num_failed=sum(episode.error is not None for episode in episodes),
+        wall_s=wall_s,
+        metrics={
+            **mean_metrics(trajectories),
+            **mean_rewards(episode.trajectories for episode in episodes),
+            **role_rewards(episode.trajectories for episode in episodes),
+            **{
+                name: fmean(pass_at_k(suite.repeats, count, int(name.removeprefix("pass@"))) for count in right)
+                for name in pass_names(suite.repeats)
+            },
+            **({"at_version": num_at_version / num_sampled} if num_sampled else {}),
+        },
+    )
+
+
+def _whole(own: Sequence[Evaluation], parts: Mapping[str, Evaluation]) -> Evaluation:
+    """All suites as one evaluation. own: those that give it its reward, each the same weight."""
+    errors = [part.standard_error for part in own if part.standard_error is not None]
+    return Evaluation(
+        version=own[0].version,
+        reward=fmean(part.reward for part in own),
+        standard_error=math.hypot(*errors) / len(own) if len(errors) == len(own) else None,
         num_episodes=sum(part.num_episodes for part in parts.values()),
         num_failed=sum(part.num_failed for part in parts.values()),
-        wall_s=known[0].wall_s,
-        metrics=_mean_of([part.metrics for part in known]),
+        wall_s=own[0].wall_s,
+        metrics=_mean_of([part.metrics for part in own]),
         by_name=parts,
     )
 
@@ -305,18 +281,3 @@ def _mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def pass_names(repeats: int) -> list[str]:
     """The measures that an example's episodes give: pass@k for k = 1, 2, 4, ...; none with one episode."""
     return [f"pass@{1 << i}" for i in range(repeats.bit_length())] if repeats > 1 else []
-
-
-def _passes(by_example: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    repeats = len(by_example[0])
-    right = [sum(episode.is_finished and episode.reward >= 1 for episode in own) for own in by_example]
-    return {
-        name: fmean(pass_at_k(repeats, count, int(name.removeprefix("pass@"))) for count in right)
-        for name in pass_names(repeats)
-    }
-
-
-def _error_of_mean(errors: Sequence[float | None]) -> float | None:
-    """The standard error of the mean of independent means; None if one of their errors is unknown."""
-    known = [error for error in errors if error is not None]
-    return math.hypot(*known) / len(errors) if len(known) == len(errors) else None

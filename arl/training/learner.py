@@ -19,7 +19,7 @@ or from a checkpoint, is not learned from twice.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,63 +43,12 @@ from arl.api.errors import CheckpointError
 from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.settings.objective import RewardModelConfig
 from arl.api.settings.run import EventsConfig
-from arl.api.train_engine import Saving, TensorPrint, TrainEngine, TrainSequence
+from arl.api.train_engine import Saving, TensorPrint, TrainEngine
 from arl.api.types import Group
 from arl.training.token_log import KeptBatch, TrainedBatch, kept_batch
 
 BESIDE = ("critic", "reward_model")
 """The roles of models that are trained beside the policy; each is a section of `algorithm`, too."""
-
-
-class TrainEngines:
-    """The policy's engine, and those of the models beside it. A checkpoint holds either the policy's own files, or a
-    directory for each role."""
-
-    def __init__(self, policy: TrainEngine, beside: Mapping[str, TrainEngine | None]) -> None:
-        """beside: role -> its engine, None if the run has none."""
-        self._beside = {role: engine for role, engine in beside.items() if engine is not None}
-        self.by_role: Mapping[str, TrainEngine] = {"policy": policy, **self._beside}
-
-    def offload(self) -> None:
-        """Leave the device; see TrainEngine."""
-        for engine in self.by_role.values():
-            engine.offload()
-
-    def onload(self) -> None:
-        for engine in self.by_role.values():
-            engine.onload()
-
-    def fingerprint(self) -> dict[str, TensorPrint]:
-        """The fingerprints of all trained tensors; those of models beside the policy are named `ROLE.NAME`."""
-        prints = dict(self.by_role["policy"].fingerprint())
-        for role, engine in self._beside.items():
-            prints |= {f"{role}.{name}": one for name, one in engine.fingerprint().items()}
-        return prints
-
-    def save(self, directory: Path) -> Saving:
-        if not self._beside:
-            return self.by_role["policy"].save(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        return _Savings(tuple(engine.save(directory / role) for role, engine in self.by_role.items()))
-
-    def load(self, directory: Path) -> None:
-        """Raises CheckpointError, which names the mismatch."""
-        for role in BESIDE:
-            was_there = (directory / role).is_dir()
-            if was_there != (role in self._beside):
-                wrote, has = ("with", "none") if was_there else ("without", "one")
-                raise CheckpointError(
-                    f"{directory} was written {wrote} a {role.replace('_', ' ')}, and this run has {has}: set "
-                    f"algorithm.{role} as it was, or use another run_dir"
-                )
-        for role, engine in self.by_role.items():
-            engine.load(directory / role if self._beside else directory)
-
-    def close(self) -> None:
-        """Close all, whichever fails."""
-        with ExitStack() as stack:
-            for engine in reversed([*self.by_role.values()]):
-                stack.callback(engine.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +147,9 @@ class Learner:
         self.engine = engine
         self._events = events
         self.critic = critic
-        self.engines = TrainEngines(engine, {"critic": critic, "reward_model": reward_model})
+        beside = {"critic": critic, "reward_model": reward_model}
+        self.engines = {"policy": engine} | {role: one for role, one in beside.items() if one is not None}
+        """By role."""
         if (config.reward_model is None) != (reward_model is None):
             raise ValueError(f"algorithm.reward_model is {config.reward_model}, but its engine is {reward_model}")
         self._reward_model = (
@@ -221,7 +172,10 @@ class Learner:
         """
         config = self._config
         batch = self._with_forward_passes(arranged(Batch.of([*groups, *replayed], config.overlong), config))
-        judged = self._judged(batch, len(groups), len(replayed))
+        judged = Judged(batch=batch)
+        if self._reward_model:
+            parts = self._minibatches(len(groups), len(replayed), 1)
+            judged = self._reward_model.judge(batch, parts, self.version)
         batch = with_advantages(judged.batch, config)
         minibatches, of_critic = list[FlatSequences](), list[FlatSequences]()
         members, rows = batch.members, list[list[int]]()
@@ -232,10 +186,11 @@ class Learner:
             if self.critic:
                 of_critic.append(self._weighed(self._valued(part)) if config.has_critic_of_turns else minibatches[-1])
             rows.append([i for group in indices for i in members[group]])
+        sums = batch.sums(batch.advantages.double())
         return PreparedBatch(
             minibatches=minibatches,
             of_critic=of_critic,
-            advantages=_mean_advantages(batch),
+            advantages=[total / count if count else None for total, count in zip(sums, batch.counts, strict=True)],
             batch=batch,
             num_new=len(groups),
             rows=rows,
@@ -257,7 +212,10 @@ class Learner:
         config, version = self._config, self.version
         keeps = self._events is not None
         loss = PolicyLoss.of(config, version=version, max_staleness=self._max_staleness, keeps_tokens=keeps)
-        metrics = batch.metrics | self._train_critic(batch.of_critic)
+        metrics = dict(batch.metrics)
+        if self.critic and config.critic:
+            learned = self.critic.train_batch(batch.of_critic, ValueLoss(value_clip=config.critic.value_clip))
+            metrics |= {f"critic/{name}": value for name, value in learned.items()}
         if self._reward_model:
             metrics |= self._reward_model.learn(batch.lesson)
         if config.critic and version < config.critic.warmup_batches:
@@ -271,31 +229,46 @@ class Learner:
 
     def offload(self) -> None:
         """Leave the device; see TrainEngine."""
-        self.engines.offload()
+        for engine in self.engines.values():
+            engine.offload()
 
     def onload(self) -> None:
-        self.engines.onload()
+        for engine in self.engines.values():
+            engine.onload()
 
     def fingerprint(self) -> dict[str, TensorPrint]:
-        """The fingerprints of all trained tensors; see TrainEngines."""
-        return self.engines.fingerprint()
+        """The fingerprints of all trained tensors; those of models beside the policy are named `ROLE.NAME`."""
+        return {
+            name if role == "policy" else f"{role}.{name}": one
+            for role, engine in self.engines.items()
+            for name, one in engine.fingerprint().items()
+        }
 
     def save(self, directory: Path) -> Saving:
-        return self.engines.save(directory)
+        """Save the policy's own files; with models beside it, a directory for each role."""
+        if len(self.engines) == 1:
+            return self.engine.save(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        return _Savings(tuple(engine.save(directory / role) for role, engine in self.engines.items()))
 
     def load(self, directory: Path) -> None:
         """Raises CheckpointError, which names the mismatch."""
-        self.engines.load(directory)
+        for role in BESIDE:
+            was_there = (directory / role).is_dir()
+            if was_there != (role in self.engines):
+                wrote, has = ("with", "none") if was_there else ("without", "one")
+                raise CheckpointError(
+                    f"{directory} was written {wrote} a {role.replace('_', ' ')}, and this run has {has}: set "
+                    f"algorithm.{role} as it was, or use another run_dir"
+                )
+        for role, engine in self.engines.items():
+            engine.load(directory if len(self.engines) == 1 else directory / role)
 
     def close(self) -> None:
-        self.engines.close()
-
-    def _judged(self, batch: Batch, num_new: int, num_replayed: int) -> Judged:
-        """The batch with a reward model's process rewards, if there is one."""
-        if self._reward_model is None:
-            return Judged(batch=batch)
-        minibatches = self._minibatches(num_new, num_replayed, 1)
-        return self._reward_model.judge(batch, minibatches, self.version)
+        """Close all engines, whichever fails."""
+        with ExitStack() as stack:
+            for engine in reversed([*self.engines.values()]):
+                stack.callback(engine.close)
 
     def _with_forward_passes(self, batch: Batch) -> Batch:
         """Add the logprobs and values that the algorithm needs, from before any update on the batch."""
@@ -331,16 +304,3 @@ class Learner:
                 shuffle.shuffle(replayed)
             for i in range(config.minibatches):
                 yield [*new[i * size : (i + 1) * size], *replayed[i :: config.minibatches]]
-
-    def _train_critic(self, minibatches: Sequence[Sequence[TrainSequence]]) -> dict[str, float]:
-        critic = self._config.critic
-        if self.critic is None or critic is None:
-            return {}
-        metrics = self.critic.train_batch(minibatches, ValueLoss(value_clip=critic.value_clip))
-        return {f"critic/{name}": value for name, value in metrics.items()}
-
-
-def _mean_advantages(batch: Batch) -> list[float | None]:
-    """[N] The mean over each trajectory's trained tokens; None without trained tokens."""
-    sums = batch.sums(batch.advantages.double())
-    return [total / count if count else None for total, count in zip(sums, batch.counts, strict=True)]

@@ -12,27 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from arl.api.engine import WeightProbe
 from arl.api.errors import ArlError
 from arl.api.events import Placed
-from arl.api.train_engine import ModelLimits, digest_of
+from arl.api.train_engine import ModelLimits, Saving, TrainEngine, TrainSequence, WeightSource, digest_of
 from arl.api.types import Group, new_id
 from arl.runtime.processes.actor import ObjectProcess
 from arl.runtime.processes.rpc import Kept, KeptSaving, KeptSnapshot
 from arl.training.batch_codec import FlatBatch
 from arl.training.token_log import Pack, ReportedBatch, StepWeights, reported
-from arl.training.weight_sync import probe_of
 
 if TYPE_CHECKING:
     from arl.training.learner import Learner, PreparedBatch
 
 
-from typing import Protocol
-
-from arl.api.train_engine import Saving, WeightSource
-
+_PROBE_TOKENS = 64
 _ENDING_S = 10.0
 """How long a process that is given up may take to end its ranks and their Ray."""
 
@@ -88,7 +86,7 @@ class LearnerHost:
     def prepare(self, flat: FlatBatch) -> list[float | None]:
         """Returns PreparedBatch.advantages."""
         self._cpu_began = time.process_time()
-        self._before = self._digest_now() if self._is_recorded else ""
+        self._before = (self._digest or digest_of(self._learner.fingerprint())) if self._is_recorded else ""
         groups, replayed = flat.groups()
         batch = self._learner.prepare(groups, replayed)
         self._batch = batch, groups
@@ -100,7 +98,10 @@ class LearnerHost:
             raise RuntimeError("no batch is prepared")
         (batch, groups), self._batch = self._batch, None
         done = reported(self._learner.train(batch), groups, self._pack)
-        weights = self._weights_since(self._before) if self._is_recorded else None
+        weights = None
+        if self._is_recorded:
+            weights = StepWeights(before=self._before, after=self._learner.fingerprint())
+            self._digest = digest_of(weights.after)
         return replace(done, weights=weights, cpu_s=time.process_time() - self._cpu_began), self._learner.version
 
     def keep(self, key: str, method: str) -> int:
@@ -122,14 +123,6 @@ class LearnerHost:
         self._digest = ""
         self._learner.load(directory)
 
-    def _digest_now(self) -> str:
-        return self._digest or digest_of(self._learner.fingerprint())
-
-    def _weights_since(self, before: str) -> StepWeights:
-        after = self._learner.fingerprint()
-        self._digest = digest_of(after)
-        return StepWeights(before=before, after=after)
-
     def unseen(self, directory: Path) -> str | None:
         """A sentence if a rank on another machine does not see this machine's directory; None if it does."""
         unseen = getattr(self._learner.engine, "unseen", None)
@@ -145,6 +138,24 @@ class RemoteBatch:
 
     advantages: list[float | None]
     """PreparedBatch's."""
+
+
+def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:
+    """is_exact: whether the trainer computes in float32. Tokens are random ones, the same in every run of a model."""
+    import torch  # importing arl's controller must not load it
+
+    limits = engine.limits
+    length = min(_PROBE_TOKENS, (limits.context_length or 2 * _PROBE_TOKENS) // 2)  # servers need room for an answer
+    token_ids = np.random.default_rng(0).integers(limits.vocab_size, size=length)
+    if limits.image_ids:  # of an image that is not there, which trainer and servers refuse
+        of_images = np.isin(token_ids, [*limits.image_ids])
+        token_ids[of_images] = next(number for number in range(limits.vocab_size) if number not in limits.image_ids)
+    mask = torch.arange(length) > 0
+    (row,) = engine.forward([TrainSequence(token_ids=torch.from_numpy(token_ids), loss_mask=mask)])
+    logprobs = row[1:].double().numpy()
+    return WeightProbe(
+        version=engine.version, token_ids=tuple(token_ids.tolist()), logprobs=logprobs, is_exact=is_exact
+    )
 
 
 class RemoteLearner:
@@ -228,12 +239,13 @@ class RemoteWeights:
     def probe(self) -> WeightProbe:
         return self._process.call("probe")
 
-    def snapshot(self) -> KeptSnapshot:
-        return self._snapshot("snapshot")
+    def snapshot(self, method: str = "snapshot") -> KeptSnapshot:
+        version: int = self._process.call("keep", key := new_id(), method)
+        return KeptSnapshot(self, key, version)
 
     def snapshot_adapter(self) -> KeptSnapshot:
         """Raises ConfigError without train.lora."""
-        return self._snapshot("snapshot_adapter")
+        return self.snapshot("snapshot_adapter")
 
     def unseen(self, directory: Path) -> str | None:
         return self._process.beside("unseen", directory)
@@ -242,36 +254,19 @@ class RemoteWeights:
         """See arl.runtime.processes.rpc.Holder. All calls beside training have threads of their own there."""
         return self._process.beside("ask", key, name, args)
 
-    def _snapshot(self, method: str) -> KeptSnapshot:
-        version: int = self._process.call("keep", key := new_id(), method)
-        return KeptSnapshot(self, key, version)
-
 
 class RunWeights(WeightSource, Protocol):
     """The weights being trained, which outlive the processes that hold them."""
 
     @property
-    def limits(self) -> ModelLimits:
-        """The limits of the model's input."""
-        ...
-
-
-class PreparedStep(Protocol):
-    """A batch that is ready for training."""
-
-    @property
-    def advantages(self) -> Sequence[float | None]:
-        """PreparedBatch's."""
-        ...
+    def limits(self) -> ModelLimits: ...
 
 
 class RunLearner(Protocol):
     """Trains one batch after another, in other processes, and survives their loss. Calls block, on one thread."""
 
     @property
-    def version(self) -> int:
-        """The number of batches trained."""
-        ...
+    def version(self) -> int: ...
 
     @property
     def engine(self) -> RunWeights: ...
@@ -289,7 +284,9 @@ class RunLearner(Protocol):
         """Whether a checkpoint is due, because so many batches are kept since the last one."""
         ...
 
-    def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedStep: ...
+    def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> Any:
+        """Returns the batch that is ready for training, with PreparedBatch.advantages."""
+        ...
 
     def train(self, batch: Any) -> ReportedBatch:
         """Train `batch`, the one that was prepared last."""

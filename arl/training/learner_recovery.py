@@ -157,7 +157,8 @@ class RecoveringLearner:
             try:
                 return act(self._learner)
             except ProcessLostError as error:
-                self._recover(error)
+                self._losses.append(str(error))
+                self._begin_anew(error)
         raise TrainingError(self._what_happened())
 
     def _keep(self, version: int, trained: ReportedBatch | None) -> None:
@@ -177,10 +178,6 @@ class RecoveringLearner:
             self._looked_at = newest
             if self.call(lambda learner: learner.has_room()):
                 self._begin_anew(ProcessLostError(f"the cluster has room for {self._num_ranks} ranks again"))
-
-    def _recover(self, lost: ProcessLostError) -> None:
-        self._losses.append(str(lost))
-        self._begin_anew(lost)
 
     def _begin_anew(self, lost: ProcessLostError) -> None:
         """Have another learner at `version`. Raises TrainingError if that fails too often."""
@@ -291,7 +288,10 @@ class RecoveringWeights:
         return self._learner.call(lambda learner: learner.engine.snapshot())
 
     def probe(self) -> WeightProbe | None:
-        return self._learner.call(_probe_of)
+        def act(learner: RemoteLearner) -> WeightProbe | None:
+            return learner.engine.probe() if isinstance(learner.engine, ProbedWeights) else None
+
+        return self._learner.call(act)
 
     def snapshot_adapter(self) -> KeptSnapshot:
         """Raises ConfigError without train.lora."""
@@ -300,7 +300,3 @@ class RecoveringWeights:
     def unseen(self, directory: Path) -> str | None:
         """See arl.runtime.processes.rpc.Holder."""
         return self._learner.call(lambda learner: learner.engine.unseen(directory))
-
-
-def _probe_of(learner: RemoteLearner) -> WeightProbe | None:
-    return learner.engine.probe() if isinstance(learner.engine, ProbedWeights) else None

@@ -58,7 +58,7 @@ def batch_metrics(
     sizes = [t.num_trained_tokens * is_in for t, is_in in zip(taken, chosen, strict=True)]
     trained = [t for t, size in zip(taken, sizes, strict=True) if size]
     num_tokens = sum(t.num_trained_tokens for t in trained)
-    return {
+    found = {
         "staleness/mean": (version * num_tokens - sum(map(_sum_of_versions, trained))) / max(num_tokens, 1),
         "staleness/max": version - min((t.oldest_version or 0 for t in trained), default=version),
         "replayed_groups": len(replayed),
@@ -71,13 +71,7 @@ def batch_metrics(
         **_lengths_by_outcome(groups, sizes),
         **mean_metrics(trajectories),
         **mean_rewards(_episodes(groups)),
-        **_of_tasks(groups),
     }
-
-
-def _of_tasks(groups: Sequence[Group]) -> dict[str, float]:
-    """`task/NAME/...` for each task in the batch; nothing without tasks."""
-    found: dict[str, float] = {}
     for name in dict.fromkeys(group.task for group in groups if group.task):
         own = [group for group in groups if group.task == name]
         found |= {

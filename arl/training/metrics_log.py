@@ -1,31 +1,34 @@
-"""The files of a run: RunLog writes JSONL, and plot_run draws it."""
+"""What a run writes for its users: RunLog writes JSONL and chooses what trackers get, and plot_run draws it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import IO, Any
+from statistics import fmean
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from arl.api.events import TokensCounted
+from arl.api.images import text_with_marks
 from arl.api.settings.run import LogConfig
-from arl.api.tracking import Tracker
-from arl.api.types import Evaluation, Group, StepStats
+from arl.api.tracking import TrackedTrajectory, Tracker, expected_column
+from arl.api.types import Evaluation, Group, StepStats, Trajectory
 from arl.api.version import install_command
 from arl.observe.health.line import HealthLine
 from arl.rollout.episode import Episode
-from arl.rollout.episode_events import Candidate
+from arl.rollout.episode_events import Candidate, FirstFailures, shown, told
+from arl.rollout.group import episode_name
 from arl.runtime.threads import force_to_disk
 from arl.training.display import Display
-from arl.training.run_dir import usable
-from arl.training.tracker_samples import of_evaluation, of_step
+from arl.training.run_dir import usable, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,6 @@ class RunLog:
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "evaluations")}
         self._tokens = run_dir / "tokens.json"
-        self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._version = 0
         """The last step whose row is there."""
         self._begun: dict[str, int] = {}
@@ -68,35 +70,26 @@ class RunLog:
         self.health = HealthLine(settings)
         self.display = display or Display(console=Console(quiet=True))
 
-    def positions(self) -> dict[str, int]:
-        """The length in bytes of the file that grows with each step, up to the last whole step. Any thread may ask."""
-        return {"metrics": self._ends["metrics"]}
-
     def sync(self) -> None:
         """Force the files to the disk, on any thread, before a checkpoint refers to their rows."""
         for path in (*self._paths.values(), self._paths["metrics"].parent):
             with usable(path), suppress(FileNotFoundError):
                 force_to_disk(path)
 
-    def resume(self, version: int, positions: Mapping[str, int]) -> None:
-        """Move rows of later versions to NAME.undone.jsonl, and say how many; delete torn lines.
-
-        positions: from the checkpoint of `version`. A file without one is read whole, as evaluations always are: they
-        are few, and may end after later checkpoints.
-        """
+    def resume(self, version: int) -> None:
+        """Move rows of later versions to NAME.undone.jsonl, and say how many; delete torn lines."""
         self._version = version
-        for name, path in self._paths.items():
+        for path in self._paths.values():
             with usable(path):
-                if path.exists():
-                    position = 0 if version == 0 and name != "evaluations" else positions.get(name)
-                    num_undone = cut_rows(path, version, position)
-                    self._ends[name] = path.stat().st_size
-                    if num_undone:
-                        rows = f"{num_undone} row{'s' * (num_undone > 1)}"
-                        undone = _undone(path).name
-                        self.display.say(f"{path.name}: {rows} after version {version} moved to {undone}")
+                if path.exists() and (num_undone := cut_rows(path, version)):
+                    rows, undone = f"{num_undone} row{'s' * (num_undone > 1)}", _undone(path).name
+                    self.display.say(f"{path.name}: {rows} after version {version} moved to {undone}")
         if version and self._paths["metrics"].exists():
-            steps = _first_and_last_rows(self._paths["metrics"])
+            with self._paths["metrics"].open("rb") as file:  # not all of the file, which may be long
+                text = file.read(_HEAD)
+                file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, len(text)))
+                text += file.read(_TAIL)
+            steps = [row for line in text.splitlines() if (row := _row(line)) is not None]
             self.health.resume(steps, map(asdict, self.evaluations().values()))
 
     def evaluations(self) -> dict[int, Evaluation]:
@@ -161,8 +154,6 @@ class RunLog:
         with usable(self._paths[name]), self._paths[name].open("ab") as file:
             file.truncate(min(self._begun.setdefault(name, file.tell()), file.tell()))
             file.write(json.dumps(dict(row)).encode() + b"\n")
-            end = file.tell()
-        self._ends[name] = end
         del self._begun[name]
 
 
@@ -171,50 +162,35 @@ def _undone(path: Path) -> Path:
     return path.with_suffix(".undone.jsonl")
 
 
-def cut_rows(path: Path, version: int, position: int | None) -> int:
-    """Cut the file at `position`, if the rows of later versions begin there; else keep the rows up to `version`.
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def cut_rows(path: Path, version: int) -> int:
+    """Keep the rows up to `version`.
 
     Returns how many rows it appended to the file of undone rows: before it cuts, so that a kill loses none.
     """
-    if position is not None:
-        with path.open("r+b") as file:
-            if _is_end_of(file, version, position):
-                file.seek(position)
-                undone = [line for line in file if _row(line) is not None]
-                _append_rows(_undone(path), undone)
-                file.truncate(position)
-                return len(undone)
-        log.warning("%s is not as the checkpoint of version %d left it: reading all of it", path, version)
+    with path.open("rb") as file, suppress(msgspec.MsgspecError):  # most often nothing is to be cut
+        rows = ((line, msgspec.json.decode(line, type=_Versioned)) for line in file)
+        if all(line.endswith(b"\n") and row.version <= version for line, row in rows):
+            return 0
     aside, undone = path.with_name(path.name + ".tmp"), list[bytes]()
     with aside.open("wb") as kept:
         for line, row in _rows(path):
-            if isinstance(row.get("version"), int) and row["version"] <= version:
-                kept.write(line.rstrip(b"\n") + b"\n")
+            is_kept = isinstance(row.get("version"), int) and row["version"] <= version
+            whole = line.rstrip(b"\n") + b"\n"
+            if is_kept:
+                kept.write(whole)
             else:
-                undone.append(line)
+                undone.append(whole)
     force_to_disk(aside)
-    _append_rows(_undone(path), undone)
+    if undone:
+        with _undone(path).open("ab") as file:
+            file.writelines(undone)
+        force_to_disk(_undone(path))
     aside.replace(path)
     return len(undone)
-
-
-def _append_rows(path: Path, lines: Sequence[bytes]) -> None:
-    if not lines:
-        return
-    with path.open("ab") as file:
-        file.writelines(line.rstrip(b"\n") + b"\n" for line in lines)
-    force_to_disk(path)
-
-
-def _is_end_of(file: IO[bytes], version: int, position: int) -> bool:
-    """Whether a row ends at `position`, and no row of `version` or an earlier one begins there."""
-    if file.seek(0, os.SEEK_END) < position:
-        return False
-    file.seek(max(position - 1, 0))
-    if position and file.read(1) != b"\n":
-        return False
-    row = _row(file.readline())
-    return row is None or not isinstance(row.get("version"), int) or row["version"] > version
 
 
 def _evaluation(row: Mapping[str, Any]) -> Evaluation:
@@ -225,15 +201,6 @@ def _evaluation(row: Mapping[str, Any]) -> Evaluation:
 
 _HEAD, _TAIL = 1 << 16, 1 << 18
 """Bytes: some 20 and 80 rows."""
-
-
-def _first_and_last_rows(path: Path) -> list[dict[str, Any]]:
-    """All of a short file. A long one is not read whole, as a run may be long."""
-    with path.open("rb") as file:
-        parts = [file.read(_HEAD)]
-        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, len(parts[0])))
-        parts.append(file.read(_TAIL))
-    return [row for line in b"".join(parts).splitlines() if (row := _row(line)) is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -271,13 +238,6 @@ def read_jsonl(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     return [{name: row[name] for name in names} if names else row for row in rows]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file's text in one step: a reader, or a rerun after a kill, finds the whole old or new file."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text)
-    aside.replace(path)
-
-
 def plot_run(run_dir: Path) -> Path:
     """Draw reward, staleness and throughput over wall time from metrics.jsonl into reward.png; return its path.
 
@@ -311,3 +271,116 @@ def plot_run(run_dir: Path) -> Path:
     path = run_dir / "reward.png"
     figure.savefig(path, dpi=120)
     return path
+
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
+_REASONS: tuple[tuple[str, Callable[[tuple[Candidate, Trajectory]], tuple[float, ...]]], ...] = (
+    ("highest reward", lambda one: (one[1].total_reward, one[0].distance)),
+    ("lowest reward", lambda one: (-one[1].total_reward, one[0].distance)),
+    ("longest", lambda one: (len(one[1].token_ids),)),
+    ("least like its group", lambda one: (one[0].distance,)),
+)
+"""Why one is chosen, and what then is largest. Rewards that tie are decided by the second number."""
+_ANY, _FAILED = "any", "failed"
+
+
+def choose(candidates: Sequence[Candidate], number: int) -> list[tuple[Candidate, str]]:
+    """Up to `number` finished candidates of different examples, each with why it was chosen.
+
+    The reasons take turns; of candidates that tie, the first one is chosen. A reason is passed over where the best
+    candidate left is no better than the worst of all. Once all reasons are, the first ones left are chosen, for "any".
+    """
+    everyone = [(one, one.trajectory) for one in candidates if one.trajectory is not None]
+    least = {why: min((key(one)[0] for one in everyone), default=0.0) for why, key in _REASONS}
+    chosen: list[tuple[Candidate, str]] = []
+    left, turns = everyone, [*_REASONS]
+    while left and len(chosen) < number:
+        why, key = turns.pop(0) if turns else (_ANY, lambda one: (0.0,))
+        best = max(left, key=key)
+        if why != _ANY:
+            if key(best)[0] == least[why]:
+                continue
+            turns.append((why, key))
+        chosen.append((best[0], why))
+        left = [one for one in left if (one[0].task, one[0].example_id) != (best[0].task, best[0].example_id)]
+    return chosen
+
+
+def of_step(
+    groups: Sequence[Group],
+    advantages: Sequence[float | None],
+    failed: Sequence[Candidate],
+    number: int,
+    decode: Decode | None,
+) -> list[TrackedTrajectory]:
+    """Up to `number` of a batch's trajectories, and of the episodes that failed. advantages: of the trajectories."""
+    candidates = [*_candidates(groups, advantages)]
+    chosen = [*choose(candidates, number), *((one, _FAILED) for one in failed[:number])]
+    return [_tracked(one, why, decode) for one, why in chosen]
+
+
+def of_evaluation(episodes: Sequence[Episode], number: int, decode: Decode | None) -> list[TrackedTrajectory]:
+    """Up to `number` of an evaluation's trajectories, and of its failed episodes. episodes: in the examples' order."""
+    finished, failures = list[Candidate](), FirstFailures()
+    for index, episode in enumerate(episodes):
+        one = Candidate(name=episode.name, example_id=(0, index), example={}, trajectory=episode.seen)
+        finished += [replace(one, trajectory=trajectory) for trajectory in episode.trajectories]
+        if episode.error is not None:
+            failures.note(replace(one, error=told(episode.error)))
+    chosen = [*choose(finished, number), *((one, _FAILED) for one in failures.take()[:number])]
+    examples = (shown(episodes[one.example_id[1]].example) for one, _ in chosen)
+    return [
+        _tracked(replace(one, example=example), why, decode)
+        for (one, why), example in zip(chosen, examples, strict=True)
+    ]
+
+
+def _candidates(groups: Sequence[Group], advantages: Sequence[float | None]) -> Iterator[Candidate]:
+    left = iter(advantages)
+    for group in groups:
+        rewards = defaultdict[str, list[float]](list)
+        for trajectory in group.trajectories:
+            rewards[trajectory.role].append(trajectory.total_reward)
+        means = {role: fmean(own) if len({*own}) > 1 else own[0] for role, own in rewards.items()}  # equal: exactly
+        for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+            yield Candidate(
+                name=episode_name(group.group_id, index),
+                example_id=group.example_id,
+                task=group.task,
+                example=group.example,
+                group_id=group.group_id,
+                index=index,
+                trajectory=trajectory,
+                advantage=next(left),
+                distance=abs(trajectory.total_reward - means[trajectory.role]),
+            )
+
+
+def _tracked(one: Candidate, why: str, decode: Decode | None) -> TrackedTrajectory:
+    trajectory, column = one.trajectory, expected_column(one.example)
+    text = ""
+    if decode and trajectory is not None:
+        text = text_with_marks(trajectory.token_ids.tolist(), trajectory.images, decode)
+    return TrackedTrajectory(
+        why=why,
+        name=one.name,
+        example_id=one.example_id,
+        task=one.task,
+        group_id=one.group_id,
+        episode=one.index,
+        role=trajectory.role if trajectory else "",
+        reward=None if trajectory is None or one.error else trajectory.total_reward,
+        rewards=trajectory.rewards if trajectory else {},
+        metrics=trajectory.metrics if trajectory else {},
+        advantage=one.advantage,
+        num_tokens=len(trajectory.token_ids) if trajectory else 0,
+        num_trained_tokens=trajectory.num_trained_tokens if trajectory else 0,
+        oldest_version=trajectory.oldest_version if trajectory else None,
+        newest_version=trajectory.newest_version if trajectory else None,
+        is_truncated=bool(trajectory and trajectory.is_truncated),
+        error=one.error,
+        example=one.example,
+        expected="" if column is None else str(one.example[column]),
+        text=text,
+    )

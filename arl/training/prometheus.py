@@ -115,14 +115,11 @@ class Scrapes:
         now = time.monotonic()
         known = self._answers.get(is_open)
         if known is None or now - known[0] >= _FRESH_S:
-            known = self._answers[is_open] = (now, *self._encoded(is_open))
+            from prometheus_client.exposition import choose_encoder
+
+            encode, content_type = choose_encoder(f"{_OPEN_METRICS}; version=1.0.0" if is_open else "")
+            known = self._answers[is_open] = now, encode(self), content_type
         return web.Response(body=known[1], headers={"Content-Type": known[2]})
-
-    def _encoded(self, is_open: bool) -> tuple[bytes, str]:
-        from prometheus_client.exposition import choose_encoder
-
-        encode, content_type = choose_encoder(f"{_OPEN_METRICS}; version=1.0.0" if is_open else "")
-        return encode(self), content_type
 
     def collect(self) -> Iterable[Metric]:
         """Every family, as prometheus_client asks a registry for them."""
@@ -132,11 +129,10 @@ class Scrapes:
             _add_step(families, self._trainer)
             _add_live(families, self._trainer)
             _add_evaluations(families, self._trainer)
+        about = "Size of each directory in run_dir, and of the files beside them."
         for part, size in self._sizes().items():
-            families.gauge(
-                "disk_bytes", size, "Size of each directory in run_dir, and of the files beside them.", part=part
-            )
-        return families.all
+            families.gauge("disk_bytes", size, about, part=part)
+        return [*families.by_name.values()]
 
     def _add_run(self, families: _Families) -> None:
         config, trainer = self._config, self._trainer
@@ -173,11 +169,7 @@ class _Families:
     """Metric families under construction."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Any] = {}
-
-    @property
-    def all(self) -> list[Metric]:
-        return list(self._by_name.values())
+        self.by_name: dict[str, Any] = {}
 
     def gauge(self, name: str, value: float, about: str, **labels: str) -> None:
         from prometheus_client.metrics_core import GaugeMetricFamily
@@ -193,12 +185,12 @@ class _Families:
     def info(self, name: str, values: Labels, about: str) -> None:
         from prometheus_client.metrics_core import InfoMetricFamily
 
-        self._by_name[name] = InfoMetricFamily(f"arl_{name}", about, value=_encodable(values))
+        self.by_name[name] = InfoMetricFamily(f"arl_{name}", about, value=_encodable(values))
 
     def _add(self, kind: Any, name: str, value: float, about: str, labels: Labels) -> None:
-        if name not in self._by_name:
-            self._by_name[name] = kind(f"arl_{name}", about, labels=list(labels))
-        family = self._by_name[name]
+        if name not in self.by_name:
+            self.by_name[name] = kind(f"arl_{name}", about, labels=list(labels))
+        family = self.by_name[name]
         if len(family.samples) < _MOST_SAMPLES:
             family.add_metric(list(_encodable(labels).values()), value)
 

@@ -11,7 +11,7 @@ import json
 import logging
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,7 @@ from arl.training.run_dir import usable
 from arl.training.token_log import ReportedBatch
 
 DIRECTORY = "recording"
-FORMAT = 1
+FORMAT = 2
 """Raise it for each change that older readers cannot read."""
 
 _PACKAGES = ("torch", "transformers", "numpy")
@@ -171,17 +171,14 @@ def forget_steps(run_dir: Path, version: int) -> None:
 
 def recorded_versions(run_dir: Path) -> list[int]:
     """The versions whose steps are recorded, ascending."""
-    return sorted(_versions(run_dir / DIRECTORY))
+    directory = run_dir / DIRECTORY
+    paths = directory.iterdir() if directory.is_dir() else ()
+    matches = (re.fullmatch(r"step-(\d{8})\.npz", path.name) for path in paths)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def step_file(directory: Path, version: int) -> Path:
     return directory / f"step-{version:08d}.npz"
-
-
-def _versions(directory: Path) -> Iterator[int]:
-    if directory.is_dir():
-        matches = (re.fullmatch(r"step-(\d{8})\.npz", path.name) for path in directory.iterdir())
-        yield from (int(match[1]) for match in matches if match)
 
 
 def _checksum(header: bytes, arrays: Mapping[str, np.ndarray]) -> int:

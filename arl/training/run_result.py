@@ -33,8 +33,7 @@ from arl.runtime.stopping import SCRIPT_END, ScriptEnd, show_briefly
 from arl.runtime.threads import finished, offload
 from arl.training.display import display_of
 from arl.training.evaluator import with_error
-from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, is_locked, newest_checkpoint
-from arl.training.run_environment import record_start
+from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, is_locked, newest_checkpoint, record_start
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer
@@ -131,7 +130,7 @@ def how_it_ended(run_dir: str | Path) -> RunEnd | None:
     killed.
     """
     run_dir = Path(run_dir)
-    process = _process(holder_of(run_dir / LOCK))
+    process = holder_of(run_dir / LOCK).removesuffix(THIS_ONE)
     if process and is_locked(run_dir / LOCK):
         return RunEnd(how="running", why=f"{process} trains", process=process)
     end = _written(run_dir / END)
@@ -155,10 +154,6 @@ def _written(path: Path) -> RunEnd | None:
         return RunEnd(**{**known, **{name: tuple(known.get(name, ())) for name in ("logs", "remarks")}})
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _process(holder: str) -> str:
-    return holder.removesuffix(THIS_ONE)
 
 
 class OpenRun:
@@ -218,7 +213,7 @@ class OpenRun:
         self._write_soon(CancelledError(reason))
 
     def _write_soon(self, error: BaseException) -> None:
-        """Runs on its own thread, because a disk that hangs must not keep the process from ending."""
+        """On a thread of its own, because a disk that hangs must not keep the process from ending."""
         writing = threading.Thread(target=lambda: self._write(self._end(error)), name="arl-end", daemon=True)
         with suppress(RuntimeError):  # no more threads can be started
             writing.start()
@@ -227,7 +222,10 @@ class OpenRun:
     def _leave(self, error: BaseException | None) -> None:
         try:
             end = replace(self._end(error), disk=disk_use(self._config.run_dir))
-            self._write(self._of_the_run(end))
+            before, is_refused = self._before, end.how == "failed" and self._trainer is None
+            # A finished run stays finished if a start that trained nothing fails.
+            has_finished = before and before.how == "finished" and (before.version or 0) >= self._config.steps
+            self._write(replace(before, process=end.process) if before and has_finished and is_refused else end)
             lines = end.lines(self._config.run_dir)
             display_of(self._config.log).tell("end", "\n".join(filter(None, lines)), **asdict(end))
             if self._script:
@@ -238,13 +236,6 @@ class OpenRun:
                 show_briefly(error, "interrupted" if self._config.log.console else "\n".join(lines[:2]))
         except Exception as failure:  # the run's own error must not be hidden
             log.warning("cannot say how the run ended: %s", failure, exc_info=True)
-
-    def _of_the_run(self, end: RunEnd) -> RunEnd:
-        """How the run ended whose last start ended so: with all its steps it stays finished if that start failed."""
-        before, is_refused = self._before, end.how == "failed" and self._trainer is None
-        if is_refused and before and before.how == "finished" and (before.version or 0) >= self._config.steps:
-            return replace(before, process=end.process)
-        return end
 
     def _begin(self) -> None:
         path = self._config.run_dir / END
@@ -270,6 +261,8 @@ class OpenRun:
         if number is None and isinstance(error, KeyboardInterrupt):
             number = signal.SIGINT
         name = None if number is None else signal.Signals(number).name
+        patterns = next((patterns for kinds, patterns in _LOGS if isinstance(error, kinds)), ())
+        logs = [path for pattern in patterns for path in sorted((config.run_dir / "logs").glob(pattern))]
         end = RunEnd(
             how=_how(error),
             why=self._why(error, name),
@@ -278,10 +271,10 @@ class OpenRun:
             traceback=_traceback(error),
             began=self._began,
             ended=_now(),
-            process=_process(holder_of(config.run_dir / LOCK)),
+            process=holder_of(config.run_dir / LOCK).removesuffix(THIS_ONE),
             steps=config.steps,
             checkpoint=_path(newest_checkpoint(config.run_dir)),
-            logs=_logs_about(error, config.run_dir / "logs"),
+            logs=tuple(map(str, logs)),
         )
         end = end if trainer is None else replace(end, version=trainer.version, **_numbers(trainer))
         return replace(end, what_next=self._what_next(end))
@@ -309,15 +302,13 @@ class OpenRun:
             there = f"; the {what} {model}" if model.is_dir() else ""
             return f"set steps above {end.version} to train further{there}"
         read = f"read {', '.join(end.logs)}; " if end.logs else ""
-        if end.how == "failed" and end.error in _OF_PLACEMENT and _is_spread(self._config):
+        is_spread = self._config.train.ray_address is not None or isinstance(self._config.engine, RunningServersConfig)
+        if end.how == "failed" and end.error in _OF_PLACEMENT and is_spread:
             read += "--dry-run looks for mistakes in what runs where, and starts nothing; "
         fixed = "once the cause is fixed, " if end.how == "failed" else ""
-        return read + fixed + self._continued()
-
-    def _continued(self) -> str:
-        checkpoint = newest_checkpoint(self._config.run_dir)
         again = self._script.again if self._script else "the same call"
-        return f"{again} " + (f"continues from {checkpoint}" if checkpoint else "starts over: there is no checkpoint")
+        starts = f"continues from {end.checkpoint}" if end.checkpoint else "starts over: there is no checkpoint"
+        return f"{read}{fixed}{again} {starts}"
 
 
 def disk_use(run_dir: Path, within_s: float = _SCAN_S) -> dict[str, int]:
@@ -349,26 +340,19 @@ def _how(error: BaseException | None) -> How:
             return "failed"
 
 
-def _is_spread(config: Config) -> bool:
-    """Whether the run may use several machines."""
-    return config.train.ray_address is not None or isinstance(config.engine, RunningServersConfig)
-
-
 def _numbers(trainer: Trainer) -> dict[str, Any]:
-    done = list(trainer.evaluations.values())
-    chosen = (
-        {"best": max(done, key=lambda one: one.reward), "last": max(done, key=lambda one: one.version)} if done else {}
-    )
-    evaluations = {name: _reward(one) for name, one in chosen.items()}
+    def reward(evaluation: Evaluation) -> dict[str, float]:
+        error = evaluation.standard_error
+        own = {} if error is None else {"standard_error": error}
+        return {"version": evaluation.version, "reward": evaluation.reward, **own}
+
+    evaluations = dict[str, dict[str, float]]()
+    if done := list(trainer.evaluations.values()):
+        evaluations["best"] = reward(max(done, key=lambda one: one.reward))
+        evaluations["last"] = reward(max(done, key=lambda one: one.version))
     bias = trainer.rollout.lengths.bias()
     remark = bias.remark() if bias else None
     return {"totals": trainer.summary(), "evaluations": evaluations, "remarks": (remark,) if remark else ()}
-
-
-def _reward(evaluation: Evaluation) -> dict[str, float]:
-    error = evaluation.standard_error
-    own = {} if error is None else {"standard_error": error}
-    return {"version": evaluation.version, "reward": evaluation.reward, **own}
 
 
 def _traceback(error: BaseException | None) -> str:
@@ -377,11 +361,6 @@ def _traceback(error: BaseException | None) -> str:
     if not isinstance(shown, Exception) or isinstance(shown, errors.ArlError):
         return ""
     return "".join(traceback.format_exception(shown))[-_TRACEBACK:]
-
-
-def _logs_about(error: BaseException | None, logs: Path) -> tuple[str, ...]:
-    patterns = next((patterns for kinds, patterns in _LOGS if isinstance(error, kinds)), ())
-    return tuple(str(path) for pattern in patterns for path in sorted(logs.glob(pattern)))
 
 
 def _path(path: Path | None) -> str | None:

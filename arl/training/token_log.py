@@ -161,22 +161,16 @@ def choose(groups: Sequence[Group], weights: Sequence[float], config: EventsConf
     keeps = config.keeps(sum(len(t.token_ids) for t in trajectories))
     if keeps != "sampled":
         return list(range(len(trajectories))) if keeps == "all" else []
-    chosen = {i for i, group in enumerate(_group_of_each(groups)) if is_sampled(group.group_id)}
+    owners = [group for group in groups for _ in group.trajectories]
+    chosen = {i for i, group in enumerate(owners) if is_sampled(group.group_id)}
+    oldest = [np.inf if t.oldest_version is None else t.oldest_version for t in trajectories]
     ranks = (
         lambda i: trajectories[i].total_reward,
         lambda i: -trajectories[i].total_reward,
         lambda i: len(trajectories[i].token_ids),
-        lambda i: -_oldest(trajectories[i]),
+        lambda i: -oldest[i],
         lambda i: weights[i],
     )
     for rank in ranks:
         chosen.update(sorted(range(len(trajectories)), key=rank, reverse=True)[:NUM_NOTABLE])
     return sorted(chosen)
-
-
-def _group_of_each(groups: Sequence[Group]) -> list[Group]:
-    return [group for group in groups for _ in group.trajectories]
-
-
-def _oldest(trajectory: Trajectory) -> float:
-    return np.inf if trajectory.oldest_version is None else trajectory.oldest_version

@@ -35,27 +35,28 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from msgspec import structs
+
 from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, ProcessLostError, end_with, first_error
-from arl.api.events import NOWHERE, BatchTaken, EventStore
+from arl.api.events import NOWHERE, BatchTaken, BatchTrained, Events, EventStore, TokensCounted, TrainedSummary
 from arl.api.html import run_html
 from arl.api.settings.run import Config
 from arl.api.settings.sections import settings_without_keys
 from arl.api.types import Evaluation, Group, StepStats
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
+from arl.rollout.episode_events import Candidate
 from arl.runtime.threads import TrainThread, offload
 from arl.training.checkpoints import Checkpoints, RunState, Saver, written
-from arl.training.colocation import DeviceTurns
-from arl.training.evaluation_loop import BestModel, Evaluations
-from arl.training.evaluation_weights import MovingWeights, Pin, hold_weights
+from arl.training.evaluation_loop import BestModel, Evaluations, Pin, hold_weights
 from arl.training.evaluator import Evaluator
 from arl.training.learner_process import RunLearner
-from arl.training.metrics import RunTotals, publish_metrics
+from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, publish_metrics, reward_metrics
 from arl.training.metrics_log import RunLog, read_jsonl
-from arl.training.step import Step, log_step, report_step
+from arl.training.token_log import ReportedBatch, named
 from arl.training.watchdog import Watchdog
-from arl.training.weight_sync import Delivery
+from arl.training.weight_sync import Delivery, DeviceTurns
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,17 @@ class Trainer:
             thread=self.thread,
             events=self.events,
         )
-        self._evaluations = self._evaluations_beside(self.evaluator) if self.evaluator else None
+        evaluation, run_dir = self.config.evaluation, self.config.run_dir
+        self._evaluations = self.evaluator and Evaluations(
+            config=evaluation,
+            evaluator=self.evaluator,
+            pin=self._pin_weights,
+            best=None if evaluation.keep_best is None else BestModel(run_dir, evaluation.keep_best),
+            log=self.log,
+            thread=self.thread,
+            tasks=self._tasks,
+            training=self._training,
+        )
         self._batch: Sequence[Group] = ()
         """Groups taken but not yet trained. A step that is cancelled before its training leaves them to the next."""
         self._open_step: Step | None = None
@@ -120,26 +131,13 @@ class Trainer:
         self.last_step: StepStats | None = None
         """The last step of this process."""
 
-    def _evaluations_beside(self, evaluator: Evaluator) -> Evaluations:
-        config = self.config.evaluation
-        return Evaluations(
-            config=config,
-            evaluator=evaluator,
-            pin=self._pin_weights,
-            best=None if config.keep_best is None else BestModel(self.config.run_dir, config.keep_best),
-            log=self.log,
-            thread=self.thread,
-            tasks=self._tasks,
-            training=self._training,
-        )
-
     async def _pin_weights(self) -> Pin:
         """Pin the newest weights for an evaluation. The caller holds `_training`."""
         config = self.config.evaluation
         if config.hold_weights or self._turns.is_colocated:
             await self._catch_up_servers()
         if not config.hold_weights:
-            return MovingWeights(self._delivery)
+            return Pin(self._delivery)
         return await hold_weights(self._delivery, self.learner, self.thread, keeps_model=config.keep_best is not None)
 
     @asynccontextmanager
@@ -148,8 +146,13 @@ class Trainer:
 
         It saves before it waits for the tasks to end, so an episode that ignores its cancellation cannot prevent it.
         """
-        where, last_words = self.learner.whereabouts, self.last_words
-        watchdog = Watchdog(self.config.stall_timeout_s, self._progress, self._end, where, last_words)
+        watchdog = Watchdog(
+            self.config.stall_timeout_s,
+            self._progress,
+            lambda error: end_with(error, self._tasks),
+            self.learner.whereabouts,
+            self.last_words,
+        )
         try:
             with watchdog.watching():
                 async with self._tokens_noted(), self._tasks:
@@ -212,7 +215,10 @@ class Trainer:
         self._settle()
         await self._publish()
         stats = await self._record()
-        await self._beside_training()
+        if self._evaluations:
+            await self._evaluations.begin(self.version)
+        if self._saver.is_due(self.version) and (saving := await self._begin_saving()):
+            self._tasks.create_task(written(saving))
         return stats
 
     def _settle(self) -> None:
@@ -303,12 +309,6 @@ class Trainer:
                 pass
             raise
 
-    async def _beside_training(self) -> None:
-        if self._evaluations:
-            await self._evaluations.begin(self.version)
-        if self._saver.is_due(self.version) and (saving := await self._begin_saving()):
-            self._tasks.create_task(written(saving))
-
     async def evaluate(self) -> Evaluation:
         """Run the held-out examples on the newest weights. Raises ConfigError without held-out examples.
 
@@ -344,41 +344,38 @@ class Trainer:
         Any task may call it. It waits for a batch in training.
         """
         with self._in_hand():
-            while not await self._is_exported(directory):
-                log.warning("the snapshot to export was lost with the trainer's process; another follows")
-
-    async def _is_exported(self, directory: Path) -> bool:
-        async with self._training:
-            snapshot = await self.thread(self.learner.engine.snapshot)
-        try:
-            await offload(snapshot.write, directory)
-        except ProcessLostError:
-            return False
-        finally:
-            snapshot.release()
-        return True
+            while True:
+                async with self._training:
+                    snapshot = await self.thread(self.learner.engine.snapshot)
+                try:
+                    await offload(snapshot.write, directory)
+                    return
+                except ProcessLostError:
+                    log.warning("the snapshot to export was lost with the trainer's process; another follows")
+                finally:
+                    snapshot.release()
 
     async def _begin_saving(self) -> asyncio.Future[None] | None:
         """See Saver.begin. The caller holds `_training`, and awaits `written` on the result."""
         await self._saver.finished()
         await self._end_open_step()
-        has_failed = self._open_step is not None
-        return None if has_failed else await self._saver.begin(self.version, self._state)
+        if self._open_step is not None:  # the optimizer step has failed
+            return None
+        return await self._saver.begin(self.version, self._state)
 
     def _state(self) -> RunState:
+        def sync() -> None:
+            self.log.sync()  # the rows of its steps
+            self.events.flush()  # the records of its episodes
+
         totals = replace(self.totals, wall_s=self._wall_s())
         values = {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
         return RunState(
-            values=values | {"logs": self.log.positions(), "settings": settings_without_keys(self.config)},
+            values=values | {"settings": settings_without_keys(self.config)},
             groups=self.buffer.untrained(self.version),
             replay=self.replay.groups,
-            sync=self._sync,
+            sync=sync,
         )
-
-    def _sync(self) -> None:
-        """Force to the disk what a checkpoint counts on: the rows of its steps, and the records of its episodes."""
-        self.log.sync()
-        self.events.flush()
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
@@ -416,9 +413,6 @@ class Trainer:
             return None
         beats = self.rollout.pulse.beats, self.learner.pulse
         return self.learner.version, self.version, self.published_version, beats, self._num_in_hand
-
-    def _end(self, error: Exception) -> None:
-        end_with(error, self._tasks)
 
     @contextmanager
     def _in_hand(self, change: int = 1) -> Generator[None]:
@@ -490,3 +484,80 @@ class Trainer:
         facts = {"run_dir": self.config.run_dir, "steps": f"{self.version} of {self.config.steps}"}
         evaluations = [asdict(evaluation) for evaluation in self.evaluations.values()]
         return run_html("Trainer", facts, read_jsonl(self.config.run_dir / "metrics.jsonl"), evaluations)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """A batch from the start of its training until its log line. Times are of the monotonic clock."""
+
+    groups: Sequence[Group]
+    replayed: Sequence[Group]
+    """Groups of earlier batches, trained with the new ones."""
+    advantages: Sequence[float | None]
+    """Of the trajectories of `groups`, then of those of `replayed`; see PreparedBatch."""
+    began: float
+    """When the wait for the batch began."""
+    taken: float
+    """When the wait ended."""
+    call: asyncio.Future[ReportedBatch]
+    trained: float | None = None
+    """When training ended."""
+    failed: list[Candidate] = field(default_factory=list[Candidate])
+    """Failed episodes that trackers get with the step."""
+
+    @property
+    def is_trained(self) -> list[list[bool]]:
+        """For each of `groups`, then each of `replayed`: whether the algorithm trained each of its trajectories."""
+        left = iter(self.advantages)
+        return [[next(left) is not None for _ in group.trajectories] for group in (*self.groups, *self.replayed)]
+
+
+def log_step(
+    log: RunLog,
+    totals: RunTotals,
+    step: Step,
+    version: int,
+    known: Mapping[str, float],
+    tokens: TokensCounted,
+) -> StepStats:
+    """Log the step that led to `version`. It touches only its arguments, because the event loop goes on.
+
+    known: metrics computed before.
+    """
+    rewards = episode_rewards(step.groups)
+    numbers = batch_metrics(step.groups, version - 1, step.replayed, step.is_trained)
+    metrics = {"version": version, **reward_metrics(rewards), **numbers, **known}
+    stats = StepStats(
+        version=version,
+        reward=metrics["reward"],
+        num_episodes=len(rewards),
+        mean_staleness=numbers["staleness/mean"],
+        max_staleness_seen=int(numbers["staleness/max"]),
+        wait_s=known["time/wait_s"],
+        train_s=known["time/train_s"],
+        metrics=metrics,
+        remark=log.health.remark(metrics),
+    )
+    totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # a cancelled step counts, too
+    log.step(stats, step.groups, step.advantages, step.failed)
+    log.tokens(tokens)
+    return stats
+
+
+def report_step(events: Events, step: Step, version: int, seconds: float) -> None:
+    """Give the event log the step that led to `version`."""
+    reported = step.call.result()
+    names = [name for group in step.groups for name in named(group)]
+    events.emit(
+        BatchTrained(
+            version=version,
+            groups=[group.group_id for group in step.groups],
+            seconds=seconds,
+            cpu_s=reported.cpu_s,
+            trajectories=[TrainedSummary(*name[:2], *own) for name, own in zip(names, reported.numbers, strict=False)],
+        )
+    )
+    images = {name[:2]: [placed.image for placed in name[2].images] for name in names if name[2].images}
+    for tokens in reported.tokens:
+        own = {image: None for row in tokens.rows for image in images.get(row, ())}
+        events.keep(structs.replace(tokens, images=[*own]) if own else tokens)

@@ -20,9 +20,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from arl.api.errors import StalledError
 
@@ -36,8 +35,7 @@ _SHOWN = 12
 """Kinds of waits that one message names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     what: str
     woken_by: str
 
@@ -157,7 +155,9 @@ class Watchdog:
                 blocked_warning_s = WARN_AFTER_S
             elif blocked_s >= blocked_warning_s:
                 blocked_warning_s *= 2
-                log.error("the event loop has been blocked for %.0f s, in\n%s", blocked_s, _stack_of(loop_thread))
+                frame = sys._current_frames().get(loop_thread)
+                stack = "".join(traceback.format_stack(frame)) if frame else "an unknown place"
+                log.error("the event loop has been blocked for %.0f s, in\n%s", blocked_s, stack)
             if self._limit_s is not None and still_s >= 2 * self._limit_s:
                 self._last_words(f"nothing moved for {still_s:.0f} s, and the run could not end itself")
                 _end_process(still_s)
@@ -200,13 +200,8 @@ def _line(task: asyncio.Task[Any]) -> str:
     where = _place(ours[-1] if ours else frames[-1])
     if known is None:
         return f"in {where}"
-    return f"{known.what}; woken by {known.woken_by} ({_outside_arl(ours) or where})"
-
-
-def _outside_arl(frames: list[FrameType]) -> str:
-    """The innermost place in a user's code, if there is one."""
-    users = [frame for frame in frames if not frame.f_globals.get("__name__", "").startswith("arl.")]
-    return _place(users[-1]) if users else ""
+    users = [frame for frame in ours if not frame.f_globals.get("__name__", "").startswith("arl.")]
+    return f"{known.what}; woken by {known.woken_by} ({_place(users[-1]) if users else where})"
 
 
 def _suspended(task: asyncio.Task[Any]) -> Iterator[FrameType]:
@@ -237,11 +232,6 @@ def _threads() -> list[str]:
         if stack:
             lines.append(f"  thread {thread.name}: in {_place(stack[0])}")
     return lines
-
-
-def _stack_of(thread: int) -> str:
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)) if frame else "an unknown place"
 
 
 def _end_process(still_s: float) -> None:

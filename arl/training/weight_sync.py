@@ -1,25 +1,86 @@
-"""Delivery: brings each snapshot of the weights to the servers, beside training."""
+"""Delivery brings each snapshot of the weights to the servers, beside training; DeviceTurns shares devices with them.
+
+With engine.colocated, servers and trainer use the same GPUs, one after the other:
+
+    servers generate --batch taken--> release_memory --> onload --> train --> snapshot --> offload --> update_weights
+           ^                          servers sleep      the trainer is on the device                  servers wake |
+           +---------------------------------------------------------------------------------------------------------+
+
+Each arrow waits for what stands before it, so the devices never hold both.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from arl.api.engine import InferenceEngine, PublishStats, WeightProbe, WeightTransport, WeightUpdate
-from arl.api.errors import ProcessLostError, TransportError
-from arl.api.events import NOWHERE, Events, Published, SnapshotTaken
-from arl.api.train_engine import TrainEngine, TrainSequence, WeightSource
+from arl.api.engine import ColocatedServers, InferenceEngine, PublishStats, WeightProbe, WeightTransport, WeightUpdate
+from arl.api.errors import ConfigError, ProcessLostError, TransportError
+from arl.api.events import NOWHERE, Events, Published, SnapshotTaken, TrainerMoved
+from arl.api.train_engine import WeightSource
 from arl.rollout.buffer import ReplayBuffer
 from arl.runtime.threads import TrainThread
-from arl.training.colocation import DeviceTurns
+from arl.training.learner_process import RunLearner
 
-_NUM_TOKENS = 64
+
+@dataclass(kw_only=True, eq=False)
+class DeviceTurns:
+    """Gives the devices to the trainer, and has it leave them. The next update of the servers' weights wakes these.
+
+    Without is_colocated the trainer has devices of its own, and both calls do nothing.
+    """
+
+    is_colocated: bool
+    servers: InferenceEngine
+    learner: RunLearner
+    thread: TrainThread
+    events: Events
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """What the last turn cost, as metrics."""
+    _is_on_device: bool = False
+    """The trainer has certainly arrived, and not begun to leave."""
+
+    def __post_init__(self) -> None:
+        if self.is_colocated and not isinstance(self.servers, ColocatedServers):
+            raise ConfigError("engine.colocated is set, but this inference engine cannot let go of its memory")
+
+    @property
+    def are_servers_asleep(self) -> bool:
+        """They wake with the next update alone."""
+        return self.is_colocated and isinstance(self.servers, ColocatedServers) and self.servers.is_asleep
+
+    @property
+    def is_trainer_away(self) -> bool:
+        return self.is_colocated and not self._is_on_device
+
+    async def to_trainer(self) -> None:
+        """Let the servers sleep, and bring the trainer onto the devices. A cancelled call can be repeated."""
+        if not self.is_trainer_away or not isinstance(self.servers, ColocatedServers):
+            return
+        began = time.monotonic()
+        await self.servers.release_memory()
+        self.metrics["turns/release_s"] = time.monotonic() - began
+        self.metrics["turns/onload_s"] = await self._move(self.learner.onload, is_on_device=True)
+        self._is_on_device = True
+
+    async def leave(self) -> None:
+        """Bring the trainer into the CPU's memory."""
+        if self.is_colocated:
+            self._is_on_device = False
+            self.metrics["turns/offload_s"] = await self._move(self.learner.offload, is_on_device=False)
+
+    async def _move(self, move: Callable[[], None], *, is_on_device: bool) -> float:
+        """Returns how long it took."""
+        began = time.monotonic()
+        await self.thread(move)
+        seconds = time.monotonic() - began
+        self.events.emit(TrainerMoved(is_on_device=is_on_device, seconds=seconds))
+        return seconds
 
 
 @runtime_checkable
@@ -42,31 +103,6 @@ class CheckedEngine(Protocol):
     async def check_weights(self, probe: WeightProbe) -> None:
         """Raises ServerError for a server that computes with other weights than the probe's."""
         ...
-
-
-def probe_due(engine: WeightSource, servers: InferenceEngine) -> WeightProbe | None:
-    """A probe of the current weights if servers are to be compared with it once they hold them. Blocks."""
-    if not (isinstance(servers, CheckedEngine) and isinstance(engine, ProbedWeights)):
-        return None
-    return engine.probe() if servers.wants_probe(engine.version) else None
-
-
-def probe_of(engine: TrainEngine, *, is_exact: bool) -> WeightProbe:
-    """is_exact: whether the trainer computes in float32. Tokens are random ones, the same in every run of a model."""
-    import torch  # importing arl's controller must not load it
-
-    limits = engine.limits
-    length = min(_NUM_TOKENS, (limits.context_length or 2 * _NUM_TOKENS) // 2)  # servers need room for an answer
-    token_ids = np.random.default_rng(0).integers(limits.vocab_size, size=length)
-    if limits.image_ids:  # of an image that is not there, which trainer and servers refuse
-        of_images = np.isin(token_ids, [*limits.image_ids])
-        token_ids[of_images] = next(number for number in range(limits.vocab_size) if number not in limits.image_ids)
-    mask = torch.arange(length) > 0
-    (row,) = engine.forward([TrainSequence(token_ids=torch.from_numpy(token_ids), loss_mask=mask)])
-    logprobs = row[1:].double().numpy()
-    return WeightProbe(
-        version=engine.version, token_ids=tuple(token_ids.tolist()), logprobs=logprobs, is_exact=is_exact
-    )
 
 
 _PAUSES_S = (1.0, 10.0)
@@ -150,9 +186,13 @@ class Delivery:
                 return self.transport.snapshot(engine), self._probe(engine)
 
     def _probe(self, engine: WeightSource) -> WeightProbe | None:
+        """A probe of the current weights, if servers are to be compared with it once they hold them."""
+        servers = self.inference_engine
         if self.turns is not None and self.turns.is_trainer_away:  # a snapshot that follows a failed one
             return None
-        return probe_due(engine, self.inference_engine)
+        if not (isinstance(servers, CheckedEngine) and isinstance(engine, ProbedWeights)):
+            return None
+        return engine.probe() if servers.wants_probe(engine.version) else None
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""

@@ -14,8 +14,7 @@ from training.trainer_run import run, running
 from arl.__main__ import main
 from arl.api.fakes import ScriptedTrainEngine
 from arl.api.settings.run import Config
-from arl.training.run_dir import RunLock
-from arl.training.run_environment import record_start
+from arl.training.run_dir import RunLock, record_start
 
 
 def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout.simulation import grouped, trajectory
+from records import grouped, trajectory
 
 from arl.api.types import Group
 from arl.rollout.buffer import ReplayBuffer

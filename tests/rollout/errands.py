@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from one_turn import OneTurn
 
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError
+from arl.api.errors import EngineClosedError, PromptTooLongError
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.runtime.clocks import off_the_clock
 
@@ -55,9 +54,6 @@ class Errands(OneTurn):
     async def __aenter__(self) -> "Errands":
         if self._entering is not None:
             raise self._entering
-        if (self._marks / "locked once").exists():
-            (self._marks / "locked once").unlink()
-            raise ConfigError("locked once")
         (self._marks / f"entered-{os.getpid()}").touch()
         return self
 
@@ -144,11 +140,6 @@ class Errands(OneTurn):
         with off_the_clock():
             await engine.agenerate(ModelRequest(input_ids=(1,)))
         return await super().arun_episode(engine, data)
-
-    async def end_the_loop(self, engine: Sampler, data: Example) -> None:
-        """As a task that nobody waits for does when it calls sys.exit."""
-        asyncio.get_running_loop().call_soon(sys.exit, 3)
-        await asyncio.Event().wait()
 
     async def leave_a_task(self, engine: Sampler, data: Example) -> None:
         """It asks when the episode has ended; `join_it` waits for it."""

@@ -5,7 +5,6 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -25,8 +24,8 @@ from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import run_examples
-from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
-from arl.rollout.failure_log import FailureLog
+from arl.rollout.episode import Episode, EpisodeRunner
+from arl.rollout.episode_events import FailureLog
 from arl.runtime.clocks import off_the_clock
 
 ONE = trajectory((0,), reward=1.0)
@@ -151,26 +150,6 @@ def test_time_in_which_an_episode_waits_for_a_place_does_not_count() -> None:
     assert (str(ended.error), ended.attempts, ended.elapsed_s) == (TIMED_OUT.partition(": ")[2], 3, 305.0)
 
 
-def test_an_episode_waits_while_any_part_of_it_does_and_no_longer_than_its_attempt() -> None:
-    async def waits(seconds: float) -> None:
-        with off_the_clock():
-            await asyncio.sleep(seconds)
-
-    async def act(works_s: float) -> object:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(waits(2))
-            tasks.create_task(waits(7))
-        left_behind.append(asyncio.create_task(waits(50)))
-        await asyncio.sleep(works_s)
-        raise ValueError("bad luck")
-
-    left_behind: list[asyncio.Task[None]] = []
-    acts = iter((act(3), asyncio.Event().wait()))
-    ended = episode(lambda _: next(acts), timeout_s=5, retries=1)
-    assert (str(ended.error), ended.attempts) == (TIMED_OUT.partition(": ")[2], 2)
-    assert ended.elapsed_s == 7 + 3 + 5, "the clock of the first attempt stood still to its end"
-
-
 @pytest.mark.parametrize("cleanup_fails", [False, True])
 async def test_a_cancellation_from_outside_passes_and_runs_nothing_again(cleanup_fails: bool) -> None:
     runs: list[int] = []
@@ -286,19 +265,6 @@ def test_what_the_model_cannot_have_seen_or_sampled_fails_the_episode(made: Traj
     assert str(ended.error).startswith(said)
     fits = replace(made, loss_mask=(0,) * len(made.loss_mask), token_ids=(1,) * len(made.token_ids))
     assert episode(lambda _: fits, limits=limits, newest_version=lambda: 4).is_finished, "untrained"
-
-
-@pytest.mark.parametrize(
-    ("asked_for", "changed"),
-    [({"is_greedy": True}, {"temperature": 0.0}), ({"seed": "any"}, {}), ({}, {})],
-    ids=["greedy", "seeds, and the workflow chose one", "nothing"],
-)
-async def test_a_request_is_changed_in_what_is_asked_for_alone(
-    asked_for: dict[str, Any], changed: dict[str, Any]
-) -> None:
-    engine, wanted = ScriptedEngine(lambda _: [1]), SamplingParams(temperature=0.7, seed=5, stop=("x",))
-    await EpisodeSampler(engine, **asked_for).agenerate(ModelRequest(input_ids=[7], sampling=wanted))
-    assert [request.sampling for request in engine.requests] == [replace(wanted, **changed)]
 
 
 def seeded_tokens(request: ModelRequest) -> list[int]:

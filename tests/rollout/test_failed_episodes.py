@@ -9,7 +9,7 @@ import pytest
 
 from arl.api.errors import FailureBudgetError, PromptTooLongError, RunFileError
 from arl.api.types import SamplingParams
-from arl.rollout.failure_log import FailureLog, place_of_error
+from arl.rollout.episode_events import FailureLog, place_of_error
 from arl.rollout.monitors import FailureBudget
 from arl.runtime.processes.rpc import OtherTracebackError
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from arl.rollout.length_bias import LengthWatch
+from arl.rollout.monitors import LengthWatch
 
 Lengths = np.ndarray
 """What the episodes of a group want to be: [group_size]."""

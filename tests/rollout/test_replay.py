@@ -1,9 +1,7 @@
 """Groups trained before are trained again, within the bound, and never in the books a second time."""
 
 import pytest
-from hypothesis import given, settings
 from records import grouped, trajectory
-from simulation import Schedule, schedules, simulate
 
 from arl.api.errors import StalenessError
 from arl.api.types import Group
@@ -37,22 +35,6 @@ def test_a_group_is_replayed_up_to_the_last_version_that_may_hold_it_and_then_fo
     assert ids(list(replay.groups)) == [0]
     replay.add([], version=4)
     assert replay.groups == ()
-
-
-@given(schedules)
-@settings(max_examples=15, deadline=None)
-def test_no_replayed_token_is_beyond_max_staleness_whatever_the_schedule(schedule: Schedule) -> None:
-    """It is replayed into the batches of a simulation, which it does not affect."""
-    replay = Replay(3, min_reward=-1.0, max_staleness=schedule.max_staleness)
-    trained: set[int] = set()
-    for version, batch in enumerate(simulate(schedule).batches):
-        replayed = replay.take(version)
-        assert all(version - g.oldest_version <= schedule.max_staleness for g in replayed)
-        assert len(set(ids(replayed))) == len(replayed) <= 3
-        assert set(ids(replayed)) <= trained
-        trained |= set(ids(batch))
-        replay.add(batch, version + 1)
-        assert len(replay.groups) <= schedule.max_staleness * schedule.batch_size
 
 
 class Forgetful(Replay):

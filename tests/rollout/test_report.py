@@ -21,9 +21,8 @@ from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory, Turn
 from arl.api.workflow import RolloutWorkflow
 from arl.observe.events.run_record import RunRecord, read_run
 from arl.observe.events.writer import EventLog
-from arl.observe.view.episode_table import row_of
 from arl.rewards.score import Score, reported
-from arl.rollout.controller import EvaluationEpisode, EvaluationRules, run_examples
+from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.episode_events import EpisodeReport, shown
 from arl.workflow.call_formats import ToolCall
@@ -118,11 +117,6 @@ def test_of_an_example_with_many_long_columns_the_log_holds_the_first_and_says_h
     assert list(told) == [*(f"column{n}" for n in range(11)), "..."]
     assert told["..."] == "989 more columns"
     assert shown({"b": 1, "a": [2]}) == {"b": 1, "a": "[2]"}
-
-
-def test_of_a_long_message_the_log_holds_the_beginning(tmp_path: Path):
-    (episode,) = record_of(tmp_path, ValueError("a" * 2_000_000)).episodes
-    assert episode.message == "a" * 2000 + "..."
 
 
 HUGE = "a" * 2_000_000
@@ -227,21 +221,6 @@ def test_of_a_huge_value_only_the_beginning_is_looked_at():
         Counted.num = 0
         assert len(shown({"column": value})["column"]) == 2003
         assert Counted.num <= 2000
-
-
-def test_each_episode_of_an_evaluation_names_its_example(tmp_path: Path) -> None:
-    examples = [{"n": 5}, {"n": 6}]
-    with EventLog(tmp_path, EventsConfig()).open() as log:
-        runner = EpisodeRunner(workflow=Returns(trajectory(versions=(0, 0))), timeout_s=30.0, events=log)
-        wanted = [EvaluationEpisode(number=number, row=number // 2) for number in range(4)]
-        engine, rules = ScriptedEngine(lambda _: answer()), EvaluationRules(episodes=wanted)
-        asyncio.run(run_examples(engine, runner, examples, max_concurrent=3, number=1, rules=rules))
-    rows = [row_of(episode, {}) for episode in read_run(tmp_path).episodes]
-    told = {row["episode"]: row["row"] for row in rows}
-    assert told == {"e1.0": 0, "e1.1": 0, "e1.2": 1, "e1.3": 1}
-    assert {e.episode: e.example["n"] for e in read_run(tmp_path).episodes} == {
-        "e1.0": 5, "e1.1": 5, "e1.2": 6, "e1.3": 6
-    }  # fmt: skip
 
 
 def test_what_an_episode_last_saw_keeps_the_arrays_that_request_and_response_both_have() -> None:

@@ -93,7 +93,8 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig)
     except TimeoutError:
         pass
     assert tokens.received == disk.received + engine.num_sampled, "each answer is counted, once"
-    assert tokens.received == tokens.num_open + tokens.num_waiting + tokens.num_settled
+    settled = sum(tally.tokens for tally in tokens.counted().fates.values())
+    assert tokens.received == tokens.num_open + tokens.num_waiting + settled
     disk.received = tokens.received
     return controller
 

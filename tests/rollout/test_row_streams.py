@@ -17,8 +17,7 @@ from arl.api.errors import CheckpointError, DatasetError
 from arl.api.workflow import StreamChunk
 from arl.data.lazy_rows import CHUNK, StreamedRows
 from arl.data.loading import examples_of
-from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue
-from arl.rollout.stream_ledger import StreamLedger
+from arl.rollout.ledger import ExampleLedger, GroupOutcome, Issue, StreamLedger
 
 NUM_ROWS = 200
 """Over three files, of which one is shorter than a chunk."""

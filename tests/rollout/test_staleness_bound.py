@@ -1,32 +1,24 @@
-"""The bound of docs/staleness.md over random schedules, and proof that these tests can fail."""
+"""The bound of docs/staleness.md over random events, and proof that these tests can fail."""
 
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
 from random_life import live
-from simulation import Schedule, schedules, simulate
-from virtual_time import DeadlockError
 
 from arl.api.errors import StalenessError
 from arl.api.types import Group
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 
 
-@given(schedules)
-@settings(max_examples=30, deadline=None)
-def test_no_token_is_too_old_no_group_trained_twice_the_buffer_never_overfull_and_the_pipeline_never_stops(
-    schedule: Schedule,
-) -> None:
-    simulation = simulate(schedule)
-    assert len(simulation.batches) == schedule.num_versions
-    for version, batch in enumerate(simulation.batches):
-        assert len(batch) == schedule.batch_size
-        assert all(version - group.oldest_version <= schedule.max_staleness for group in batch)
-    trained = [group.group_id for batch in simulation.batches for group in batch]
-    assert len(trained) == len(set(trained))
-    capacity = (schedule.max_staleness + 1) * schedule.batch_size
-    assert max(simulation.num_charged) <= capacity
+@pytest.mark.parametrize("part", range(10))
+def test_the_bound_holds_and_nobody_waits_in_vain_over_random_events_crashes_and_resumes(part: int) -> None:
+    """After every event, a million in all; see random_life.py. Every kind of event happens often."""
+    seen = live(100_000, first_seed=1000 * part)
+    assert seen.total() == 100_000
+    assert min(seen.values()) > 100
+
+
+# Mistakes, each in one rule of docs/staleness.md. Random events find each.
 
 
 class WithoutLookAhead(ReplayBuffer):
@@ -42,30 +34,6 @@ class UnchargedWhenTaken(ReplayBuffer):
         return batch
 
 
-def test_random_schedules_find_the_missing_look_ahead_test() -> None:
-    schedule = Schedule(batch_size=3, max_staleness=1, straggler_rate=0.05)
-    with pytest.raises(ExceptionGroup) as raised:
-        simulate(schedule, WithoutLookAhead)
-    assert raised.group_contains(StalenessError)
-
-
-def test_groups_uncharged_before_their_weights_are_published_would_stop_the_pipeline() -> None:
-    schedule = Schedule(batch_size=2, max_staleness=1, update_s=3.0, train_s=0.01)
-    with pytest.raises(DeadlockError):
-        simulate(schedule, UnchargedWhenTaken)
-
-
-@pytest.mark.parametrize("part", range(10))
-def test_the_bound_holds_and_nobody_waits_in_vain_over_random_events_crashes_and_resumes(part: int) -> None:
-    """After every event, a million in all; see random_life.py. Every kind of event happens often."""
-    seen = live(100_000, first_seed=1000 * part)
-    assert seen.total() == 100_000
-    assert min(seen.values()) > 100
-
-
-# Mistakes, each in one rule of docs/staleness.md. Random events find each.
-
-
 class LookAheadOffByOne(ReplayBuffer):
     def _first_overfull(self) -> int | None:
         self._version -= 1
@@ -75,25 +43,10 @@ class LookAheadOffByOne(ReplayBuffer):
             self._version += 1
 
 
-class LookAheadOfFinishedAlone(ReplayBuffer):
-    def _first_overfull(self) -> int | None:
-        running, self._running = self._running, {}
-        try:
-            return super()._first_overfull()
-        finally:
-            self._running = running
-
-
 class OnePlaceTooMany(ReplayBuffer):
     @property
     def capacity(self) -> int:
         return super().capacity + 1
-
-
-class OnePlaceTooFew(ReplayBuffer):
-    @property
-    def capacity(self) -> int:
-        return max(super().capacity - 1, 1)
 
 
 class StampedWithTheTrainersVersion(ReplayBuffer):
@@ -115,15 +68,6 @@ class LatestDeadlineFirst(ReplayBuffer):
         return super()._take_earliest()
 
 
-class LastAdmittedFirst(ReplayBuffer):
-    def _take_earliest(self) -> object:
-        deadline = self._finished[0][0]
-        number = max(number for other, number in self._finished if other == deadline)
-        self._finished.remove((deadline, number))
-        self._finished.insert(0, (deadline, number))
-        return super()._take_earliest()
-
-
 class DeadlineOfTheStamp(ReplayBuffer):
     """The versions of a finished group's tokens are not looked at."""
 
@@ -137,24 +81,11 @@ class ReleasedAndStillCharged(ReplayBuffer):
         self._ended(slot)
 
 
-class WakesNobodyOnRelease(ReplayBuffer):
-    async def release(self, slot: Slot) -> None:
-        del self._entries[self._ended(slot).slot.number]
-
-
 class UnchargedOneVersionEarly(ReplayBuffer):
     async def published(self, version: int) -> None:
         await super().published(version)
         for number in self._taken.pop(version, []):
             del self._entries[number]
-
-
-class KeptForEver(ReplayBuffer):
-    """A publish that skips versions leaves their groups charged."""
-
-    async def published(self, version: int) -> None:
-        self._taken = {taken: numbers for taken, numbers in self._taken.items() if taken >= version - 1}
-        await super().published(version)
 
 
 class RestoresAllOfACheckpoint(ReplayBuffer):
@@ -184,9 +115,9 @@ class CutsAnybody(ReplayBuffer):
 @pytest.mark.parametrize(
     "mistaken",
     [
-        *(WithoutLookAhead, LookAheadOffByOne, LookAheadOfFinishedAlone, UnchargedWhenTaken, OnePlaceTooMany),
-        *(OnePlaceTooFew, StampedWithTheTrainersVersion, LatestDeadlineFirst, LastAdmittedFirst, DeadlineOfTheStamp),
-        *(ReleasedAndStillCharged, WakesNobodyOnRelease, UnchargedOneVersionEarly, KeptForEver),
+        *(WithoutLookAhead, LookAheadOffByOne, UnchargedWhenTaken, OnePlaceTooMany),
+        *(StampedWithTheTrainersVersion, LatestDeadlineFirst, DeadlineOfTheStamp),
+        *(ReleasedAndStillCharged, UnchargedOneVersionEarly),
         *(RestoresAllOfACheckpoint, ForgetsTheBatchInHand, SavesTrainedGroups, CutsAnybody),
     ],
 )
@@ -200,16 +131,6 @@ class ReplaysOldGroups(Replay):
         return version - group.oldest_version <= self._max_staleness + 1
 
 
-class ReplaysOneTooMany(Replay):
-    def take(self, version: int) -> list[Group]:
-        self._num_groups += 1
-        try:
-            return super().take(version)
-        finally:
-            self._num_groups -= 1
-
-
-@pytest.mark.parametrize("mistaken", [ReplaysOldGroups, ReplaysOneTooMany])
-def test_random_events_find_a_mistake_of_replay(mistaken: type[Replay]) -> None:
+def test_random_events_find_a_mistake_of_replay() -> None:
     with pytest.raises((AssertionError, StalenessError)):
-        live(50_000, replay_type=mistaken)
+        live(50_000, replay_type=ReplaysOldGroups)

@@ -12,8 +12,7 @@ from arl.api.settings.engines import PolicyRoles
 from arl.api.train_engine import ModelLimits
 from arl.api.types import Example, ModelRequest, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.episode import Episode, EpisodeRunner
-from arl.rollout.episode_checks import TrainedPolicies
+from arl.rollout.episode import Episode, EpisodeRunner, TrainedPolicies
 
 POLICIES = TrainedPolicies(
     roles=PolicyRoles({"author": "writer", "editor": "writer", "critic": "reader"}),

@@ -77,16 +77,6 @@ def test_warnings_come_further_and_further_apart_and_none_while_enough_groups_ca
     assert warned == expected
 
 
-def test_a_detail_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
-    watch = StarvationWatch(window=10, patience=1000)
-    for detail in ("no token_rewards", "no token_rewards", "no baseline"):
-        watch.fruitless(Fruitless(outcome=GroupOutcome.DROPPED, reason=Reason.NOT_COMPARABLE, detail=detail))
-    assert [record.getMessage() for record in caplog.records] == [
-        "a group was dropped: no token_rewards",
-        "a group was dropped: no baseline",
-    ]
-
-
 def test_a_first_batch_of_nothing_but_none_is_asked_about_once_and_ends_the_run_if_that_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -18,7 +18,7 @@ from arl.api.settings.engines import LoRAConfig
 from arl.api.settings.run import Config
 from arl.engine.tiny import write_tiny_model
 from arl.training.checkpoints import FORMAT
-from arl.training.run_environment import record_start
+from arl.training.run_dir import record_start
 
 
 @pytest.fixture(scope="module")

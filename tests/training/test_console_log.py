@@ -52,11 +52,6 @@ async def test_an_error_that_ended_the_run_is_there_with_its_traceback(tmp_path:
     assert any(line.strip().startswith("File ") for line in logged)
 
 
-async def test_json_lines_are_copied_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    await run(tmp_path, log={"console": True, "format": "json"})
-    assert lines_of(tmp_path / "logs" / "console.log") == capfd.readouterr().out.splitlines()
-
-
 def test_colours_and_redrawn_lines_are_plain_and_handlers_and_threads_are_heard(tmp_path: Path) -> None:
     out, err = StringIO(), StringIO()
     log = ConsoleLog(tmp_path / "logs" / "console.log")
@@ -107,23 +102,6 @@ def test_what_is_printed_between_the_frames_of_a_live_display_is_copied_and_its_
     assert (len(said), notice) == (2, "a notice")
     assert "\x1b[" in screen.getvalue()
     assert sys.stdout is screen
-
-
-def test_two_runs_in_one_process_leave_the_streams_as_they_were_in_whatever_order_they_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screen = StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
-    first, second = (ConsoleLog(tmp_path / f"{name}.log") for name in ("first", "second"))
-    first.open()
-    second.open()
-    sys.stdout.write("both\n")
-    first.close()
-    sys.stdout.write("the second\n")
-    second.close()
-    assert sys.stdout is screen
-    assert lines_of(tmp_path / "first.log") == ["both"]
-    assert lines_of(tmp_path / "second.log") == ["both", "the second"]
 
 
 def test_a_forked_process_copies_nothing_and_prints_as_before(

@@ -19,7 +19,6 @@ from arl.api.settings.run import Config, EvaluationConfig, LogConfig
 from arl.api.types import Evaluation, Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner
-from arl.run.experiment import TrainingResult
 from arl.runtime.threads import TrainThread
 from arl.training.evaluation_loop import BestModel, Evaluations
 from arl.training.evaluator import Evaluator
@@ -77,12 +76,6 @@ async def test_an_episode_has_the_same_seed_whichever_suites_are_played_beside_i
     assert None not in all_
     assert (len(some), len(all_)) == (5, 7)
     assert some < all_
-
-
-async def test_an_evaluation_tells_the_share_of_its_tokens_that_are_of_its_version() -> None:
-    for version, share in ((1, 1.0), (2, 0.5)):
-        evaluation, _ = await evaluator(ScriptedEngine(lambda _: [9], version)).evaluate()
-        assert evaluation.metrics["at_version"] == share
 
 
 @pytest.mark.parametrize(
@@ -162,21 +155,6 @@ def test_the_best_model_is_the_first_of_the_highest_metric_also_after_a_resume(t
         "value": 0.75,
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best-version-3"]
-
-
-def test_the_result_of_a_run_names_the_best_model_if_one_was_kept(tmp_path: Path) -> None:
-    result = TrainingResult(run_dir=tmp_path, summary={})
-    assert result.best is None
-    offer(BestModel(tmp_path, "reward"), of(3, 0.5))
-    assert result.best == str(tmp_path / "best")
-
-
-def test_a_version_that_is_trained_again_after_a_resume_takes_its_own_place(tmp_path: Path) -> None:
-    best = BestModel(tmp_path, "reward")
-    offer(best, of(3, 0.5))
-    best.keep(3, 0.6, lambda path: write_version(path, 33))
-    assert (tmp_path / "best" / "model").read_text() == "33"
-    assert len([*tmp_path.iterdir()]) == 2
 
 
 NOTHING = Evaluation(version=1, reward=0.5, num_episodes=1, num_failed=0, wall_s=1.0, metrics={})
@@ -308,14 +286,6 @@ async def test_one_evaluation_runs_at_a_time_and_those_that_come_due_meanwhile_a
     assert (pins.most, pins.num_released) == (1, 2)
 
 
-async def test_newer_weights_wait_for_the_episodes_alone(tmp_path: Path) -> None:
-    pins = NotedPin()
-    pins.rows = tmp_path / "evaluations.jsonl"
-    async with evaluations(tmp_path, pins) as beside:
-        await beside.evaluate(is_first=False)
-    assert (pins.was_written, pins.rows.exists()) == ([False], True)
-
-
 async def test_a_step_waits_for_no_evaluation_that_may_need_it_to_end(tmp_path: Path) -> None:
     """One that was asked for has ended, another waits for its turn and then for the step; the step's own is due."""
     pins = NotedPin()
@@ -353,3 +323,11 @@ async def test_a_best_model_that_cannot_be_written_is_told_and_training_goes_on(
     assert len(read_jsonl(tmp_path / "evaluations.jsonl")) == 1
     assert "version 1 is the best so far and could not be kept" in caplog.text
     assert "No space left on device" in caplog.text
+
+
+def test_a_version_that_is_trained_again_after_a_resume_takes_its_own_place(tmp_path: Path) -> None:
+    best = BestModel(tmp_path, "reward")
+    offer(best, of(3, 0.5))
+    best.keep(3, 0.6, lambda path: write_version(path, 33))
+    assert (tmp_path / "best" / "model").read_text() == "33"
+    assert len([*tmp_path.iterdir()]) == 2

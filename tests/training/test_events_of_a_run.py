@@ -1,7 +1,7 @@
 """What the event log says of a run is what happened in it."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,15 @@ async def test_every_group_and_every_episode_that_began_ends_once_and_says_how(t
 
 async def test_cancelled_episodes_say_whose_fault_it_was(tmp_path: Path):
     """Of the over-sampled episodes of an example, those that hang are overtaken; a group that hangs is a straggler."""
-    asked = Counter[int]()
+    asked, have_begun = Counter[int](), defaultdict[int, asyncio.Event](asyncio.Event)
 
     async def answer(request: ModelRequest) -> tuple[int, ...]:
         number = request.input_ids[1]
         asked[number] += 1
         if number == 3 or asked[number] > 2:
+            have_begun[number].set()
             await asyncio.Event().wait()
-        await asyncio.sleep(0.01)  # until the others of its group have begun
+        await have_begun[number].wait()
         return (7, 8, 9)
 
     rollout = {"batch_size": 2, "group_size": 2, "max_staleness": 1, "extra_episodes": 1, "shuffle": False}
@@ -199,8 +200,3 @@ async def test_a_log_that_cannot_be_written_stops_neither_the_run_nor_its_checkp
     assert len(await run(tmp_path, steps=3, checkpoint={"every": 1, "keep": 3}, **SETTINGS)) == 3
     assert max(saved_versions(tmp_path / "checkpoints")) == 3
     assert "cannot be written, and the run goes on without" in caplog.text
-
-
-async def test_without_an_event_log_there_is_none(tmp_path: Path):
-    await run(tmp_path, steps=2, log={"events": None}, **SETTINGS)
-    assert not (tmp_path / "events").exists()

@@ -10,7 +10,7 @@ from arl.api.types import Group, Trajectory
 from arl.cli.trial import passage_of, rendered
 from arl.rollout.episode import Episode
 from arl.rollout.episode_events import Candidate, FirstFailures
-from arl.training.tracker_samples import choose, of_evaluation, of_step
+from arl.training.metrics_log import choose, of_evaluation, of_step
 
 
 def candidate(row: int, reward: float, length: int = 3, distance: float = 0.0, name: str = "") -> Candidate:
@@ -63,14 +63,6 @@ def test_the_best_the_worst_the_longest_and_the_one_least_like_its_group_are_cho
     assert chosen(batch, 3) == found[:3]
 
 
-def test_of_equal_rewards_the_one_least_like_its_group_is_chosen_and_of_ties_the_first() -> None:
-    won_all = [candidate(0, 1.0), candidate(1, 1.0)]
-    won_once = [candidate(2, 1.0, distance=0.75, name="2.1"), candidate(2, 0.0, distance=0.25)]
-    lost_all = [candidate(3, 0.0), candidate(4, 0.0)]
-    assert chosen([*won_all, *won_once, *lost_all], 2) == [("2.1", "highest reward"), ("3.0", "lowest reward")]
-    assert chosen([*won_all, *lost_all], 2) == [("0.0", "highest reward"), ("3.0", "lowest reward")]
-
-
 def test_what_a_reason_does_not_tell_apart_is_chosen_for_any_and_no_example_twice() -> None:
     alike = [candidate(row, 1.0) for row in (0, 0, 1, 2)]
     assert chosen(alike, 2) == [("0.0", "any"), ("1.0", "any")]
@@ -98,18 +90,6 @@ def test_a_groups_trajectories_come_with_their_example_the_expected_answer_and_t
     assert {"rewards": one.rewards, "metrics": one.metrics} == shown
     assert (one.example, one.expected) == ({"question": "1 + 1", "solution": 2, "level": 3}, "2")
     assert (other.name, other.example, other.expected) == ("8.0", {}, "")
-
-
-def test_a_trajectory_is_compared_with_those_of_its_group_and_role() -> None:
-    rare = grouped(trajectory(reward=0.5), *(trajectory(reward=0.4) for _ in range(3)), number=1)
-    roles = grouped(trajectory(reward=0.1), trajectory(reward=0.9, role="judge"), number=2)
-    between = [group(3, 0.0), group(4, 1.0)]
-    found = of_step([roles, *between, rare], [None] * 8, [], 3, None)
-    assert [(one.name, one.why) for one in found] == [
-        ("4.0", "highest reward"),
-        ("3.0", "lowest reward"),
-        ("1.0", "least like its group"),
-    ]
 
 
 def test_of_failed_episodes_the_first_of_each_class_of_error_comes_with_what_it_last_saw() -> None:

@@ -38,24 +38,21 @@ def evaluation(version: int) -> Evaluation:
     return Evaluation(version=version, reward=0.25, num_episodes=4, num_failed=0, wall_s=1.0, metrics={})
 
 
-@pytest.mark.parametrize("knows_positions", [True, False])
 def test_a_resume_cuts_back_to_its_version_drops_a_torn_line_and_keeps_evaluations_and_the_picture_shows_the_rest(
-    tmp_path: Path, knows_positions: bool
+    tmp_path: Path,
 ) -> None:
     """Evaluations are kept by version: one of version 2 may end after the checkpoint of version 2 was taken."""
-    log, lines, positions = RunLog(tmp_path, QUIET), tmp_path / "metrics.jsonl", dict[str, int]()
+    log, lines = RunLog(tmp_path, QUIET), tmp_path / "metrics.jsonl"
     log.evaluation(evaluation(0))
     for version in (1, 2, 3):
         write(log, version, grouped(trajectory()))
-        if version == 2:
-            positions = log.positions()
     log.evaluation(evaluation(3))
     log.evaluation(evaluation(2))
     whole = lines.read_text()
     lines.write_text(whole + '{"version": 1, "rew')
     said = StringIO()
     again = RunLog(tmp_path, QUIET, display=Display(console=Console(file=said, width=200)))
-    again.resume(2, positions if knows_positions else {})
+    again.resume(2)
     kept, undone = whole.splitlines(keepends=True)[:2], whole.splitlines(keepends=True)[2:]
     assert lines.read_text() == "".join(kept)
     assert (tmp_path / "metrics.undone.jsonl").read_text() == "".join(undone)
@@ -65,48 +62,19 @@ def test_a_resume_cuts_back_to_its_version_drops_a_torn_line_and_keeps_evaluatio
     ]
     assert again.evaluations() == {0: evaluation(0), 2: evaluation(2)}
     write(again, 3, grouped(trajectory()))
-    assert again.positions() == {"metrics": lines.stat().st_size}
-    RunLog(tmp_path, QUIET).resume(2, positions)
+    RunLog(tmp_path, QUIET).resume(2)
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.undone.jsonl")] == [3, 3]
     assert plot_run(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("version", [0, 2])
-def test_a_resume_does_not_read_what_it_keeps(tmp_path: Path, version: int) -> None:
-    """It would take hours here: before the rows is a hole of 10 TB. Before the first version nothing is kept."""
-    path, end = tmp_path / "metrics.jsonl", 10**13
-    kept, dropped = b'{"version": 2}\n' if version else b"", b'{"version": 3}\n{"ver'
-    with path.open("wb") as file:
-        if version:
-            file.seek(end)
-        file.write(kept + dropped)
-    inode = path.stat().st_ino
-    RunLog(tmp_path, QUIET).resume(version, {"metrics": end + len(kept)} if version else {})
-    assert path.stat().st_size == (end + len(kept) if version else 0)
-    assert path.stat().st_ino == inode
-
-
-@pytest.mark.parametrize(
-    "edited",
-    [
-        b'{"version": 1}\n{"version": 2}',  # shorter, and without its last line's end
-        b'{"version": 1, "note": "of a user"}\n{"version": 2}\n{"version": 3}\n',
-        b'{"version": 1}\n{"version": 1}\n{"version": 2}\n{"version": 3}\n',  # another row ends where one ended
-        b'{"version": 1}\n\xff\xfe{"version": 2}\n{"version": 2}\n{}\n[[\n{"version": 3}\n',
-    ],
-)
-def test_a_file_that_is_not_as_the_checkpoint_left_it_keeps_every_row_up_to_the_version(
-    tmp_path: Path, edited: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_keeps_every_row_up_to_its_version_in_a_file_that_was_edited(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(edited)
-    expected = [row for row in read_jsonl(path) if row.get("version", 3) <= 2]
+    path.write_bytes(b'{"version": 1}\n\xff\xfe{"version": 2}\n{"version": 2}\n{}\n[[\n{"version": 3}\n{"version": 1}')
     log = RunLog(tmp_path, QUIET)
-    log.resume(2, {"metrics": 30})
-    assert "metrics.jsonl is not as the checkpoint of version 2 left it" in caplog.text
-    assert read_jsonl(path) == expected
+    log.resume(2)
+    assert [row["version"] for row in read_jsonl(path)] == [1, 2, 1]
     write(log, 3, grouped(trajectory()))
-    assert [row["version"] for row in read_jsonl(path)] == [*(row["version"] for row in expected), 3]
+    assert [row["version"] for row in read_jsonl(path)] == [1, 2, 1, 3]
 
 
 def test_rows_behind_a_line_that_is_none_are_read_and_the_line_is_named(
@@ -148,7 +116,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp
     with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written or read: Is a directory; the same"):
         write(log, 1, grouped(trajectory()))
     with pytest.raises(RunFileError, match="Is a directory"):
-        log.resume(1, {})
+        log.resume(1)
 
 
 @pytest.fixture
@@ -159,46 +127,24 @@ def disk_of() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_reader_who_names_numbers_gets_these_alone(tmp_path: Path) -> None:
-    """What draws a run of a million steps has no room for all their numbers."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"version": 1, "reward": 0.5, "loss": 2.0}\n{"version": 2, "loss": 1.0, "reward": 0.25}\n')
-    names = ("reward", "version")
-    assert read_jsonl(path, names) == [{"version": 1, "reward": 0.5}, {"version": 2, "reward": 0.25}]
-
-
 def test_a_steps_row_is_written_again_after_an_error_and_never_twice(
     tmp_path: Path, disk_of: Callable[[int], None]
 ) -> None:
     log = RunLog(tmp_path, QUIET)
     write(log, 1, grouped(trajectory()))
-    positions, path = log.positions(), tmp_path / "metrics.jsonl"
+    path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"of": "a user"}\n' * 100)
     size = path.stat().st_size
     disk_of(size + 10)
     with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written or read: File too large"):
         write(log, 2, grouped(trajectory()))
     assert path.stat().st_size == size + 10
-    assert log.positions() == positions, "a checkpoint does not name half of a step"
     disk_of(resource.RLIM_INFINITY)
     for _ in range(2):
         write(log, 2, grouped(trajectory()))
     rows = read_jsonl(path)
     assert [row["version"] for row in rows if "version" in row] == [1, 2]
     assert len(rows) == 2 + 100
-
-
-def test_half_of_an_evaluations_row_is_replaced_also_after_a_step(
-    tmp_path: Path, disk_of: Callable[[int], None]
-) -> None:
-    log = RunLog(tmp_path, QUIET)
-    disk_of(10)
-    with pytest.raises(RunFileError, match="File too large"):
-        log.evaluation(evaluation(0))
-    disk_of(resource.RLIM_INFINITY)
-    write(log, 1, grouped(trajectory()))
-    log.evaluation(evaluation(1))
-    assert log.evaluations() == {1: evaluation(1)}
 
 
 ONE, CUT = trajectory(), trajectory((0, 0), is_truncated=True)

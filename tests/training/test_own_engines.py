@@ -154,10 +154,3 @@ async def test_an_episode_must_return_the_arrays_that_the_model_needs(names: tup
         raise failure if isinstance(failure, Exception) else AssertionError
     runner = EpisodeRunner(workflow=Returning(trajectory(arrays={"x": np.zeros(3)})), timeout_s=5, limits=limits)
     assert isinstance(await runner.attempt(ScriptedEngine(lambda request: ()), {}), tuple)
-
-
-async def test_a_language_model_takes_no_arrays() -> None:
-    made = trajectory((0, 0), arrays={"x": np.zeros(3)})
-    runner = EpisodeRunner(workflow=Returning(made), timeout_s=5, limits=ModelLimits(vocab_size=100))
-    failure = await runner.attempt(ScriptedEngine(lambda request: ()), {})
-    assert "with the arrays: x; the trained model needs: none" in str(failure)

@@ -21,7 +21,7 @@ from arl.api.errors import ConfigError
 from arl.api.settings.run import LogConfig
 from arl.api.version import install_command
 from arl.training import prometheus
-from arl.training.prometheus import Scrapes, check_metrics_address, gauge_name
+from arl.training.prometheus import check_metrics_address, gauge_name
 from arl.training.trainer import Trainer
 
 OPEN = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -157,18 +157,6 @@ async def test_a_scrape_that_fails_changes_nothing_for_the_run(tmp_path: Path, m
         await anext(trainer)
         assert (await get(url))[0] == 500
         assert (await anext(trainer)).version == 2
-
-
-async def test_however_many_ask_the_numbers_are_put_together_once_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[bool] = []
-    collect = Scrapes.collect
-    monkeypatch.setattr(prometheus, "_FRESH_S", 3600.0)
-    monkeypatch.setattr(Scrapes, "collect", lambda self: (made.append(True), collect(self))[1])
-    async with scraped(tmp_path) as (_, url):
-        assert len({(await get(url))[2] for _ in range(5)}) == 1
-    assert len(made) == 1
 
 
 @pytest.mark.parametrize("address", ["9400", "127.0.0.1", "127.0.0.1:0", "a:99999", "http://a:9400", "u@a:9400", "a:b"])

@@ -265,27 +265,6 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_while_it_is_loaded_is_no_dam
     assert world.processes[-1].weights == IDS[:3]
 
 
-def test_a_recovery_shows_where_it_is(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    learner = world.learner()
-    train(learner, 0, 2)
-    seen: list[tuple[int, str]] = []
-    world.ends["train"] = [2]
-    visit = world.visit
-
-    def look(place: str) -> None:
-        seen.append((learner.pulse, learner.whereabouts()))
-        visit(place)
-
-    world.visit = look  # type: ignore[method-assign]
-    train(learner, 2, 3)
-    places = [place for _, place in seen if "recovers" in place]
-    assert places[0] == "the trainer recovers from a loss: starting another trainer's process"
-    assert "the trainer recovers from a loss: training batch 2 of 2 again" in places
-    assert len({pulse for pulse, _ in seen}) >= 5
-    assert learner.whereabouts() == "somewhere"
-
-
 def test_fewer_ranks_train_until_there_is_room_again_after_a_checkpoint(tmp_path: Path) -> None:
     world = World(tmp_path, train=[1])
     learner = world.learner()
@@ -306,18 +285,6 @@ def test_fewer_ranks_train_until_there_is_room_again_after_a_checkpoint(tmp_path
     assert world.places.count("look") == 2
 
 
-def test_ranks_that_are_given_up_for_more_are_no_loss(tmp_path: Path) -> None:
-    world = World(tmp_path, start=[1])
-    world.num_ranks = 2
-    learner = world.learner(max_recoveries=1)
-    train(learner, 0, 2)
-    world.save(learner)
-    world.num_ranks = 4
-    train(learner, 2, 3)
-    assert [process.num_ranks for process in world.processes] == [2, 4]
-    assert world.processes[-1].weights == IDS[:3]
-
-
 def test_a_run_that_just_lost_ranks_keeps_the_fewer_until_the_next_checkpoint(tmp_path: Path) -> None:
     world = World(tmp_path)
     learner = world.learner(max_recoveries=1)
@@ -332,18 +299,6 @@ def test_a_run_that_just_lost_ranks_keeps_the_fewer_until_the_next_checkpoint(tm
     world.save(learner)
     train(learner, 3, 4)
     assert [process.num_ranks for process in world.processes] == [4, 2, 4]
-
-
-def test_a_batch_that_could_not_be_prepared_does_not_stand_in_the_way_of_a_recovery(tmp_path: Path) -> None:
-    world = World(tmp_path, prepare=[2])
-    learner, killed = world.learner(), world.error
-    train(learner, 0, 2)
-    world.error = lambda: ValueError("no logprobs")
-    with pytest.raises(ValueError, match="no logprobs"):
-        learner.prepare(GROUPS[2])
-    world.error = killed
-    world.ends["snapshot"] = [0]
-    assert learner.engine.snapshot() == tuple(IDS[:2])
 
 
 def test_a_learner_that_could_not_be_brought_to_its_version_is_never_used(tmp_path: Path) -> None:
@@ -375,3 +330,15 @@ def test_a_process_that_takes_over_between_turns_leaves_the_device_too(
     assert [process.is_away for process in world.processes][-1] == is_away
     assert len(world.processes) == 2
     assert world.processes[-1].weights == IDS[:2]
+
+
+def test_a_batch_that_could_not_be_prepared_does_not_stand_in_the_way_of_a_recovery(tmp_path: Path) -> None:
+    world = World(tmp_path, prepare=[2])
+    learner, killed = world.learner(), world.error
+    train(learner, 0, 2)
+    world.error = lambda: ValueError("no logprobs")
+    with pytest.raises(ValueError, match="no logprobs"):
+        learner.prepare(GROUPS[2])
+    world.error = killed
+    world.ends["snapshot"] = [0]
+    assert learner.engine.snapshot() == tuple(IDS[:2])

@@ -9,7 +9,7 @@ from training.trainer_run import run
 from arl.api.errors import CheckpointError
 from arl.api.settings.run import Config
 from arl.api.settings.sections import settings_of
-from arl.training.run_environment import _HARMLESS, _MATTER, say_changes
+from arl.training.run_dir import _HARMLESS, _MATTER, say_changes
 
 BEFORE = {"steps": 1, "rollout": {"max_staleness": 1}, "log": {"console": True}}
 
@@ -83,8 +83,3 @@ def test_a_weight_of_a_named_reward_that_comes_or_goes_is_told(caplog: pytest.Lo
     before, after = ({"algorithm": {"advantage": {"reward_weights": w}}} for w in ({"right": 2.0}, {"brief": 3.0}))
     say_changes(before, after, 3, pytest.fail)
     assert 'algorithm.advantage.reward_weights {"right": 2.0} -> {"brief": 3.0}' in caplog.text
-
-
-def test_settings_that_one_arl_alone_knows_and_checkpoints_without_settings_say_nothing() -> None:
-    say_changes(None, {"steps": 2}, 1, pytest.fail)
-    say_changes({"gone": 1, "rollout": {}}, {"steps": 2, "rollout": {"new": 1}}, 1, pytest.fail)

@@ -66,23 +66,6 @@ async def test_a_finished_run_stays_one_if_a_later_start_is_refused(tmp_path: Pa
     assert end_of(tmp_path).how == "failed", "a step is missing"
 
 
-@pytest.mark.parametrize(("best", "said"), [(0.974, ""), (0.9741, ""), (0.98, ", best 0.980 at version 3")])
-def test_the_best_evaluation_is_named_where_its_reward_reads_higher_than_the_last(
-    tmp_path: Path, best: float, said: str
-) -> None:
-    known = {"best": {"version": 3, "reward": best}, "last": {"version": 4, "reward": 0.974}}
-    (line, *_) = RunEnd(how="finished", why="", evaluations=known).lines(tmp_path)
-    assert line == "the run finished: held-out reward 0.974 at version 4" + said
-
-
-async def test_a_script_that_leaves_its_loop_early_has_finished_and_can_be_continued(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=9) as trainer:
-        await anext(trainer)
-    end = end_of(tmp_path)
-    assert (end.how, end.why) == ("finished", "its script ended it after 1 of 9 steps")
-    assert end.what_next == f"the same call continues from {tmp_path}/checkpoints/version-00000001"
-
-
 async def test_an_error_of_arl_is_named_with_the_log_to_read_and_a_bug_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "server-0.log").write_text("a server's log")
@@ -247,3 +230,11 @@ def test_a_signal_is_named_even_if_the_process_ends_before_it_has_saved(
     assert (end.how, end.signal, why in end.why) == ("interrupted", signals[0].name, True)
     assert f"agent.py --model none --run_dir {run_dir} --hub_token=... --seed" in end.what_next
     assert f"` in {tmp_path} starts over: there is no checkpoint" in end.what_next
+
+
+async def test_a_script_that_leaves_its_loop_early_has_finished_and_can_be_continued(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=9) as trainer:
+        await anext(trainer)
+    end = end_of(tmp_path)
+    assert (end.how, end.why) == ("finished", "its script ended it after 1 of 9 steps")
+    assert end.what_next == f"the same call continues from {tmp_path}/checkpoints/version-00000001"

@@ -14,8 +14,8 @@ from arl.api.settings.presets import PRESETS
 from arl.api.settings.run import Config
 from arl.run.experiment import ExperimentConfig
 from arl.run.script import load_config
-from arl.training import run_environment
-from arl.training.run_environment import record_start, starts_of
+from arl.training import run_dir as run_dir_module
+from arl.training.run_dir import record_start, starts_of
 
 
 class OwnConfig(ExperimentConfig):
@@ -129,6 +129,6 @@ def test_without_room_or_with_a_torn_record_the_run_goes_on_and_the_log_says_so(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_environment, "write_atomically", full)
+    monkeypatch.setattr(run_dir_module, "write_atomically", full)
     record_start(config, 1)
     assert f"cannot be written to {tmp_path}: No space left on device" in caplog.text

@@ -70,35 +70,16 @@ async def test_an_error_that_ends_a_run_leaves_its_tokens_counted_to_the_end(tmp
 async def test_with_max_staleness_0_a_step_ends_with_its_weights_served_and_trains_their_tokens_alone(
     tmp_path: Path,
 ) -> None:
-    train_engine, slow = ScriptedTrainEngine(), DirectTransport(lambda _: asyncio.sleep(0.05))
+    async def many_turns(_: WeightUpdate) -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    train_engine, slow = ScriptedTrainEngine(), DirectTransport(many_turns)
     async with running(tmp_path, train_engine, slow, rollout={"max_staleness": 0}) as trainer:
         async for step in trainer:
             assert trainer.inference_engine.version == step.version
     versions = [{int(v) for m in batch for s in m for v in s.versions[s.loss_mask]} for batch in train_engine.batches]
     assert versions == [{0}, {1}, {2}, {3}]
-
-
-async def test_a_step_that_is_cancelled_while_it_is_logged_counts_in_the_staleness_seen(tmp_path: Path) -> None:
-    is_logging, may_be_logged, transport = asyncio.Event(), threading.Event(), DirectTransport(held=1)
-    loop = asyncio.get_running_loop()
-    async with running(tmp_path, transport=transport, steps=2) as trainer:
-        log_step = trainer.log.step
-
-        def log_slowly(stats: StepStats, *rest: Any) -> None:
-            loop.call_soon_threadsafe(is_logging.set)
-            may_be_logged.wait(10)
-            log_step(stats, *rest)
-
-        assert (await anext(trainer)).max_staleness_seen == 0
-        trainer.log.step = log_slowly
-        step = asyncio.ensure_future(anext(trainer))
-        await is_logging.wait()
-        step.cancel()
-        may_be_logged.set()
-        transport.may_deliver.set()
-        with pytest.raises(asyncio.CancelledError):
-            await step
-    assert trainer.summary()["max_staleness_seen"] == 1
 
 
 async def test_a_slow_delivery_delays_training_by_the_bound_alone_and_the_newest_weights_follow(
@@ -275,10 +256,11 @@ async def test_the_kept_model_is_the_one_that_servers_held_also_after_a_cancelle
 
 
 async def test_giving_up_on_the_end_of_a_run_does_not_cancel_the_evaluation_that_it_waited_for(tmp_path: Path) -> None:
-    may_answer, transport = asyncio.Event(), DirectTransport(held=1)
+    may_answer, is_asked, transport = asyncio.Event(), asyncio.Event(), DirectTransport(held=1)
     may_answer.set()
 
     async def answer(_: object) -> tuple[int, ...]:
+        is_asked.set()
         await may_answer.wait()
         return (7, 8, 9)
 
@@ -286,10 +268,13 @@ async def test_giving_up_on_the_end_of_a_run_does_not_cancel_the_evaluation_that
     async with running(tmp_path, transport=transport, engine=ScriptedEngine(answer), **due) as trainer:
         await anext(trainer)
         may_answer.clear()
+        is_asked.clear()
         transport.may_deliver.set()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await anext(trainer)
+        ending = asyncio.create_task(anext(trainer))
+        await is_asked.wait()
+        ending.cancel()
+        await asyncio.wait([ending])
+        assert ending.cancelled()
         may_answer.set()
     assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [1]
 

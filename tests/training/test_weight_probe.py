@@ -6,7 +6,7 @@ from arl.api.fakes import ScriptedTrainEngine
 from arl.api.train_engine import ModelLimits
 from arl.engine.model_files import model_limits
 from arl.engine.tiny import tiny_vision_tokenizer, write_tiny_vision_model
-from arl.training.weight_sync import probe_of
+from arl.training.learner_process import probe_of
 
 
 def test_a_probe_has_no_placeholder_of_an_image_that_nobody_gave() -> None:

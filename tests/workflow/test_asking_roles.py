@@ -8,7 +8,7 @@ from scripted_answers import TOKENIZER, calling, exact, saying
 from arl.api.engine import Sampler
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.rollout.task_workflows import TaskWorkflows
+from arl.rollout.tasks import TaskWorkflows
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction
 from arl.workflow.conversation import Conversation

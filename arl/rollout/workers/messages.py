@@ -145,10 +145,7 @@ def as_array(input_ids: Any) -> Any:
 
 def frame(message: object) -> bytes:
     """A message without images, as it crosses."""
-    return _framed(pickle.dumps(message, protocol=5))
-
-
-def _framed(body: bytes) -> bytes:
+    body = pickle.dumps(message, protocol=5)
     return _SIZE.pack(len(body)) + body
 
 
@@ -174,7 +171,8 @@ class Pipe(asyncio.Protocol):
         gone = self._sent_images.gone()
         if gone:
             self._put(frame(Gone(gone)))
-        self._put(_framed(self._sent_images.pickled(message)))
+        body = self._sent_images.pickled(message)
+        self._put(_SIZE.pack(len(body)) + body)
 
     def write(self, parts: bytes) -> None:
         """At once, as it is."""
@@ -194,8 +192,11 @@ class Pipe(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         try:
-            if isinstance(exc, ConnectionError):
-                self._read_last_words()
+            if isinstance(exc, ConnectionError):  # a write that failed made asyncio give up reading, too
+                descriptor = self._transport.get_extra_info("socket").fileno()
+                with suppress(OSError):  # also where it would wait
+                    while data := os.read(descriptor, 1 << 16):
+                        self.data_received(data)
         finally:
             if not self.ended.done():
                 self.ended.set_result(None)
@@ -213,13 +214,6 @@ class Pipe(asyncio.Protocol):
                     return
                 begin = end
         del self._received[:begin]
-
-    def _read_last_words(self) -> None:
-        """What the other end sent before it was closed. A write that fails makes asyncio give up reading, too."""
-        descriptor = self._transport.get_extra_info("socket").fileno()
-        with suppress(OSError):  # also where it would wait
-            while data := os.read(descriptor, 1 << 16):
-                self.data_received(data)
 
     def _read(self, body: memoryview) -> bool:
         try:

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.monitors import LagMonitor, collect_garbage
-from arl.rollout.task_workflows import TaskWorkflows
+from arl.rollout.tasks import TaskWorkflows
 from arl.rollout.workers.messages import (
     Answered,
     Clocked,
@@ -60,15 +60,15 @@ _BLOCKED_S = 60.0
 _STDERR = 2
 
 
+@dataclass(frozen=True)
 class _Engine:
     """The Sampler of one episode: the controller's process answers."""
 
-    def __init__(self, worker: _Host, episode: int) -> None:
-        self._worker = worker
-        self._episode = episode
+    host: _Host
+    episode: int
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._worker.ask(self._episode, request)
+        return await self.host.ask(self.episode, request)
 
 
 class _Notes:
@@ -146,7 +146,14 @@ class _Host:
     def _take(self, message: Any) -> None:
         match message:
             case Answered():
-                self._take_answer(message)
+                answer = self._answers.pop(message.request, None)
+                if answer is None or answer.done():
+                    return
+                if message.response is not None:
+                    answer.set_result(message.response)
+                elif message.error is not None:
+                    message.error.__cause__ = OtherTracebackError(f"in the controller's process:\n{message.traceback}")
+                    answer.set_exception(message.error)
             case Play():
                 task = self._episodes[message.episode] = self._tasks.create_task(self._play(message))
                 # Not at the end of the task: one that is cancelled at once never begins.
@@ -158,16 +165,6 @@ class _Host:
                 self._is_over.set()
             case _:
                 raise TypeError(f"a worker was sent {message!r:.100}")
-
-    def _take_answer(self, message: Answered) -> None:
-        answer = self._answers.pop(message.request, None)
-        if answer is None or answer.done():
-            return
-        if message.response is not None:
-            answer.set_result(message.response)
-        elif message.error is not None:
-            message.error.__cause__ = OtherTracebackError(f"in the controller's process:\n{message.traceback}")
-            answer.set_exception(message.error)
 
     def _end(self, episode: int, task: asyncio.Task[Ended]) -> None:
         """Say how it ended. The controller does not look at that if it asked for the cancellation."""
@@ -248,16 +245,12 @@ def _run(sock: socket.socket) -> None:
     asyncio.run(_Host(workflow, endpoint).serve(sock))
 
 
-def _pass_over(number: int, frame: object) -> None:
-    """The controller decides when it ends."""
-
-
 def main() -> None:
     descriptor, beats, parent_pid = map(int, sys.argv[1:4])
     faulthandler.enable()
     with Watch(parent_pid), socket.socket(fileno=descriptor) as sock, socket.socket(fileno=beats) as beating:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _pass_over)
+            signal.signal(number, lambda number, frame: None)  # the controller decides when it ends
         for ours in (sock, beating):
             ours.set_inheritable(False)
         threading.Thread(target=_beat, args=(beating,), name="arl-beat", daemon=True).start()

@@ -44,9 +44,17 @@ from arl.runtime.stopping import SCRIPT_END
 from arl.runtime.threads import TrainThread, finished, offload
 from arl.training.checkpoints import Checkpoints, RunState
 from arl.training.display import Display, display_of, hide_progress_bars
-from arl.training.metrics_log import cut_rows, read_jsonl, write_atomically
-from arl.training.run_dir import LOCK, THIS_ONE, RunLock, holder_of, newest_checkpoint, usable
-from arl.training.run_environment import record_start
+from arl.training.metrics_log import cut_rows, read_jsonl
+from arl.training.run_dir import (
+    LOCK,
+    THIS_ONE,
+    RunLock,
+    holder_of,
+    newest_checkpoint,
+    record_start,
+    usable,
+    write_atomically,
+)
 from arl.training.run_result import END, RunEnd
 
 log = logging.getLogger(__name__)
@@ -136,7 +144,7 @@ class TuningRun:
         state = self._checkpoints.load_newest(engine.load)
         self._spent_s = state.values["time_s"] if state else 0.0
         for path in filter(Path.exists, self._rows.values()):  # rows of steps that are trained again, and torn ones
-            if num_undone := cut_rows(path, self.version, None):
+            if num_undone := cut_rows(path, self.version):
                 aside = f"moved to {path.stem}.undone.jsonl, as training goes on from there"
                 self._display.say(f"{path.name}: {num_undone} rows after step {self.version} {aside}")
         self._began = self._saved_at = time.monotonic()
@@ -218,7 +226,7 @@ class TuningRun:
         if self.version in (0, self._checkpoints.newest_version()):
             return
         state = RunState(values={"version": self.version, "time_s": self._time_s()})
-        self._checkpoints.begin(self.version, self._opened.save, state).wait()
+        self._checkpoints.begin(self.version, self._opened.save, state)()
         self._saved_at = time.monotonic()
 
     def end(self, error: BaseException | None, *, began: str, process: str) -> RunEnd:

@@ -20,8 +20,8 @@ from arl.observe.events.records import logged_images
 from arl.observe.events.run_record import RunRecord, read_run
 from arl.observe.events.writer import EventLog
 from arl.rollout.episode_events import EpisodeReport
-from arl.training.step import Step, report_step
 from arl.training.token_log import KeptBatch, TrainedBatch, reported
+from arl.training.trainer import Step, report_step
 
 
 def image(number: int) -> Image:

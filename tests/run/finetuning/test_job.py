@@ -21,7 +21,7 @@ from arl.run.finetuning.examples import Examples, Kind
 from arl.run.finetuning.job import fine_tune
 from arl.run.script import load_config
 from arl.training.metrics_log import read_jsonl
-from arl.training.run_environment import starts_of
+from arl.training.run_dir import starts_of
 from arl.training.run_result import how_it_ended
 
 SHAPE = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)

@@ -15,7 +15,7 @@ from arl.run.servers import of_policy
 from arl.training.batch_codec import FlatBatch
 from arl.training.learner_process import RemoteBatch
 from arl.training.learner_recovery import RecoveringLearner
-from arl.training.policies.policy_learners import PolicyLearners
+from arl.training.policies import PolicyLearners
 
 _ONE_AT_A_TIME = Lock()
 """Torch's process group is this process's."""

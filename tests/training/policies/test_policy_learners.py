@@ -24,7 +24,7 @@ from arl.run.servers import of_policy
 from arl.training.batch_codec import FlatBatch
 from arl.training.learner_process import RemoteLearner
 from arl.training.learner_recovery import RecoveringLearner
-from arl.training.policies.policy_learners import PolicyLearners
+from arl.training.policies import PolicyLearners
 from arl.training.token_log import named
 
 REPLAYED = random_groups(10)[:1]

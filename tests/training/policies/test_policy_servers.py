@@ -11,8 +11,7 @@ from arl.api.errors import ProcessLostError, RoleError, ServerError, TransportEr
 from arl.api.fakes import ScriptedEngine
 from arl.api.settings.engines import PolicyRoles
 from arl.api.types import ModelRequest
-from arl.training.policies.policy_learners import PolicyWeights
-from arl.training.policies.policy_servers import PolicyEngine, PolicyTransport
+from arl.training.policies import PolicyEngine, PolicyTransport, PolicyWeights
 
 ROLES = PolicyRoles({"author": "writer", "editor": "writer", "critic": "reader"})
 

@@ -6,7 +6,6 @@ import pytest
 from pair_of_agents import Pair
 
 from arl.api.errors import ConfigError, RoleError
-from arl.api.settings.engines import PolicyRoles
 from arl.api.settings.run import Config
 from arl.run.inputs import Given, check_settings, given_tasks
 from arl.run.servers import of_policy
@@ -64,13 +63,6 @@ def test_roles_that_do_not_fit_the_workflow_are_named_before_the_start(
         check_settings(settings(), given)
 
 
-def test_a_workflow_that_declares_no_roles_may_start() -> None:
-    class Unknown(Pair):
-        declared_roles = None  # type: ignore[assignment]
-
-    check_settings(settings(), given_tasks(Given(workflow=Unknown(), dataset=[{"question": "?"}])))
-
-
 def test_each_policy_has_its_own_model_learning_rate_devices_and_files() -> None:
     config = settings(
         {"a": {"roles": "x"}, "b": {"roles": ["y"], "model": "other", "lr": 0.5, "device": "cuda:1"}},
@@ -101,8 +93,3 @@ def test_running_servers_are_each_policys_own_unless_policies_are_adapters() -> 
     assert [of_policy(shared, name).engine for name in TWO] == [shared.engine] * 2
     with pytest.raises(ValueError, match=r"policies\.reader\.addresses is set, but policies share servers"):
         settings(policies, engine=SGLANG, **LORA)
-
-
-def test_the_policy_of_a_role() -> None:
-    roles = PolicyRoles.of(settings({"a": {"roles": ["x", "y"]}, "b": {"roles": ["z"]}}).policies)
-    assert [roles.policy_of(role) for role in "xyz"] == ["a", "a", "b"]

@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Config:
     with closing(together(config)) as learners:
         learners.train(learners.prepare(random_groups(0)))
         checkpoints = Checkpoints(config.run_dir / "checkpoints", 2, identity)
-        checkpoints.begin(1, learners.save, RunState(values={"version": 1})).wait()
+        checkpoints.begin(1, learners.save, RunState(values={"version": 1}))()
         snapshot = learners.engine.snapshot()
         snapshot.write(directory / "written")
         snapshot.release()

@@ -1,25 +1,25 @@
-"""TaskLedger: the ledgers of several tasks as one, and whose turn it is."""
+"""The tasks of one run: TaskLedger holds their ledgers, and whose turn it is; TaskWorkflows their workflows."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
-from arl.api.errors import CheckpointError, ConfigError, CurriculumError
-from arl.api.workflow import TaskCurriculum, TaskRecord, check_weight
-from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, GroupOutcome, Issue
-from arl.rollout.stream_ledger import StreamLedger
+from arl.api.engine import Sampler
+from arl.api.errors import CheckpointError, ConfigError, CurriculumError, left
+from arl.api.types import Example, Trajectory
+from arl.api.workflow import RolloutWorkflow, TaskCurriculum, TaskRecord, check_weight
+from arl.rollout.ledger import ExampleId, ExampleLedger, GroupNumbers, GroupOutcome, Issue, StreamLedger
 
 log = logging.getLogger(__name__)
 
 _WINDOW = 64
 """How many of a task's last groups TaskRecord describes."""
-
-OneLedger = ExampleLedger | StreamLedger
 
 
 class Turns:
@@ -71,7 +71,7 @@ class TaskLedger:
 
     def __init__(
         self,
-        ledgers: Mapping[str, OneLedger],
+        ledgers: Mapping[str, ExampleLedger | StreamLedger],
         weights: Mapping[str, float],
         numbers: GroupNumbers,
         *,
@@ -102,7 +102,7 @@ class TaskLedger:
         for ledger in self._ledgers.values():
             await ledger.ready()
 
-    def of(self, task: str) -> OneLedger:
+    def of(self, task: str) -> ExampleLedger | StreamLedger:
         return self._ledgers[task]
 
     def issue(self) -> Issue:
@@ -119,8 +119,13 @@ class TaskLedger:
         return issue
 
     def shares(self) -> dict[str, float]:
-        """Each task's share of the groups that are handed out now. They add up to 1."""
-        self._ask()
+        """Each task's share of the groups that are handed out now. They add up to 1. A curriculum that is due changes
+        the weights first."""
+        if self._curriculum is not None and (
+            self._asked_at is None or self._numbers.next >= self._asked_at + self._every
+        ):
+            self._weights |= _asked_for_weights(self._curriculum, self._numbers.next, self.records())
+            self._asked_at = self._numbers.next
         total = sum(self._weights.values())
         return {name: weight / total for name, weight in self._weights.items()}
 
@@ -175,7 +180,13 @@ class TaskLedger:
 
     def load_state_dict(self, state: Mapping[str, Any], finished: Collection[int] = ()) -> None:
         """Tasks may be added at the end. Raises CheckpointError, which names the task, if others have changed."""
-        self._check_names([*state.get("tasks", ())])
+        saved_names, names = [*state.get("tasks", ())], [*self._ledgers]
+        if names[: len(saved_names)] != saved_names or not saved_names:
+            told = ", ".join(map(repr, saved_names)) or "no tasks"
+            raise CheckpointError(
+                f"the checkpoint was written with {told}, this run has {', '.join(map(repr, names))}; give the same "
+                "tasks in the same order, new ones after them, or start in another run_dir"
+            )
         for name, saved in state["tasks"].items():
             try:
                 self._ledgers[name].load_state_dict(saved, finished)
@@ -194,26 +205,8 @@ class TaskLedger:
             log.warning("from here on, tasks have other weights than before: %s", told)
         self.prepare()
 
-    def _check_names(self, saved: list[str]) -> None:
-        names = [*self._ledgers]
-        if names[: len(saved)] != saved or not saved:
-            told = ", ".join(map(repr, saved)) or "no tasks"
-            raise CheckpointError(
-                f"the checkpoint was written with {told}, this run has {', '.join(map(repr, names))}; give the same "
-                "tasks in the same order, new ones after them, or start in another run_dir"
-            )
 
-    def _ask(self) -> None:
-        """Let the curriculum change the weights, where it is due."""
-        if self._curriculum is None:
-            return
-        if self._asked_at is not None and self._numbers.next < self._asked_at + self._every:
-            return
-        self._weights |= asked_for_weights(self._curriculum, self._numbers.next, self.records())
-        self._asked_at = self._numbers.next
-
-
-def asked_for_weights(curriculum: TaskCurriculum, num_groups: int, records: Sequence[TaskRecord]) -> dict[str, float]:
+def _asked_for_weights(curriculum: TaskCurriculum, num_groups: int, records: Sequence[TaskRecord]) -> dict[str, float]:
     """The weights that it gives. Raises CurriculumError naming the curriculum and what is wrong."""
     name = f"the curriculum over tasks {getattr(curriculum, '__qualname__', type(curriculum).__qualname__)}"
     try:
@@ -235,3 +228,39 @@ def asked_for_weights(curriculum: TaskCurriculum, num_groups: int, records: Sequ
 def _check_weights(weights: Mapping[str, float]) -> None:
     if not any(weights.values()):
         raise ConfigError(f"the weights of all tasks ({', '.join(map(repr, weights))}) are 0; give one of them more")
+
+
+class TaskWorkflows(RolloutWorkflow):
+    """Holds the workflows of several tasks. A workflow that several tasks share is entered once."""
+
+    def __init__(self, workflows: Mapping[str, RolloutWorkflow]) -> None:
+        """workflows: by the names of their tasks."""
+        self._workflows = dict(workflows)
+        self._entered: AsyncExitStack | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._workflows)
+
+    def of(self, task: str) -> RolloutWorkflow:
+        return self._workflows[task]
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for workflow in {id(one): one for one in self._workflows.values()}.values():
+                await stack.enter_async_context(workflow)
+            self._entered = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._entered is not None:
+            await left(self._entered.aclose(), exc[1] if isinstance(exc[1], BaseException) else None)
+
+    @property
+    def declared_roles(self) -> frozenset[str] | None:
+        declared = [workflow.declared_roles for workflow in self._workflows.values()]
+        known = [roles for roles in declared if roles is not None]
+        return frozenset[str]().union(*known) if len(known) == len(declared) else None
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
+        raise RuntimeError("an episode belongs to one task; run it with `of`")

@@ -1,36 +1,42 @@
-"""The learners of several policies, as one: all train their shares of a batch at the same time, in step.
+"""Several policies as one: their learners, weights, inference engines and weight transports.
 
     prepare, train --shares of the batch--> RecoveringLearner of each policy, on a thread of its own
 
 The version is the oldest of theirs. Learners differ only while a batch is trained, or after a step that failed; such a
 step is never saved. A learner that is replaced loads the newest checkpoint and trains its kept batches again, to the
 version of the others.
+
+A request goes to the engine of its role's policy. Each policy's weights travel as in a run of one policy, to its own
+engine, all at the same time. The version is the oldest of theirs: the newest that every policy's servers hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace as replaced
 
-from arl.api.engine import WeightProbe
-from arl.api.errors import CheckpointError, TrainingError, TransportError
+from arl.api.engine import InferenceEngine, UpdateStats, WeightProbe, WeightServer, WeightTransport, WeightUpdate
+from arl.api.errors import CheckpointError, ProcessLostError, TrainingError, TransportError
 from arl.api.events import Placed, TokenFrame
 from arl.api.settings.engines import PolicyRoles
-from arl.api.train_engine import ModelLimits, Saving, Snapshot
-from arl.api.types import Group
+from arl.api.train_engine import ModelLimits, Saving, Snapshot, WeightSource
+from arl.api.types import Group, ModelRequest, ModelResponse
 from arl.training.learner_process import RemoteBatch
 from arl.training.learner_recovery import RecoveringLearner, RecoveringWeights
-from arl.training.policies.shares import Shares, share_of
-from arl.training.token_log import ReportedBatch
+from arl.training.token_log import ReportedBatch, named
+from arl.training.weight_sync import CheckedEngine
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -133,7 +139,11 @@ class PolicyLearners:
         try:
             self._each(save)
         except BaseException:
-            _wait_for(begun)  # the caller removes the directory
+            for saving in begun:  # the caller removes the directory
+                try:
+                    saving.wait()
+                except CheckpointError as error:
+                    log.warning("a policy could not be saved either: %s", error)
             raise
         return PolicySavings(tuple(begun))
 
@@ -266,14 +276,6 @@ class PolicySavings:
                 stack.callback(saving.wait)
 
 
-def _wait_for(savings: Sequence[Saving]) -> None:
-    for saving in savings:
-        try:
-            saving.wait()
-        except CheckpointError as error:
-            log.warning("a policy could not be saved either: %s", error)
-
-
 def _told(versions: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
@@ -299,15 +301,202 @@ def _metrics(by_policy: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def _numbers(shares: Shares, done: Mapping[str, ReportedBatch]) -> list[tuple[float, float, float, float]]:
     """Those of all trajectories; none where a step keeps none."""
     numbers = {name: one.numbers for name, one in done.items()}
-    is_whole = all(len(own) == shares.count(name) for name, own in numbers.items())
+    is_whole = all(len(own) == shares.owners.count(name) for name, own in numbers.items())
     return shares.joined(numbers) if is_whole else []
 
 
 def _renamed(frames: Sequence[TokenFrame], names: Mapping[tuple[str, int], tuple[str, int]]) -> list[TokenFrame]:
-    rows = [[names[row] for row in map(_pair, frame.rows)] for frame in frames]
+    rows = [[names[episode, number] for episode, number in cast("Any", frame.rows)] for frame in frames]
     return [replaced(frame, rows=own, is_renamed=True) for frame, own in zip(frames, rows, strict=True)]
 
 
-def _pair(row: Any) -> tuple[str, int]:
-    episode, number = row
-    return episode, number
+def share_of(policy: str, groups: Sequence[Group], roles: PolicyRoles) -> list[Group]:
+    """The groups with the trajectories of one policy's roles alone; a group without any stays, as it keeps its place in
+    a minibatch. Raises RoleError for a role that no policy plays.
+    """
+
+    def own(group: Group) -> Group:
+        is_own = [roles.policy_of(trajectory.role) == policy for trajectory in group.trajectories]
+        return replace(
+            group,
+            trajectories=tuple(compress(group.trajectories, is_own)),
+            episode_indices=tuple(compress(group.episode_indices, is_own)),
+            greedy_rewards={role: r for role, r in group.greedy_rewards.items() if roles.by_role.get(role) == policy},
+        )
+
+    return [own(group) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Groups of a batch, and whose each of their trajectories is."""
+
+    groups: Sequence[Group]
+    owners: Sequence[str]
+    """The policy of each trajectory, in order."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], roles: PolicyRoles) -> Shares:
+        return cls(groups, [roles.policy_of(t.role) for group in groups for t in group.trajectories])
+
+    def joined(self, by_policy: Mapping[str, Sequence[ResultT]]) -> list[ResultT]:
+        """One value for each trajectory, in order, from the values that each policy has for its own."""
+        left = {policy: iter(values) for policy, values in by_policy.items()}
+        return [next(left[owner]) for owner in self.owners]
+
+    def rewards(self) -> dict[str, float]:
+        """The mean reward of each policy's trajectories, if it has any."""
+        rewards = [t.reward for group in self.groups for t in group.trajectories]
+        own: dict[str, list[float]] = {}
+        for owner, reward in zip(self.owners, rewards, strict=True):
+            own.setdefault(owner, []).append(reward)
+        return {name: fmean(values) for name, values in own.items()}
+
+    def names(self, policy: str) -> dict[tuple[str, int], tuple[str, int]]:
+        """How the policy's learner names its trajectories (by episode, and number there) -> how the run does."""
+        counts = Counter[str]()
+        found: dict[tuple[str, int], tuple[str, int]] = {}
+        names = ((episode, number) for group in self.groups for episode, number, _ in named(group))
+        for (episode, number), owner in zip(names, self.owners, strict=True):
+            if owner == policy:
+                found[episode, counts[episode]] = episode, number
+                counts[episode] += 1
+        return found
+
+
+_OF_SHARED: Mapping[str, Callable[[list[float]], float]] = {
+    "servers/serving": min,
+    "servers/fenced": max,
+    "servers/generated_tokens": max,
+}
+"""Metric of servers that policies share -> its value, from what the engine of each says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyUpdate:
+    """A WeightUpdate of each policy."""
+
+    of: Mapping[str, WeightUpdate]
+
+    @property
+    def version(self) -> int:
+        return min(update.version for update in self.of.values())
+
+    @property
+    def adapter(self) -> str | None:
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(update.num_bytes for update in self.of.values())
+
+    async def prepare(self, server: WeightServer) -> None:
+        raise TransportError(f"{server.address} belongs to one policy; give it that policy's update")
+
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        await self.prepare(server)
+
+
+class PolicyEngine:
+    """An InferenceEngine over those of several policies. are_shared: all of these have the same servers."""
+
+    def __init__(self, of: Mapping[str, InferenceEngine], roles: PolicyRoles, *, are_shared: bool = False) -> None:
+        self.of = of
+        self._roles = roles
+        self._counted: Mapping[str, Callable[[list[float]], float]] = _OF_SHARED if are_shared else {}
+
+    @property
+    def version(self) -> int:
+        return min(engine.version for engine in self.of.values())
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Raises RoleError for a role that no policy plays."""
+        return await self.of[self._roles.policy_of(request.role)].agenerate(request)
+
+    async def pause(self) -> None:
+        await each(self.of, lambda name: self.of[name].pause())
+
+    async def resume(self) -> None:
+        await each(self.of, lambda name: self.of[name].resume())
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        own = _of_policies(update, PolicyUpdate).of
+        return _costs(await each(self.of, lambda name: self.of[name].update_weights(own[name])))
+
+    def counters(self) -> dict[str, float]:
+        """Sums over the policies; what each of them says of the same servers counts once."""
+        found = [engine.counters() for engine in self.of.values()]
+        names = dict.fromkeys(name for own in found for name in own)
+        return {name: self._counted.get(name, sum)([own[name] for own in found if name in own]) for name in names}
+
+    def wants_probe(self, version: int) -> bool:
+        return any(isinstance(engine, CheckedEngine) and engine.wants_probe(version) for engine in self.of.values())
+
+    async def check_weights(self, probes: PolicyProbes) -> None:
+        """Raises ServerError for a server that computes with other weights than its policy's."""
+
+        async def check(name: str) -> None:
+            engine, probe = self.of[name], probes.of[name]
+            if probe is not None and isinstance(engine, CheckedEngine) and engine.wants_probe(probe.version):
+                await engine.check_weights(probe)
+
+        await each(self.of, check)
+
+    async def aclose(self) -> None:
+        await each(self.of, lambda name: self.of[name].aclose())
+
+
+class PolicyTransport:
+    """A WeightTransport over those of several policies."""
+
+    def __init__(self, of: Mapping[str, WeightTransport]) -> None:
+        self._of = of
+
+    def snapshot(self, engine: WeightSource) -> PolicyUpdate:
+        """All policies' weights, of one version, or none."""
+        sources = _of_policies(engine, PolicyWeights).of
+        taken: dict[str, WeightUpdate] = {}
+        try:
+            for name, transport in self._of.items():
+                taken[name] = transport.snapshot(sources[name])
+        except BaseException:
+            self.discard(PolicyUpdate(taken))
+            raise
+        return PolicyUpdate(taken)
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        """On return all policies' servers hold the version. An error is raised once all deliveries have ended."""
+        updates, engines = _of_policies(update, PolicyUpdate).of, _of_policies(engine, PolicyEngine).of
+        return _costs(await each(self._of, lambda name: self._of[name].deliver(updates[name], engines[name])))
+
+    def discard(self, update: WeightUpdate) -> None:
+        for name, own in _of_policies(update, PolicyUpdate).of.items():
+            self._of[name].discard(own)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for transport in self._of.values():
+                stack.callback(transport.close)
+
+
+def _of_policies(one: object, kind: type[ResultT]) -> ResultT:
+    if not isinstance(one, kind):
+        raise TypeError(f"a {type(one).__name__} is of one policy; several policies need a {kind.__name__}")
+    return one
+
+
+async def each(names: Mapping[str, Any], act: Callable[[str], Awaitable[ResultT]]) -> list[ResultT]:
+    """Do it for all policies at the same time. Of several errors, one that another try would not mend is raised."""
+    ended = await asyncio.gather(*map(act, names), return_exceptions=True)
+    if errors := [one for one in ended if isinstance(one, BaseException)]:
+        raise min(errors, key=lambda error: isinstance(error, ProcessLostError | TransportError))
+    return [one for one in ended if not isinstance(one, BaseException)]
+
+
+def _costs(stats: Sequence[UpdateStats]) -> UpdateStats:
+    """Policies are updated at the same time: the largest of each."""
+    return UpdateStats(
+        pause_s=max(one.pause_s for one in stats),
+        load_s=max(one.load_s for one in stats),
+        resume_s=max(one.resume_s for one in stats),
+    )
