@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,7 @@ def _ranks(config: Config, learner: Learner) -> list[PlacedPart]:
     """Where the engines are. Raises ConfigError if two ranks have one GPU."""
     if not config.train.is_over_ray:
         return [replace(part, pid=os.getpid()) for part in planned_trainer(config)]
-    engines: Mapping[str, Any] = learner.engines
+    engines: dict[str, Any] = learner.engines
     places = [
         (replace(part, name=f"{role} rank {rank}"), gpu)
         for role, engine in engines.items()
