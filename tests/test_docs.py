@@ -26,9 +26,10 @@ from scripted_launch import small, use_fakes
 from arl.__main__ import main as arl_main
 from arl.algorithm.advantages import arranged
 from arl.algorithm.batch import Batch
-from arl.algorithm.comparisons import comparison_metrics
+from arl.algorithm.groups import comparison_metrics
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
-from arl.algorithm.process_rewards import ImplicitRewardLoss
+from arl.algorithm.returns import ImplicitRewardLoss
+from arl.algorithm.trained_tokens import LossReport
 from arl.api.errors import SandboxError
 from arl.api.fakes import ScriptedEngine
 from arl.api.settings.algorithm import AlgorithmConfig, preset
@@ -45,7 +46,7 @@ from arl.endpoint.responses import ResponsesRequest
 from arl.engine.client.server_pool import ServerPool
 from arl.engine.client.server_processes import ServerProcesses
 from arl.engine.client.watchdog import ServerWatch
-from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
+from arl.engine.fsdp.minibatch import batch_metrics
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.run.launch import launch
 from arl.run.script import load_config
@@ -186,7 +187,7 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
     use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: [9, 9]))
     async with launch(small(tmp_path), workflow=OneTurn(), dataset=SOME) as trainer:
         *_, step = [step async for step in trainer]
-    of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
+    of_training = batch_metrics(LossReport(), 1)
     of_some_batches = {"straggler_episode_s", "overtaken_episode_s", "length/winning_tokens", "length/losing_tokens"}
     tasks = [Task(name="NAME", workflow=OneTurn(), dataset=SOME)]
     async with launch(small(tmp_path / "tasks"), tasks=tasks) as trainer:

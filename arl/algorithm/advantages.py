@@ -13,8 +13,16 @@ from fractions import Fraction
 import torch
 
 from arl.algorithm.batch import Batch, token_rewards
-from arl.algorithm.comparisons import compared, reference_points
-from arl.algorithm.groups import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
+from arl.algorithm.groups import (
+    Peers,
+    Spread,
+    compared,
+    kl_penalties,
+    peers_of,
+    reference_points,
+    spread_of,
+    whitened,
+)
 from arl.algorithm.returns import (
     TrainedTokens,
     gae_advantages,
@@ -92,7 +100,9 @@ def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) ->
         case DistillationAdvantage():
             return distillation_advantages(batch)
         case PassAtKAdvantage() as settings:
-            return batch.over_tokens(_of_each(batch, peers, lambda one: _by_success(one, _one_in(settings.k))))
+            k = settings.k
+            of_success = _of_each(batch, peers, lambda one: _by_success(one, lambda r: pass_at_k_advantages(r, k)))
+            return batch.over_tokens(of_success)
         case MaxLikelihoodAdvantage():
             return batch.over_tokens(_of_each(batch, peers, lambda one: _by_success(one, max_likelihood_advantages)))
         case RejectionAdvantage() as settings:
@@ -162,10 +172,6 @@ def _by_success(peers: Peers, estimate: Callable[[Sequence[float]], list[float]]
     values = peers.of_episodes(peers.totals)
     known = {v > SUCCESS: a for v, a in zip(values, estimate(values), strict=True)}
     return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
-
-
-def _one_in(k: int) -> Callable[[Sequence[float]], list[float]]:
-    return lambda rewards: pass_at_k_advantages(rewards, k)
 
 
 def max_likelihood_advantages(rewards: Sequence[float]) -> list[float]:
@@ -246,30 +252,28 @@ def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float
     if baseline == "none":
         return list(rewards)
     if baseline == "greedy":
-        return [r - _greedy_reward(peers) for r in rewards]
+        greedy = peers.group.greedy_rewards
+        if peers.role not in greedy:
+            raise TrajectoryError(
+                f"group {peers.group.group_id} has no greedy reward for role {peers.role!r}, only for "
+                f"{sorted(greedy) or 'no role'}; the greedy episode must return a trajectory of each role"
+            )
+        return [r - greedy[peers.role] for r in rewards]
     if spread_of(rewards).std == 0:
         return [0.0] * len(rewards)
     values = peers.of_episodes(rewards)
     middle = spread_of(values).mean
     if baseline == "leave_one_out":
-        return _less_the_others(rewards, values, middle, peers)
+        found, n = [0.0] * len(rewards), len(values)
+        for members, value in zip(peers.episodes, values, strict=True):
+            for i in members if n > 1 else ():
+                found[i] = (value - middle) * (n / (n - 1)) + (rewards[i] - value)
+        return found
     if baseline == "length_weighted":
         lengths = [sum(peers.trajectories[i].num_trained_tokens for i in members) for members in peers.episodes]
         if sum(lengths):
             middle = math.fsum(n * r for n, r in zip(lengths, values, strict=True)) / sum(lengths)
     return [r - middle for r in rewards]
-
-
-def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: float, peers: Peers) -> list[float]:
-    """[n] Each reward less the mean of the other episodes' values; 0 without another episode."""
-    centred = [0.0] * len(rewards)
-    if len(values) == 1:
-        return centred
-    factor = len(values) / (len(values) - 1)
-    for members, value in zip(peers.episodes, values, strict=True):
-        for i in members:
-            centred[i] = (value - mean) * factor + (rewards[i] - value)
-    return centred
 
 
 def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
@@ -301,13 +305,3 @@ def _check_weighed(batch: Batch, settings: ReturnsAdvantage) -> None:
             f"advantage.reward_weights has {unknown[0]!r}, but the batch's trajectories have the named rewards "
             f"{sorted(named)}; correct it, or let the workflow name that part in Trajectory.rewards"
         )
-
-
-def _greedy_reward(peers: Peers) -> float:
-    rewards = peers.group.greedy_rewards
-    if peers.role not in rewards:
-        raise TrajectoryError(
-            f"group {peers.group.group_id} has no greedy reward for role {peers.role!r}, only for "
-            f"{sorted(rewards) or 'no role'}; the greedy episode must return a trajectory of each role"
-        )
-    return rewards[peers.role]

@@ -9,6 +9,9 @@ The algorithm works on these tensors by index. A train engine takes `sequences`:
 
 from __future__ import annotations
 
+import hashlib
+import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from arl.algorithm.flat_sequences import TENSORS, FlatSequences, arrays_of, images_of, of_each
+from arl.algorithm.flat_sequences import TENSORS, FlatSequences, of_each, unless_empty
 from arl.api.routed_experts import Routes
 from arl.api.sampling_mask import KeptIds
 from arl.api.settings.algorithm import Aggregation
-from arl.api.settings.objective import OverlongConfig
+from arl.api.settings.objective import (
+    ClipCovSelection,
+    KLCovSelection,
+    OverlongConfig,
+    SecondMomentSelection,
+    SelectionConfig,
+)
 from arl.api.train_engine import TrainSequence
 from arl.api.types import Group, Trajectory
 
@@ -185,8 +194,8 @@ class Batch:
             units=self.units or (-1,) * len(self),
             kept_ids=self.kept_ids,
             routes=self.routes,
-            images=images_of(self.trajectories),
-            arrays=arrays_of(self.trajectories),
+            images=unless_empty(t.images for t in self.trajectories),
+            arrays=unless_empty(t.arrays for t in self.trajectories),
         )
 
     @property
@@ -242,3 +251,89 @@ def weigh_tokens(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     """The sequences of a minibatch with loss_weights 1 / N on each of their N trained tokens."""
     count = max(sum(int(s.loss_mask.sum()) for s in sequences), 1)
     return [replace(s, loss_weights=s.loss_mask.float() / count) for s in sequences]
+
+
+# Selections: tokens that a loss treats apart
+
+
+def selected_tokens(batch: Batch, config: SelectionConfig | None, *, seed: int) -> torch.Tensor:
+    """bool[T]: the tokens that `config` chooses among the trained tokens of `batch`, a minibatch, before any split.
+
+    The choice uses numbers from before any update on the batch: proximal_logprobs p, behavior_logprobs b and advantages
+    A. The papers use current logprobs; before the first update these are p. The choice depends on the set of
+    trajectories, not on their order, and a random one on `seed`.
+    """
+    if config is None:
+        return batch.selected
+    mask = batch.loss_mask
+    fields = (batch.advantages, batch.proximal_logprobs, batch.behavior_logprobs)
+    advantages, proximal, behavior = (values[mask].double() for values in fields)
+    if config.kind == "second_moment":
+        chosen = largest_moments(proximal - behavior, advantages, config)
+    else:
+        # fsum is exact, so the means do not depend on the order of the sequences.
+        p, a = (values - math.fsum(values.tolist()) / max(len(values), 1) for values in (proximal, advantages))
+        chosen = extreme_covariances(p * a, _random_keys(batch, seed)[mask], config)
+    return torch.zeros_like(mask).masked_scatter(mask, chosen)
+
+
+def largest_moments(log_ratio: torch.Tensor, advantages: torch.Tensor, config: SecondMomentSelection) -> torch.Tensor:
+    """M2PO's mask (2510.01161), bool[N] over N trained tokens, True for tokens to leave out.
+
+    Only tokens that a clip could affect count: A > 0 with a log-ratio p - b above 0, or A < 0 with one below 0. Of
+    these, the tokens with the largest (p - b)^2 are left out until the mean over the rest is at most config.limit.
+    Equal values go together. The authors' code differs: it bounds moments at a threshold instead of leaving tokens out,
+    ignores ratios near 1, and uses c.
+    """
+    moments = log_ratio.square()
+    is_concerned = advantages * log_ratio > 0
+    ascending = moments[is_concerned].sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1)
+    # The last of a run of equal values decides for all of them.
+    is_last_of_equals = torch.cat([ascending[1:] > ascending[:-1], torch.ones_like(ascending[:1]).bool()])
+    kept = ascending[is_last_of_equals & (means <= config.limit)]
+    largest_kept = kept[-1] if len(kept) else torch.tensor(-1.0)
+    return is_concerned & (moments > largest_kept)
+
+
+def extreme_covariances(
+    covariances: torch.Tensor, keys: torch.Tensor, config: ClipCovSelection | KLCovSelection
+) -> torch.Tensor:
+    """Clip-Cov's and KL-Cov's choice (2505.22617, section 4), bool[N]: share * N tokens, rounded down, at least one.
+
+    covariances: each token's (p - mean p) (A - mean A), both means over the N. keys: random numbers that draw tokens
+    and order equal ones. clip_cov draws from the tokens with a covariance in [low, high], and takes all of these if
+    they are too few. kl_cov takes the tokens with the largest covariance.
+    """
+    chosen = torch.zeros_like(covariances).bool()
+    drawn = keys.argsort()
+    if config.kind == "clip_cov":
+        is_candidate = (covariances >= config.low) & (covariances <= config.high)
+        ranked = drawn[is_candidate[drawn]]
+    else:
+        ranked = drawn[covariances[drawn].argsort(descending=True, stable=True)]
+    chosen[ranked[: max(int(config.share * len(covariances)), 1)]] = True
+    return chosen
+
+
+def _random_keys(batch: Batch, seed: int) -> torch.Tensor:
+    """A number in [0, 1) for each token, float64[T]: a function of the seed, its trajectory and its place there.
+
+    The trainer's logprobs play no part, because other packings round them differently. Trajectories with equal samples
+    are numbered in the order of their advantages.
+    """
+    columns = (batch.token_ids, batch.behavior_logprobs, batch.loss_mask, batch.advantages)
+    contents: list[tuple[bytes, list[float]]] = []
+    for ids, behavior, mask, advantages in zip(*map(batch.split, columns), strict=True):
+        content = hashlib.sha256(array("q", ids.tolist()))
+        content.update(array("d", behavior.tolist()))
+        content.update(array("d", mask.tolist()))
+        contents.append((content.digest(), advantages.tolist()))
+    keys, seen = [torch.empty(0, dtype=torch.float64)] * len(batch), Counter[bytes]()
+    for i in sorted(range(len(batch)), key=contents.__getitem__):
+        content, _ = contents[i]
+        seen[content] += 1
+        origin = hashlib.sha256(content + f"{seed} {seen[content]}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(origin[:8], "little", signed=True))
+        keys[i] = torch.rand(batch.lengths[i], dtype=torch.float64, generator=generator)
+    return torch.cat([torch.empty(0, dtype=torch.float64), *keys])

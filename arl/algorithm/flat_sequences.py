@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from arl.api.images import PlacedImage
 from arl.api.routed_experts import Routes
 from arl.api.sampling_mask import KeptIds
 from arl.api.train_engine import TOKEN_FIELDS, TrainSequence
-from arl.api.types import Arrays, Trajectory
+from arl.api.types import Arrays
 
 TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 """The fields of TrainSequence that are tensors."""
@@ -57,8 +56,8 @@ class FlatSequences(Sequence[TrainSequence]):
             units=tuple(sequence.unit for sequence in sequences),
             kept_ids=KeptIds.joined([len(s) if s.kept_ids is None else s.kept_ids for s in sequences]),
             routes=Routes.joined([len(s) if s.routes is None else s.routes for s in sequences]),
-            images=images_of(sequences),
-            arrays=arrays_of(sequences),
+            images=unless_empty(s.images for s in sequences),
+            arrays=unless_empty(s.arrays for s in sequences),
         )
 
     def __len__(self) -> int:
@@ -81,9 +80,8 @@ class FlatSequences(Sequence[TrainSequence]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = of_each(self.columns, torch.Tensor.numpy)
-        records = self.kept_ids, self.routes, self.images, self.arrays
-        return _from_arrays, (self.lengths, arrays, self.temperatures, self.units, *records)
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _from_arrays, (own | {"columns": of_each(self.columns, torch.Tensor.numpy)},)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -104,12 +102,16 @@ class FlatSequences(Sequence[TrainSequence]):
         """int64[S + 1]: where each sequence's tokens begin, and T."""
         return torch.tensor((0, *self.lengths)).cumsum(0)
 
+    def places(self, indices: Sequence[int]) -> torch.Tensor:
+        """int64: where the tokens of these sequences lie, end to end."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        return runs(self.starts[chosen], self.starts[chosen + 1] - self.starts[chosen])
+
     def take(self, indices: Sequence[int]) -> FlatSequences:
         """The sequences with these indices."""
         if list(indices) == list(range(len(self))):
             return self
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        places = runs(self.starts[chosen], self.starts[chosen + 1] - self.starts[chosen])
+        places = self.places(indices)
         return FlatSequences(
             lengths=tuple(self.lengths[i] for i in indices),
             columns=of_each(self.columns, lambda column: column[places]),
@@ -122,16 +124,10 @@ class FlatSequences(Sequence[TrainSequence]):
         )
 
 
-def images_of(records: Sequence[TrainSequence] | Sequence[Trajectory]) -> tuple[tuple[PlacedImage, ...], ...]:
-    """[N] The images of each; empty if none has any."""
-    images = tuple(record.images for record in records)
-    return images if any(images) else ()
-
-
-def arrays_of(records: Sequence[TrainSequence] | Sequence[Trajectory]) -> tuple[Arrays, ...]:
-    """[N] The arrays of each; empty if none has any."""
-    arrays = tuple(record.arrays for record in records)
-    return arrays if any(arrays) else ()
+def unless_empty(records: Iterable[_Given]) -> tuple[_Given, ...]:
+    """[N] The records, such as images; empty if all are empty."""
+    found = tuple(records)
+    return found if any(found) else ()
 
 
 def of_each(columns: Mapping[str, _Given], change: Callable[[_Given], _Made]) -> dict[str, _Made]:
@@ -148,25 +144,7 @@ def runs(begins: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return places + torch.arange(len(places))
 
 
-def _from_arrays(
-    lengths: tuple[int, ...],
-    arrays: Mapping[str, np.ndarray],
-    temperatures: tuple[float, ...],
-    units: tuple[int, ...],
-    kept_ids: KeptIds | None,
-    routes: Routes | None,
-    images: tuple[tuple[PlacedImage, ...], ...],
-    own: tuple[Arrays, ...],
-) -> FlatSequences:
+def _from_arrays(own: dict[str, Any]) -> FlatSequences:
     """The tensors are copies, because arrays in Ray's shared memory are read-only."""
-    columns = of_each(arrays, lambda array: torch.from_numpy(array.copy()))
-    return FlatSequences(
-        lengths=lengths,
-        columns=columns,
-        temperatures=temperatures,
-        units=units,
-        kept_ids=kept_ids,
-        routes=routes,
-        images=images,
-        arrays=own,
-    )
+    columns: Any = of_each(own["columns"], lambda array: torch.from_numpy(array.copy()))
+    return FlatSequences(**own | {"columns": columns})

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +59,10 @@ class PrefixOrder:
         indices = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0] * len(indices)
         for k in range(1, len(indices)):
-            common = _common_prefix(arrays[indices[k - 1]], arrays[indices[k]])
+            one, other = arrays[indices[k - 1]], arrays[indices[k]]
+            length = min(len(one), len(other))
+            first = int(np.argmax(one[:length] != other[:length])) if length else 0
+            common = first if length and one[first] != other[first] else length
             shared[k] = common if common >= min_shared or 2 * common >= len(arrays[indices[k]]) else 0
         columns = (torch.tensor(c, dtype=torch.int64) for c in (indices, [len(arrays[i]) for i in indices], shared))
         return cls(**dict(zip(("indices", "lengths", "shared"), columns, strict=True)))
@@ -204,8 +206,31 @@ class RowPlan:
 
         The blocks overlap nowhere, and the first ones hold each query once.
         """
-        tiles = list(self._tiles())
-        return [self._tile_block(*tile) for tile in tiles] + list(self._rectangles([stop for _, stop, _ in tiles]))
+        blocks: list[Block] = []
+        for start, stop, num_stretches in self._tiles():
+            run = (start, stop)
+            if num_stretches == 1:
+                blocks.append(Block(queries=run, keys=run, is_causal=True))
+                continue
+            place = torch.arange(start, stop)
+            is_seen = (place <= place[:, None]) & (place[:, None] < self.subtree_stops[start:stop])
+            mask = torch.zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
+            blocks.append(Block(queries=run, keys=run, mask=mask))
+        # Everything below a piece lies right of it in one piece, and its tile has the first part already.
+        tile, keys, queries, tile_stops = 0, (0, 0), (0, 0), [block.queries[1] for block in blocks]
+        for start, stop, end in self.closed:
+            while tile_stops[tile] <= start:
+                tile += 1
+            seen_by = (tile_stops[tile], end)
+            if keys[1] == start and queries == seen_by:
+                keys = (keys[0], stop)
+                continue
+            if queries[0] < queries[1]:
+                blocks.append(Block(queries=queries, keys=keys))
+            keys, queries = (start, stop), seen_by
+        if queries[0] < queries[1]:
+            blocks.append(Block(queries=queries, keys=keys))
+        return blocks
 
     def _tiles(self) -> Iterator[tuple[int, int, int]]:
         """(start, stop, number of stretches) of each tile, from left to right."""
@@ -218,31 +243,6 @@ class RowPlan:
             count += 1
         if count:
             yield start, self.num_tokens, count
-
-    def _tile_block(self, start: int, stop: int, num_stretches: int) -> Block:
-        run = (start, stop)
-        if num_stretches == 1:
-            return Block(queries=run, keys=run, is_causal=True)
-        place = torch.arange(start, stop)
-        is_seen = (place <= place[:, None]) & (place[:, None] < self.subtree_stops[start:stop])
-        mask = torch.zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
-        return Block(queries=run, keys=run, mask=mask)
-
-    def _rectangles(self, tile_stops: Sequence[int]) -> Iterator[Block]:
-        """Everything below a piece lies right of it in one piece, and its tile has the first part already."""
-        tile, keys, queries = 0, (0, 0), (0, 0)
-        for start, stop, end in self.closed:
-            while tile_stops[tile] <= start:
-                tile += 1
-            seen_by = (tile_stops[tile], end)
-            if keys[1] == start and queries == seen_by:
-                keys = (keys[0], stop)
-                continue
-            if queries[0] < queries[1]:
-                yield Block(queries=queries, keys=keys)
-            keys, queries = (start, stop), seen_by
-        if queries[0] < queries[1]:
-            yield Block(queries=queries, keys=keys)
 
 
 def last_trained(sequences: Sequence[TrainSequence]) -> torch.Tensor:
@@ -260,29 +260,21 @@ def needed_tokens(sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.int
     ids, but an image's placeholders have numbers of their own, and with routes they number the pairs of id and routes.
     """
     flat = FlatSequences.of(sequences)
-    tokens, stops = _numbered(flat), flat.starts[:-1] + last_trained(flat).clamp(min=1)
-    return [tokens[start:stop] for start, stop in zip(flat.starts.tolist(), stops.tolist(), strict=False)]
-
-
-def _numbered(flat: FlatSequences) -> npt.NDArray[np.int64]:
-    """int64[T]"""
-    tokens = _with_images(flat) if flat.images else flat.token_ids.numpy()
-    if flat.routes is None:
-        return tokens
-    numbers: dict[tuple[int, bytes], int] = {}
-    pairs = zip(tokens.tolist(), flat.routes.keys(), strict=True)
-    return np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs], np.int64)
-
-
-def _with_images(flat: FlatSequences) -> npt.NDArray[np.int64]:
-    """int64[T]: the token ids, but each placeholder's number names its image and its place within it."""
-    tokens, numbers = flat.token_ids.numpy().copy(), dict[Image, int]()
-    for start, images in zip(flat.starts.tolist(), flat.images, strict=False):
-        for placed in images:
-            number = numbers.setdefault(placed.image, len(numbers) + 1)
-            # Token ids are below 2^31.
-            tokens[start + placed.start : start + placed.stop] = (number << 32) + np.arange(placed.stop - placed.start)
-    return tokens
+    starts, stops = flat.starts.tolist(), (flat.starts[:-1] + last_trained(flat).clamp(min=1)).tolist()
+    tokens = flat.token_ids.numpy()
+    if flat.images:
+        tokens, of_images = tokens.copy(), dict[Image, int]()
+        for start, images in zip(starts, flat.images, strict=False):
+            for placed in images:
+                # The number names the image and the place within it. Token ids are below 2^31.
+                first = of_images.setdefault(placed.image, len(of_images) + 1) << 32
+                own = np.arange(first, first + placed.stop - placed.start)
+                tokens[start + placed.start : start + placed.stop] = own
+    if flat.routes is not None:
+        numbers: dict[tuple[int, bytes], int] = {}
+        pairs = zip(tokens.tolist(), flat.routes.keys(), strict=True)
+        tokens = np.array([numbers.setdefault(pair, len(numbers)) for pair in pairs], np.int64)
+    return [tokens[start:stop] for start, stop in zip(starts, stops, strict=False)]
 
 
 def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:
@@ -290,10 +282,3 @@ def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = T
     if not share_prefixes:
         return PrefixOrder.unshared(last_trained(sequences).clamp(min=1))
     return PrefixOrder.of(needed_tokens(sequences))
-
-
-def _common_prefix(one: Any, other: Any) -> int:
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length

@@ -1,18 +1,24 @@
-"""Process rewards: which trained token gets each of them, and the discounted sums for earlier tokens."""
+"""Process rewards: which token gets each, the discounted sums for earlier tokens, and a model that gives them."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from arl.algorithm.batch import Batch, joined, token_rewards
-from arl.algorithm.groups import Peers, Spread, kl_penalties, spread_of
+from arl.algorithm.batch import Batch, joined, loss_weights, token_rewards
+from arl.algorithm.flat_sequences import FlatSequences
+from arl.algorithm.groups import Peers, kl_penalties, mean, spread_of
+from arl.algorithm.losses.preferences import of_units, share_won
+from arl.algorithm.losses.surrogates import ROUNDING
+from arl.api.errors import TrajectoryError
 from arl.api.settings.objective import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.types import Trajectory
 
 
@@ -116,26 +122,20 @@ def _normalised(
         episodes = [[r for i in members for r in rewards[one.members[i]]] for members in one.episodes]
         spread = spread_of([r for row in episodes for r in row])
         divisor = spread.divisor if settings.scale == "group_std" else 1.0
-        for members, baseline in zip(one.episodes, _baselines(episodes, spread, settings), strict=True):
+        means = [math.fsum(row) / len(row) for row in episodes if row]
+        others = max(len(means) - 1, 1)
+        has_peers = spread.std != 0 and len(episodes) > 1
+        for members, row in zip(one.episodes, episodes, strict=True):
+            baseline: float | None = 0.0  # None: the rewards become 0
+            if settings.is_relative and settings.baseline == "leave_one_out":
+                own = math.fsum(row) / max(len(row), 1)
+                baseline = (math.fsum(means) - own) / others if has_peers and len(means) > 1 else None
+            elif settings.is_relative:
+                baseline = spread.mean if has_peers else None
             for i in members:
-                row = rewards[one.members[i]]
-                normalised[one.members[i]] = [0.0 if baseline is None else (r - baseline) / divisor for r in row]
+                own_row = rewards[one.members[i]]
+                normalised[one.members[i]] = [0.0 if baseline is None else (r - baseline) / divisor for r in own_row]
     return normalised
-
-
-def _baselines(episodes: Sequence[list[float]], spread: Spread, settings: ReturnsAdvantage) -> list[float | None]:
-    """The baseline of each episode's process rewards. None: they become 0."""
-    if not settings.is_relative:
-        return [0.0] * len(episodes)
-    if spread.std == 0 or len(episodes) == 1:
-        return [None] * len(episodes)
-    if settings.baseline != "leave_one_out":
-        return [spread.mean] * len(episodes)
-    means = [math.fsum(row) / len(row) if row else None for row in episodes]
-    known = [m for m in means if m is not None]
-    if len(known) < 2:
-        return [None] * len(episodes)
-    return [None if m is None else (math.fsum(known) - m) / (len(known) - 1) for m in means]
 
 
 def returns_to_go(
@@ -221,7 +221,12 @@ def turn_advantages(batch: Batch, peers: Sequence[Peers], settings: GiGPOAdvanta
     for one in peers:
         pairs = zip(one.trajectories, one.outcomes, strict=True)
         returns = [turn_returns(t, outcome, settings.turn_discount) for t, outcome in pairs]
-        for state in _states(one):
+        states: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (peer, turn)
+        for i, trajectory in enumerate(one.trajectories):
+            for j, turn in enumerate(trajectory.turns):
+                if turn.state is not None:
+                    states[turn.state].append((i, j))
+        for state in states.values():
             spread = spread_of([returns[i][j] for i, j in state])
             divisor = spread.divisor if settings.scale == "group_std" else 1.0
             for i, j in state:
@@ -246,11 +251,74 @@ def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> lis
     return returns
 
 
-def _states(peers: Peers) -> list[list[tuple[int, int]]]:
-    """For each state the (peer, turn) pairs in it."""
-    states: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for i, trajectory in enumerate(peers.trajectories):
-        for j, turn in enumerate(trajectory.turns):
-            if turn.state is not None:
-                states[turn.state].append((i, j))
-    return list(states.values())
+# The implicit process reward model of PRIME (2502.01456): what it reads of a batch, and its loss
+#
+#     r_t = beta log(pi(y_t) / pi_ref(y_t))           eq. 3; pi learns, pi_ref is its first model; t over trained tokens
+#     loss = mean over episodes of CE(sigmoid(sum r_t), R)          algorithm 1, line 8; R the outcome, between 0 and 1
+#
+# So sigmoid(sum r_t) is the chance of success that the model sees in an episode, and r_t is what token t adds to its
+# logit. With rewards of 0 and 1 this is the log-likelihood of a classifier. It learns from outcomes alone.
+
+
+def read_sequences(batch: Batch) -> FlatSequences:
+    """[N] The trajectories as a reward model reads them: those that are masked out, too, because the process rewards of
+    all peers are compared."""
+    return _as_text(batch, loss_mask=joined((t.loss_mask for t in batch.trajectories), np.bool_))
+
+
+def lesson_of(batch: Batch) -> FlatSequences:
+    """[N] A minibatch from which a reward model learns. `batch` has its reference's logprobs, and outcomes as returns.
+
+    The trajectories of an episode, of one role, are a unit: their log-ratios are added up, because together they are
+    the tokens that the agent chose. An episode weighs 1 / (S n) for each of its n trained tokens, S episodes in the
+    batch.
+    """
+    return replace(_as_text(batch, loss_weights=loss_weights(batch, "sequence_mean")), units=batch.episode)
+
+
+def _as_text(batch: Batch, **columns: torch.Tensor) -> FlatSequences:
+    """[N] Sequences with these columns, whatever temperature, ids and experts they were sampled with.
+
+    Beside arrays a temperature is no taste of the sampler's, but what the user's model takes it for: it stays.
+    """
+    own = batch.sequences()
+    temperatures = tuple(t.temperature if t.arrays else 1.0 for t in batch.trajectories)
+    return replace(own, columns={**own.columns, **columns}, temperatures=temperatures, kept_ids=None, routes=None)
+
+
+def outcomes_of(batch: Batch) -> list[float]:
+    """[N] The outcome of each trajectory's episode: the mean reward of its trajectories of the role, without penalties
+    for length. Raises TrajectoryError for a reward that is no probability."""
+    members: dict[int, list[float]] = {}
+    for trajectory, episode, group in zip(batch.trajectories, batch.episode, batch.group, strict=True):
+        if not 0 <= trajectory.reward <= 1:
+            raise TrajectoryError(
+                f"a trajectory of group {batch.groups[group].group_id}, role {trajectory.role!r}, has reward "
+                f"{trajectory.reward:g}, and algorithm.reward_model learns the chance of success from rewards between "
+                "0 and 1; scale the workflow's reward, or leave reward_model out"
+            )
+        members.setdefault(episode, []).append(trajectory.reward)
+    return [mean(members[episode]) for episode in batch.episode]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImplicitRewardLoss:
+    """The cross-entropy of sigmoid(sum r_t) and an episode's outcome; each token of the episode carries all of it.
+
+    Metrics: accuracy (share of episodes of which sum r_t > 0 says rightly whether R > 1/2; sums that are rounding count
+    half, as before the first update), success (sigmoid(sum r_t), mean over episodes), process_reward (r_t, mean over
+    tokens).
+    """
+
+    beta: float
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        rewards = self.beta * (outputs.logprobs - tokens.reference_logprobs)
+        logits, outcomes = of_units(rewards, tokens), tokens.returns
+        says = torch.where(logits.abs() > self.beta * ROUNDING, logits, 0.0).detach()
+        won = torch.where(outcomes > 0.5, 1.0, -1.0)
+        return TokenLosses(
+            loss=F.binary_cross_entropy_with_logits(logits, outcomes, reduction="none"),
+            means={"process_reward": rewards.detach()},
+            weighted={"accuracy": share_won(says * won), "success": logits.detach().sigmoid()},
+        )

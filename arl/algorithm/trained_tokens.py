@@ -1,4 +1,4 @@
-"""What a train engine of one process gives to losses and takes from them: trained tokens, flat, and what is reported.
+"""What a train engine gives to losses and takes from them: trained tokens, flat, and what is reported.
 
 sequences --packed_tokens--> PackedTokens --+
     | the engine's model                    +--TokenLoss--> TokenLosses --LossReport--> metrics
@@ -10,7 +10,8 @@ Microbatches only save memory: a minibatch's loss weights hold its denominators,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -49,6 +50,10 @@ def unpacked(values: torch.Tensor, sequences: Sequence[TrainSequence], fill: flo
     return rows
 
 
+Reduce = Callable[[torch.Tensor, bool], None]
+"""Reduces a tensor in place over the ranks that share a minibatch: to the sum, or, if True, to the largest."""
+
+
 class LossReport:
     """The metrics of one `train_batch`: `add` each microbatch, `end_minibatch` after each optimizer step.
 
@@ -56,45 +61,69 @@ class LossReport:
     minibatches that have the metric, and maxima of their maxima. A minibatch without trained tokens reports nothing.
     """
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[TokenLosses, PackedTokens]] = []
+    def __init__(self, reduce: Reduce = lambda values, is_max: None) -> None:
+        self.counts = Counter[str]()
+        """`trained_tokens` and what else `add` was told, added up over the minibatches that have ended."""
+        self._reduce = reduce
+        self._names: list[tuple[str, str]] = []
+        self._sums: list[torch.Tensor] = []
+        self._largest: list[dict[str, torch.Tensor]] = []
+        self._own = Counter[str]()
         self._means: list[dict[str, float]] = []
         self._maxima: list[dict[str, float]] = []
 
-    def add(self, losses: TokenLosses, tokens: PackedTokens) -> None:
-        if len(tokens.behavior_logprobs):
-            self._parts.append((losses, tokens))
+    def add(self, losses: TokenLosses, tokens: PackedTokens, /, **counts: int) -> None:
+        """Does not wait for the device. A loss reports the same names each time, also of an empty microbatch."""
+        weights = tokens.loss_weights
+        values = {
+            ("loss", "loss"): losses.loss.detach() * weights,
+            **{("mean", name): value for name, value in losses.means.items()},
+            **{("weighted", name): value * weights for name, value in losses.weighted.items()},
+            **{("above", name): above for name, (above, _) in losses.quotients.items()},
+            **{("below", name): below for name, (_, below) in losses.quotients.items()},
+            **{("size", name): size for name, size in losses.sample_sizes.items()},
+            **{("square", name): size.double().square() for name, size in losses.sample_sizes.items()},
+        }
+        self._names = list(values)
+        self._sums.append(torch.stack(list(values.values())).double().sum(1))
+        lowest = weights.new_full((1,), -torch.inf, dtype=torch.float64)
+        self._largest.append({name: torch.cat([value.double(), lowest]).max() for name, value in losses.maxima.items()})
+        self._own.update(trained_tokens=len(weights), **counts)
 
-    def end_minibatch(self, **numbers: float) -> None:
-        """numbers: of the optimizer step, such as grad_norm and lr."""
-        parts, self._parts = self._parts, []
-        if not parts:
-            return
-        weights = torch.cat([tokens.loss_weights for _, tokens in parts]).double()
-        found = {"loss": float(torch.cat([losses.loss.detach() for losses, _ in parts]).double() @ weights), **numbers}
-        for name, value in _joined([losses.means for losses, _ in parts]).items():
-            found[name] = float(value.mean())
-        for name, value in _joined([losses.weighted for losses, _ in parts]).items():
-            found[name] = float(value @ weights)
-        above, below = (
-            _joined([{n: q[i] for n, q in losses.quotients.items()} for losses, _ in parts]) for i in (0, 1)
-        )
-        found |= {name: float(above[name].sum() / own.sum()) for name, own in below.items() if own.sum()}
-        for name, value in _joined([losses.sample_sizes for losses, _ in parts]).items():
-            if squares := float(value.square().sum()):
-                found[name] = float(value.sum()) ** 2 / (len(value) * squares)
-        self._means.append(found)
-        self._maxima.append({n: float(v.max()) for n, v in _joined([losses.maxima for losses, _ in parts]).items()})
+    def end_minibatch(self, **numbers: float) -> dict[str, float]:
+        """numbers: of the optimizer step, such as grad_norm and lr. Returns the minibatch's metrics but for maxima, to
+        which more numbers may be added; nothing without a trained token. A collective, if there is a `reduce`."""
+        sums, largest, counts = self._sums, self._largest, self._own
+        self._sums, self._largest, self._own = [], [], Counter[str]()
+        if not sums:
+            return {}
+        total = torch.stack(sums).sum(0)
+        total = torch.cat([total, total.new_tensor(list(counts.values()))])
+        self._reduce(total, False)
+        values = total.tolist()
+        reduced = {name: int(count) for name, count in zip(counts, values[len(self._names) :], strict=True)}
+        self.counts.update(reduced)
+        if not (num_tokens := reduced["trained_tokens"]):
+            return {}
+        of = defaultdict[str, dict[str, float]](dict)
+        for (kind, name), value in zip(self._names, values, strict=False):
+            of[kind][name] = value
+        found = of["loss"] | {name: value / num_tokens for name, value in of["mean"].items()} | of["weighted"]
+        found |= {name: value / below for name, value in of["above"].items() if (below := of["below"][name])}
+        for name, value in of["size"].items():
+            if square := of["square"][name]:
+                found[name] = value**2 / (num_tokens * square)
+        if names := largest[0].keys():
+            peaks = torch.stack([torch.stack([part[name] for part in largest]).max() for name in names])
+            self._reduce(peaks, True)
+            self._maxima.append(dict(zip(names, peaks.tolist(), strict=True)))
+        self._means.append(found | numbers)
+        return self._means[-1]
 
     @property
     def metrics(self) -> dict[str, float]:
         means, maxima = _by_name(self._means), _by_name(self._maxima)
         return {name: sum(own) / len(own) for name, own in means.items()} | {n: max(own) for n, own in maxima.items()}
-
-
-def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """name -> float64[M] over all parts, which have the same names."""
-    return {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
 
 
 def _by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -74,7 +74,7 @@ class SavedWeights:
         adapter: the adapters alone, in peft's format; else they are merged. Raises ConfigError if the directory exists
         or there are no adapters, CheckpointError, ModelError, and TransportError if it cannot be written.
         """
-        from arl.engine.fsdp.export import export_weights
+        from arl.engine.fsdp.snapshot import export_weights
 
         if directory.exists():
             raise ConfigError(f"{directory} is there already; remove it, or name another directory")

@@ -39,7 +39,7 @@ from arl.training.recording import DIRECTORY, Build, RecordedStep, recorded_vers
 from arl.training.run_dir import checkpoint_of, saved_versions
 
 if TYPE_CHECKING:
-    from arl.engine.fsdp.watched_engine import WatchedEngine
+    from arl.engine.fsdp.train_engine import WatchedEngine
     from arl.training.learner import Learner
 
 TOLERANCE = 1e-3
@@ -431,7 +431,7 @@ class ComparedLearners:
     """Two learners: one trains as the run did, the other each step from the same weights under other settings."""
 
     def __init__(self, own: Config, other: Config) -> None:
-        from arl.engine.fsdp.watched_engine import WatchedEngine
+        from arl.engine.fsdp.train_engine import WatchedEngine
 
         def load(model: str | Path, settings: TrainConfig, *, seed: int, head: Head) -> WatchedEngine:
             return WatchedEngine(str(model), settings, seed, head)

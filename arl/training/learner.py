@@ -27,18 +27,11 @@ from pathlib import Path
 import torch
 
 from arl.algorithm.advantages import arranged, with_advantages
-from arl.algorithm.batch import Batch, loss_weights
-from arl.algorithm.comparisons import comparison_metrics
+from arl.algorithm.batch import Batch, loss_weights, selected_tokens
 from arl.algorithm.flat_sequences import FlatSequences
+from arl.algorithm.groups import comparison_metrics
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
-from arl.algorithm.losses.selection import selected_tokens
-from arl.algorithm.process_rewards import (
-    ImplicitRewardLoss,
-    implicit_rewards,
-    lesson_of,
-    outcomes_of,
-    read_sequences,
-)
+from arl.algorithm.returns import ImplicitRewardLoss, lesson_of, outcomes_of, read_sequences
 from arl.api.errors import CheckpointError
 from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.settings.objective import RewardModelConfig
@@ -93,7 +86,7 @@ class RewardModel:
         lesson, metrics = [lesson_of(read.take(groups)) for groups in minibatches] if is_new else [], {}
         if self._config.update == "before":
             metrics, lesson = self.learn(lesson), []
-        rewards = implicit_rewards(self._engine.forward(texts), reference, self._config.beta)
+        rewards = self._config.beta * (torch.cat(self._engine.forward(texts)).double() - reference.double())
         return Judged(batch=replace(batch, implicit_rewards=rewards), lesson=lesson, metrics=metrics)
 
     def learn(self, lesson: Sequence[FlatSequences]) -> dict[str, float]:

@@ -169,27 +169,6 @@ def test_a_reward_that_is_missing_is_named(lacking: Group, advantage: Settings, 
         one_each(lacking, advantage)
 
 
-HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "expected"),
-    [
-        (returns("none"), (1.0, 0.0)),
-        (returns("greedy"), (0.75, -0.25)),
-        (returns("group_mean"), (0.5, -0.5)),
-        (returns("group_mean", "group_std"), (HALF_STD, -HALF_STD)),
-        (returns("leave_one_out"), (1.0, -1.0)),
-        (returns("length_weighted"), (0.25, -0.75)),
-        (returns("none", "batch_std"), (0.25 / (0.5 + 1e-6), -0.75 / (0.5 + 1e-6))),
-    ],
-    ids=name_of,
-)
-def test_a_long_success_beside_a_short_failure(advantage: Settings, expected: tuple[float, float]):
-    pair = group(trajectory(1.0, (0, 1, 1, 1)), trajectory(0.0, (0, 1)), greedy_rewards={"agent": 0.25})
-    assert one_each(pair, advantage) == pytest.approx(expected, rel=1e-6)
-
-
 @given(values=st.lists(st.floats(-1e6, 1e6), max_size=12), rng=st.randoms())
 def test_the_order_of_numbers_changes_no_bit_of_their_spread(values: list[float], rng: random.Random):
     shuffled = rng.sample(values, len(values))

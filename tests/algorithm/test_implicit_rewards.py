@@ -15,9 +15,8 @@ from test_preference_losses import total
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
-from arl.algorithm.process_rewards import (
+from arl.algorithm.returns import (
     ImplicitRewardLoss,
-    implicit_rewards,
     lesson_of,
     outcomes_of,
     read_sequences,
@@ -183,17 +182,3 @@ def test_a_models_process_rewards_are_normalised_as_a_workflows_own(baseline: st
     theirs = with_advantages(Batch.of(own), config)
     torch.testing.assert_close(ours.advantages, theirs.advantages)
     assert ours.advantages.any()
-
-
-def test_minibatches_keep_the_rewards_of_their_groups():
-    batch = Batch.of(branched())
-    places = torch.arange(len(batch.token_ids), dtype=torch.float64)
-    taken = replace(batch, implicit_rewards=places).take([1, 0])
-    assert taken.implicit_rewards is not None
-    assert taken.implicit_rewards.tolist() == [*range(16, len(places)), *range(16)]
-
-
-def test_rewards_are_beta_times_the_log_ratio():
-    logprobs = [torch.tensor([0.0, -1.0]), torch.tensor([0.0, -0.5])]
-    found = implicit_rewards(logprobs, torch.tensor([0.0, -1.5, 0.0, -0.25]), 0.2)
-    assert found.tolist() == pytest.approx([0.0, 0.1, 0.0, -0.05])

@@ -14,7 +14,7 @@ from loss_references import gradient
 
 from arl.algorithm.advantages import arranged, with_advantages
 from arl.algorithm.batch import Batch, loss_weights
-from arl.algorithm.comparisons import comparison_metrics, reference_points
+from arl.algorithm.groups import comparison_metrics, reference_points
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.trained_tokens import packed_tokens
 from arl.api.settings.algorithm import AlgorithmConfig, preset
@@ -181,13 +181,6 @@ def test_pairs_are_best_and_worst_and_of_equals_the_one_that_was_started_first_i
     assert signs(best, 0.2, 0.9, 0.1, 0.5) == [0, 1, -1, 0]
     assert signs(best, 0.0, 1.0, 1.0, 0.0) == [0, 1, 0, -1]
     assert signs(best, 0.3, 0.1 + 0.2, 0.3) == [0, 0, 0]
-
-
-def test_labels_are_by_the_groups_mean_or_a_threshold_and_balanced_ones_weigh_the_same_together():
-    assert signs(preset("kto", advantage={"balanced": False}), 0.0, 1.0, 0.5) == [-1, 1, 0]
-    assert signs(preset("kto", advantage={"balanced": False, "threshold": 0.5}), 0.0, 1.0, 0.5) == [-1, 1, -1]
-    assert signs(CASES["kto"], 1.0, 0.0, 0.0, 0.0) == pytest.approx([2, -2 / 3, -2 / 3, -2 / 3])
-    assert signs(preset("kto", advantage={"threshold": 0.0}), 1.0, 1.0) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loss_references import gradient
 
-from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, paired
+from arl.algorithm.losses.preferences import PreferenceLoss, RewardModelLoss, paired
 from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenOutputs, TrainSequence
 
 Numbers = list[float]

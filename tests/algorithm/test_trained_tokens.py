@@ -1,4 +1,4 @@
-"""The parts of a train engine of one process, against arl's own engine's, which splits and packs."""
+"""What losses are given and what is reported of them: as arl's own engine packs it, and by its definition."""
 
 import math
 import random
@@ -13,8 +13,7 @@ from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.trained_tokens import LossReport, packed_tokens, unpacked
 from arl.api.settings.algorithm import preset
 from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenOutputs, TrainSequence
-from arl.engine.fsdp import minibatch as tallies
-from arl.engine.fsdp.minibatch import MinibatchTally, build_microbatch, mean_of_minibatches
+from arl.engine.fsdp.minibatch import build_microbatch
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", minibatches=2, loss={"kind": "gspo"}), version=4, max_staleness=4)
 """It reports by all of TokenLosses' ways but weighted."""
@@ -57,34 +56,40 @@ def test_values_come_back_to_the_tokens_that_are_trained() -> None:
             assert row.tolist() == pytest.approx(wanted, nan_ok=True)
 
 
-def split(sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
-    """A random split in their order, between units, as a loss of trajectories needs it."""
-    cut = random.Random(seed).randint(0, len(sequences))
-    return [part for part in (list(sequences[:cut]), list(sequences[cut:])) if part]
+def of_minibatch(sequences: Sequence[TrainSequence]) -> tuple[dict[str, float], dict[str, float]]:
+    """Means and maxima from one number after another, by TokenLosses' definitions."""
+    tokens = packed_tokens(sequences)
+    losses, weights = LOSS(outputs(tokens), tokens), tokens.loss_weights.tolist()
+    found = {"loss": sum(w * x for w, x in zip(weights, losses.loss.tolist(), strict=True))}
+    for name, values in losses.means.items():
+        found[name] = sum(values.tolist()) / len(weights)
+    for name, values in losses.weighted.items():
+        found[name] = sum(w * x for w, x in zip(weights, values.tolist(), strict=True))
+    for name, (above, below) in losses.quotients.items():
+        if sum(below.tolist()):
+            found[name] = sum(above.tolist()) / sum(below.tolist())
+    for name, values in losses.sample_sizes.items():
+        found[name] = sum(values.tolist()) ** 2 / (len(weights) * sum(v * v for v in values.tolist()))
+    return found, {name: max(values.tolist()) for name, values in losses.maxima.items()}
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_reported_is_what_arls_own_engine_reports(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(tallies, "reduce_over", lambda *_: None)  # of one rank
-    report, counted = LossReport(), list[MinibatchTally]()
+def test_a_report_is_over_all_trained_tokens_of_a_minibatch_however_it_is_split(seed: int) -> None:
+    """A minibatch without trained tokens counts in no mean."""
+    report, chance = LossReport(), random.Random(seed)
     for minibatch in (SEQUENCES, SEQUENCES[:2], [SEQUENCES[2]]):
-        tally = MinibatchTally(budget=100, lr=0.5, grad_norm=float(len(minibatch)))
-        for part in split(minibatch, seed):
-            tokens = packed_tokens(part)
-            losses = LOSS(outputs(tokens), tokens)
-            report.add(losses, tokens)
-            packed = build_microbatch(part, torch.device("cpu"), share_prefixes=False)
-            tally.add(packed, (losses.loss * tokens.loss_weights).sum(), losses)
-        tally.reduce(torch.device("cpu"), None)  # pyright: ignore[reportArgumentType]
-        counted.append(tally)
+        cut = chance.randint(0, len(minibatch))
+        for part in (minibatch[:cut], minibatch[cut:]):
+            if part:
+                tokens = packed_tokens(part)
+                report.add(LOSS(outputs(tokens), tokens), tokens, sequences=len(part))
         report.end_minibatch(lr=0.5, grad_norm=float(len(minibatch)))
-    theirs = mean_of_minibatches(counted)
-    assert {
-        "loss",
-        "lr",
-        "ratio",
-        "ratio_max",
-        "effective_sample_size",
-        "staleness_3-4/tokens",
-    } <= report.metrics.keys()
-    assert report.metrics == pytest.approx({name: theirs[name] for name in report.metrics}, rel=1e-5)
+    parts = [of_minibatch(SEQUENCES), of_minibatch(SEQUENCES[:2])]
+    means = [found | {"lr": 0.5, "grad_norm": norm} for (found, _), norm in zip(parts, (6.0, 2.0), strict=True)]
+    expected = {name: [found[name] for found in means if name in found] for name in means[0] | means[1]}
+    largest = {name: max(found[name] for _, found in parts) for name in parts[0][1]}
+    assert report.metrics == pytest.approx({n: sum(v) / len(v) for n, v in expected.items()} | largest, rel=1e-5)
+    assert report.counts == {
+        "trained_tokens": len(packed_tokens([*SEQUENCES, *SEQUENCES[:2]]).versions),
+        "sequences": 9,
+    }

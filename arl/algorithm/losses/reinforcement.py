@@ -19,14 +19,19 @@ from arl.algorithm.losses.preferences import preference
 from arl.algorithm.losses.surrogates import (
     MAX_LOG_RATIO,
     ROUNDING,
+    SURROGATES,
     PolicyTokens,
-    Surrogate,
     Trajectories,
     clamped,
-    surrogate,
 )
 from arl.api.settings.algorithm import AlgorithmConfig
-from arl.api.settings.objective import DPOLossConfig, KLCovSelection, KTOLossConfig, RejectionPart, WeightPart
+from arl.api.settings.objective import (
+    DPOLossConfig,
+    KLCovSelection,
+    KTOLossConfig,
+    RejectionPart,
+    WeightPart,
+)
 from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -82,11 +87,16 @@ class PolicyLoss:
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         config, current, behavior = self.config, outputs.logprobs, tokens.behavior_logprobs
         proximal = self._proximal_logprobs(current, tokens)
-        terms, policy, trajectories = self._policy_terms(current, proximal, tokens)
+        whole = parts = Trajectories.of(tokens.sequence_ids)
+        if config.has_ratios_of_turns:
+            parts = Trajectories.of_turns(tokens.sequence_ids, tokens.turn_starts)
+        terms = PolicyTokens(current=current, proximal=proximal, advantages=tokens.advantages, trajectories=parts)
+        if isinstance(config.loss, DPOLossConfig | KTOLossConfig):
+            policy, whole = preference(current, tokens, config.loss), Trajectories.of_units(tokens.unit_ids)
+        else:
+            policy = SURROGATES[config.loss.kind](terms, config.loss)
         of_trajectory = policy.trajectory_ratio
-        weight = behavior_weight(
-            proximal - behavior, tokens.advantages, trajectories, config.weights, config.rejections
-        )
+        weight = behavior_weight(proximal - behavior, tokens.advantages, whole, config.weights, config.rejections)
         loss = weight * self._selected(policy.loss, terms, tokens)
         if config.kl.coefficient > 0 and config.kl.place == "loss":
             distance = kl_estimate(current - tokens.reference_logprobs, config.kl.estimator)
@@ -96,6 +106,7 @@ class PolicyLoss:
         # A bypassed p may be known all the same.
         known = tokens.proximal_logprobs if self.proximal == "bypassed" else proximal
         is_known = self.proximal != "bypassed" or config.needs_proximal_forward
+        from_reference = current.detach() - tokens.reference_logprobs
         values = {
             "ratio": terms.ratio.detach(),
             "clip_fraction": policy.is_clipped.to(current.dtype),
@@ -118,7 +129,8 @@ class PolicyLoss:
                 "behavior_weight": weight,
                 "behavior_weight_zero": (weight == 0).to(weight.dtype),
                 **({} if of_trajectory is None else {"trajectory_ratio": of_trajectory}),
-                **self._optional_metrics(current.detach(), tokens),
+                **({"kl_reference": kl_estimate(from_reference, "k3")} if config.needs_reference else {}),
+                **({"selected": tokens.selected.to(current.dtype)} if config.selection else {}),
             },
             maxima={
                 "ratio_max": values["ratio"],
@@ -130,27 +142,23 @@ class PolicyLoss:
             sample_sizes={"effective_sample_size": values["ratio"] if self.proximal == "bypassed" else weight},
         )
 
-    def _policy_terms(
-        self, current: torch.Tensor, proximal: torch.Tensor, tokens: PackedTokens
-    ) -> tuple[PolicyTokens, Surrogate, Trajectories]:
-        """The surrogate, and what the levels sequence and geometric of w look at: what has one loss, if it has."""
-        loss, whole = self.config.loss, Trajectories.of(tokens.sequence_ids)
-        parts = whole
-        if self.config.has_ratios_of_turns:
-            parts = Trajectories.of_turns(tokens.sequence_ids, tokens.turn_starts)
-        terms = PolicyTokens(current=current, proximal=proximal, advantages=tokens.advantages, trajectories=parts)
-        if isinstance(loss, DPOLossConfig | KTOLossConfig):
-            return terms, preference(current, tokens, loss), Trajectories.of_units(tokens.unit_ids)
-        return terms, surrogate(terms, loss), whole
-
     def _proximal_logprobs(self, current: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        """approximated: log-linear between b and c by their versions (A-3PO, 2512.06547), without a forward pass.
+
+            p = b + a (c - b)        a = (v_p - v_b) / (v_c - v_b)
+
+        v_b is the token's own version, v_p = `version`, v_c = v_p + 1 the version that the batch's training makes. A
+        token of staleness 0 has p = b.
+        """
+        behavior = tokens.behavior_logprobs
         if self.proximal == "current":
             return current.detach()
         if self.proximal == "bypassed":
-            return tokens.behavior_logprobs
+            return behavior
         if self.proximal == "recomputed":
             return tokens.proximal_logprobs
-        return approximated_proximal(current, tokens.behavior_logprobs, tokens.versions, self.version)
+        staleness = (self.version - tokens.versions).clamp(min=0).to(behavior.dtype)
+        return behavior + staleness / (staleness + 1) * (current.detach() - behavior)
 
     def _selected(self, loss: torch.Tensor, terms: PolicyTokens, tokens: PackedTokens) -> torch.Tensor:
         """M2PO and Clip-Cov: no loss for selected tokens. KL-Cov: `coefficient` |c - p| more."""
@@ -161,14 +169,6 @@ class PolicyLoss:
             distance = torch.where(distance < ROUNDING, distance.detach(), distance)
             return loss + selection.coefficient * distance * tokens.selected
         return loss if selection is None else loss * ~tokens.selected
-
-    def _optional_metrics(self, current: torch.Tensor, tokens: PackedTokens) -> dict[str, torch.Tensor]:
-        metrics: dict[str, torch.Tensor] = {}
-        if self.config.needs_reference:
-            metrics["kl_reference"] = kl_estimate(current - tokens.reference_logprobs, "k3")
-        if self.config.selection is not None:
-            metrics["selected"] = tokens.selected.to(current.dtype)
-        return metrics
 
     def _by_staleness(
         self, values: Mapping[str, torch.Tensor], versions: torch.Tensor
@@ -186,20 +186,6 @@ class PolicyLoss:
             quotients[f"{name}/tokens"] = (inside, torch.ones_like(inside))
             quotients |= {f"{name}/{metric}": (value * inside, inside) for metric, value in values.items()}
         return quotients
-
-
-def approximated_proximal(
-    current: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, version: int
-) -> torch.Tensor:
-    """p without a forward pass: log-linear between b and c by their versions (A-3PO, 2512.06547), detached.
-
-        p = b + a (c - b)        a = (v_p - v_b) / (v_c - v_b)
-
-    v_b is the token's own version, v_p = `version` that of the weights with which the batch was taken, v_c = v_p + 1
-    the version that its training makes. A token of staleness 0 has p = b.
-    """
-    staleness = (version - versions).clamp(min=0).to(behavior.dtype)
-    return behavior + staleness / (staleness + 1) * (current.detach() - behavior)
 
 
 def behavior_weight(
@@ -224,12 +210,18 @@ def behavior_weight(
     """
     log_weight = log_weight.detach()
     weight = torch.ones_like(log_weight)
+
+    def at_level(level: str) -> torch.Tensor:
+        if level == "sequence":
+            return trajectories.sums(log_weight)
+        return trajectories.means(log_weight) if level == "geometric" else log_weight
+
     for part in weights:
         if part.level != "none":
-            weight = weight * _held(torch.exp(clamped(_at_level(log_weight, trajectories, part.level))), part)
+            weight = weight * _held(torch.exp(clamped(at_level(part.level))), part)
     for part in rejections:
         # Not clamped: bounds may lie far out, and an infinite value is outside.
-        value = torch.exp(_at_level(log_weight, trajectories, part.level))
+        value = torch.exp(at_level(part.level))
         is_outside = _held(value, part) != value
         if part.outward:
             is_outside &= advantages * log_weight > 0
@@ -244,12 +236,6 @@ def _held(values: torch.Tensor, part: WeightPart | RejectionPart) -> torch.Tenso
     if part.lower is None and part.upper is None:
         return values
     return values.clamp(part.lower, part.upper)
-
-
-def _at_level(log_weight: torch.Tensor, trajectories: Trajectories, level: str) -> torch.Tensor:
-    if level == "sequence":
-        return trajectories.sums(log_weight)
-    return trajectories.means(log_weight) if level == "geometric" else log_weight
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: Estimator) -> torch.Tensor:

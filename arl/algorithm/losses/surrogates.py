@@ -16,8 +16,9 @@ Under token_mean and group_mean a trajectory counts by its length, for all of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,11 +30,6 @@ from arl.api.settings.objective import (
     SAPOLossConfig,
     TOPRLossConfig,
 )
-
-TokenLossConfig = (
-    ClippedLossConfig | ReinforceLossConfig | SAPOLossConfig | TOPRLossConfig | MirrorDescentLossConfig | DPPOLossConfig
-)
-"""The losses of tokens, as against those of whole episodes (arl.algorithm.losses.preferences)."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip. Without the clamp a token that the
@@ -121,28 +117,10 @@ class Surrogate:
     """bool[M]: the tokens that the loss's trust region holds back. Each loss says what that means."""
     trajectory_ratio: torch.Tensor | None = None
     """float[M], without gradient: the ratio of a token's whole trajectory or turn, of losses that have one."""
-    weighted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    weighted: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """TokenLosses.weighted, without gradient."""
-    quotients: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict[str, tuple[torch.Tensor, torch.Tensor]]
-    )
+    quotients: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """TokenLosses.quotients, without gradient."""
-
-
-def surrogate(tokens: PolicyTokens, config: TokenLossConfig) -> Surrogate:
-    match config:
-        case ClippedLossConfig():
-            return {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}[config.kind](tokens, config)
-        case ReinforceLossConfig():
-            return reinforce(tokens)
-        case SAPOLossConfig():
-            return sapo(tokens)
-        case TOPRLossConfig():
-            return topr(tokens)
-        case MirrorDescentLossConfig():
-            return mirror_descent(tokens, config)
-        case DPPOLossConfig():
-            return dppo_tv(tokens, config)
 
 
 def ppo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
@@ -161,7 +139,7 @@ def ppo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     return Surrogate(loss=loss, is_clipped=is_clipped)
 
 
-def reinforce(tokens: PolicyTokens) -> Surrogate:
+def reinforce(tokens: PolicyTokens, config: ReinforceLossConfig) -> Surrogate:
     """The policy gradient itself (Williams 1992): -A c. No trust region, so nothing is clipped."""
     return Surrogate(loss=-tokens.advantages * tokens.current, is_clipped=torch.zeros_like(tokens.current).bool())
 
@@ -209,7 +187,7 @@ def cispo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 _TAU_POSITIVE, _TAU_NEGATIVE = 1.0, 1.05
 
 
-def sapo(tokens: PolicyTokens) -> Surrogate:
+def sapo(tokens: PolicyTokens, config: SAPOLossConfig) -> Surrogate:
     """SAPO (2511.20347, eq. 5-6): L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = 1 where A > 0, 1.05 elsewhere.
 
     The gradient is that of -A r times 4 s (1 - s), with s the sigmoid. The factor is 1 at r = 1 and falls to 0 on both
@@ -223,7 +201,7 @@ def sapo(tokens: PolicyTokens) -> Surrogate:
     return Surrogate(loss=-4 / tau * gate * tokens.advantages, is_clipped=passed < 0.5)
 
 
-def topr(tokens: PolicyTokens) -> Surrogate:
+def topr(tokens: PolicyTokens, config: TOPRLossConfig) -> Surrogate:
     """TOPR (2503.14286): off-policy REINFORCE without a ratio for good trajectories, and with a capped one for bad.
 
         L_i = -sum_t w A_t c_t       w = 1 where A >= 0, sg(min(exp(D_i), 1)) where A < 0
@@ -267,6 +245,20 @@ def dppo_tv(tokens: PolicyTokens, config: DPPOLossConfig) -> Surrogate:
     moved = (torch.exp(tokens.current) - torch.exp(tokens.proximal)).detach()
     is_masked = ((tokens.advantages > 0) & (moved > config.delta)) | ((tokens.advantages < 0) & (moved < -config.delta))
     return Surrogate(loss=-tokens.advantages * tokens.ratio * ~is_masked, is_clipped=is_masked)
+
+
+SURROGATES: Mapping[str, Callable[[PolicyTokens, Any], Surrogate]] = {
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "topr": topr,
+    "mirror_descent": mirror_descent,
+    "dppo_tv": dppo_tv,
+}
+"""By the kind of the loss. Losses of whole episodes are in arl.algorithm.losses.preferences."""
 
 
 def _bounds(config: ClippedLossConfig) -> tuple[float, float]:

@@ -140,11 +140,15 @@ class _BlockAttention(torch.autograd.Function):
             output, logsumexp = _flash(
                 _of(query, block.queries), k, v, 0.0, block.is_causal, attn_mask=mask, scale=scaling
             )
+            own, log_own = _of(total, block.queries), _of(log_total, block.queries)
             if block.queries == block.keys:
-                _of(total, block.queries).copy_(output)
-                _of(log_total, block.queries).copy_(logsumexp)
+                own.copy_(output)
+                log_own.copy_(logsumexp)
             else:
-                _merge(_of(total, block.queries), _of(log_total, block.queries), output, logsumexp)
+                both = torch.logaddexp(log_own, logsumexp)
+                own.mul_((log_own - both).exp_()[..., None])
+                own.addcmul_(output.to(own.dtype), (logsumexp - both).exp_()[..., None])
+                log_own.copy_(both)
         output = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_total)
         ctx.blocks, ctx.scaling = blocks, scaling
@@ -173,14 +177,6 @@ class _BlockAttention(torch.autograd.Function):
                 _of(total, run).add_(part)
         grad_query, grad_key, grad_value = (total.to(query.dtype) for total in sums)
         return grad_query, grad_key, grad_value, None, None
-
-
-def _merge(total: torch.Tensor, log_total: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
-    """Add a block's output [1, H, N, D], normalised by exp(logsumexp [1, H, N]), to the sums in place."""
-    both = torch.logaddexp(log_total, logsumexp)
-    total.mul_((log_total - both).exp_()[..., None])
-    total.addcmul_(output.to(total.dtype), (logsumexp - both).exp_()[..., None])
-    log_total.copy_(both)
 
 
 def _mask(block: Block, query: torch.Tensor) -> torch.Tensor | None:
@@ -289,20 +285,7 @@ def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
         seen = (k <= q) & (q < stops[k])
         return seen if window is None else seen & (positions[q] - positions[k] < window)
 
-    some, every = _block_tables(stops, sliding_window)
-    full = every & some
-    partial = some & ~full
-    return BlockMask.from_kv_blocks(
-        *_block_lists(partial),
-        *_block_lists(full),
-        BLOCK_SIZE=_FLEX_BLOCK,
-        mask_mod=sees,
-        seq_lengths=(len(stops), len(stops)),
-    )
-
-
-def _block_tables(stops: torch.Tensor, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool[N, N] by blocks of queries and of keys: any query may see any key; every query sees every key."""
+    # bool[N, N] by blocks of queries and of keys: any query may see any key; every query sees every key.
     num_blocks = -(-len(stops) // _FLEX_BLOCK)
     padded = stops.new_zeros(num_blocks * _FLEX_BLOCK)
     padded[: len(stops)] = stops
@@ -310,9 +293,16 @@ def _block_tables(stops: torch.Tensor, sliding_window: int | None) -> tuple[torc
     block = torch.arange(num_blocks, device=stops.device)
     q, k = block[:, None], block[None, :]
     some = (k == q) | ((k < q) & (latest > q * _FLEX_BLOCK))
-    every = (k < q) & (earliest >= ((q + 1) * _FLEX_BLOCK).clamp(max=len(stops)))
-    # With a window, sees() decides.
-    return some, every if sliding_window is None else torch.zeros_like(every)
+    full = some & (k < q) & (earliest >= ((q + 1) * _FLEX_BLOCK).clamp(max=len(stops)))
+    if sliding_window is not None:
+        full = torch.zeros_like(some)  # sees() decides
+    return BlockMask.from_kv_blocks(
+        *_block_lists(some & ~full),
+        *_block_lists(full),
+        BLOCK_SIZE=_FLEX_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(len(stops), len(stops)),
+    )
 
 
 def _block_lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,8 +51,11 @@ class Adapters:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._layers = _inject(model, config)
-        if dtype == "bfloat16":
-            _narrow(loaded)
+        for name, parameter in model.named_parameters() if dtype == "bfloat16" else ():
+            # Frozen weights stay as narrow as files have them: they never move, and each use rounds them anyway.
+            is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
+            if is_narrow and not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
         self._rank, self._alpha = config.rank, config.alpha
         self._file_names = _file_names(model)
         source = str(Path(base).absolute() if Path(base).is_dir() else base)
@@ -74,7 +77,7 @@ class Adapters:
     def copy(self, version: int) -> RankAdapter:
         """Copy the whole adapters aside, on the CPU of rank 0; a collective."""
         state = self.model.state_dict()
-        whole = {file: _whole(state[name]) for name, file in self._file_names.items()}
+        whole = {file: whole_tensor(state[name].detach()) for name, file in self._file_names.items()}
         is_kept = dist.get_rank() == 0
         tensors = {file: tensor.to("cpu", copy=True) for file, tensor in whole.items() if is_kept}
         return RankAdapter(version, self._config, tensors)
@@ -82,7 +85,7 @@ class Adapters:
     def merged(self) -> MergedWeights:
         """The model's tensors by their names before the injection; a collective. Valid until the next step."""
         state = self.model.state_dict()
-        a = {layer: _whole(state[f"{layer}.lora_A.{_ADAPTER}.weight"]) for layer in self._layers}
+        a = {layer: whole_tensor(state[f"{layer}.lora_A.{_ADAPTER}.weight"].detach()) for layer in self._layers}
         return MergedWeights(state=state, a=a, scaling=self._alpha / self._rank)
 
     @property
@@ -130,9 +133,8 @@ class MergedWeights:
         if layer not in self.a:
             return self.state[name].detach()
         base = self.state[f"{layer}.base_layer.{leaf}"].detach()
-        return self._merge(layer, base) if leaf == "weight" else base
-
-    def _merge(self, layer: str, base: torch.Tensor) -> torch.Tensor:
+        if leaf != "weight":
+            return base
         b = self.state[f"{layer}.lora_B.{_ADAPTER}.weight"]
         update = local_shard(b) @ self.a[layer]
         merged = local_shard(base).float().add(update, alpha=self.scaling)
@@ -172,13 +174,11 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Adapt layers, freeze everything else but a value head, and return the layers' names."""
     peft = _peft()
     named = list(config.target_modules) if config.target_modules != "all-linear" else []
-    settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=named or _linear_layers(model),
-        exclude_modules=_excluded(model),
-        task_type=_task_type(model),
-    )
+    heads = [head for head in (model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)) if head is not None]
+    # peft's own "all-linear" includes fused experts, which it merges anew in each forward pass.
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in heads]
+    every = [name for name in linear if not re.fullmatch(_TOWER, name)]
+    settings = _settings(model, config, named or every)
     try:
         peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:
@@ -187,7 +187,7 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     for name, layer in layers.items():
         is_linear = isinstance(layer, peft.tuners.lora.Linear) and isinstance(layer.base_layer, nn.Linear)
-        if not is_linear or layer in _heads(model).values():
+        if not is_linear or layer in heads:
             means = ", ".join(named) or "all-linear"
             raise ModelError(
                 f"train.lora.target_modules is {means}, by which peft finds {name}: not a linear layer within "
@@ -200,32 +200,6 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     for parameter in _value_head(model).values():
         parameter.requires_grad_()
     return list(layers)
-
-
-def _narrow(loaded: LoadedModel) -> None:
-    """Hold frozen weights in bfloat16 if files do: they never move, and each use rounds them anyway."""
-    for name, parameter in loaded.model.named_parameters():
-        is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
-        if is_narrow and not parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """All but heads and a vision tower's. peft's own "all-linear" includes fused experts, which it merges anew in each
-    forward pass."""
-    heads = _heads(model).values()
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in heads]
-    return [name for name in linear if not re.fullmatch(_TOWER, name)]
-
-
-def _excluded(model: PreTrainedModel) -> str | None:
-    """A pattern of the names of modules that get no adapters, whatever their names end in."""
-    return None if vision_tower(model) is None else _TOWER
-
-
-def _heads(model: PreTrainedModel) -> dict[str, Any]:
-    heads = {"language model": model.get_output_embeddings(), "value": getattr(model, _VALUE_HEAD, None)}
-    return {name: head for name, head in heads.items() if head is not None}
 
 
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
@@ -265,32 +239,28 @@ def _file_names(model: PreTrainedModel) -> dict[str, str]:
 
 def _value_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters of a sequence-classification model's head. It may be new, so all of it is trained."""
-    head = _heads(model).get("value")
+    head = getattr(model, _VALUE_HEAD, None)
     return {f"{_VALUE_HEAD}.{name}": p for name, p in head.named_parameters()} if head is not None else {}
 
 
-def _task_type(model: PreTrainedModel) -> str:
-    return "SEQ_CLS" if _value_head(model) else "CAUSAL_LM"
+def _settings(model: PreTrainedModel, config: LoRAConfig, targets: list[str], **others: Any) -> Any:
+    """peft's LoraConfig, which leaves a vision tower out whatever its modules' names end in."""
+    return _peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        exclude_modules=None if vision_tower(model) is None else _TOWER,
+        task_type="SEQ_CLS" if _value_head(model) else "CAUSAL_LM",
+        **others,
+    )
 
 
 def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes: list[str]) -> bytes:
     """adapter_config.json, the same bytes each time. It lists suffixes, as servers do not know "all-linear"."""
-    settings = _peft().LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=suffixes,
-        exclude_modules=_excluded(model),
-        task_type=_task_type(model),
-        modules_to_save=[_VALUE_HEAD] if _value_head(model) else None,
-        base_model_name_or_path=base,
-        inference_mode=True,
-    )
+    saved = [_VALUE_HEAD] if _value_head(model) else None
+    others = {"modules_to_save": saved, "base_model_name_or_path": base, "inference_mode": True}
+    settings = _settings(model, config, suffixes, **others)
     settings.target_modules = suffixes  # peft made it a set, which has no order
     with tempfile.TemporaryDirectory() as scratch:
         settings.save_pretrained(scratch)
         return (Path(scratch) / "adapter_config.json").read_bytes()
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    tensor = parameter.detach()
-    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -34,11 +34,10 @@ from arl.api.train_engine import Head
 from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
-from arl.engine.fsdp.vision import image_processor, let_tower_attend
+from arl.engine.fsdp.vision import VISION_ATTENTION, image_processor, vision_tower
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
 from arl.engine.weights.tensor_layout import spec_of
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
 
 
@@ -75,15 +74,21 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}
     if (processor := image_processor(name)) is not None:
-        _check_sees_for(head, name)
+        if head == "value":
+            raise ModelError(
+                f"{name} sees images, and arl has no value head for such models; use an advantage estimator without a "
+                "critic, or train a model of texts"
+            )
         model, report = load_part(AutoModelForImageTextToText, name, "it", **options)
-        let_tower_attend(model)
+        if (tower := vision_tower(model)) is not None:  # its patches see each other in both directions, image by image
+            tower.config._attn_implementation = VISION_ATTENTION
     elif head == "value":
         with _unreported():
             model, report = load_part(AutoModelForSequenceClassification, name, "it", num_labels=1, **options)
     else:
         model, report = load_part(AutoModelForCausalLM, name, "it", **options)
-    is_new_head = head == "value" and _is_causal(config)
+    is_causal = any(architecture.endswith("ForCausalLM") for architecture in config.architectures or ())
+    is_new_head = head == "value" and is_causal
     _check_whole(report, name, head, may_lack={_SCORE} if is_new_head else set())
     model.eval()
     _check_supported(model, name, head)
@@ -93,22 +98,12 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config, processor=processor)
 
 
-def _check_sees_for(head: Head, name: str | Path) -> None:
-    if head == "value":
-        raise ModelError(
-            f"{name} sees images, and arl has no value head for such models; use an advantage estimator without a "
-            "critic, or train a model of texts"
-        )
-
-
-_REPORTERS = ("modeling_utils", "distributed.tensor_parallel", "integrations.tensor_parallel")
-"""Modules of transformers; the third is the second in other versions."""
-
-
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
     """Silence transformers' reports of missing tensors, which _check_whole reports instead, and of unsharded ones."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in _REPORTERS]
+    # The third is the second in other versions of transformers.
+    names = ("modeling_utils", "distributed.tensor_parallel", "integrations.tensor_parallel")
+    loggers = [logging.getLogger(f"transformers.{name}") for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -117,10 +112,6 @@ def _unreported() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _is_causal(config: PreTrainedConfig) -> bool:
-    return any(name.endswith("ForCausalLM") for name in config.architectures or ())
 
 
 def _check_whole(report: Mapping[str, Any], name: str | Path, head: Head, *, may_lack: set[str]) -> None:
@@ -160,19 +151,6 @@ def _describe_classifier(
 
 
 def _check_supported(model: PreTrainedModel, name: str | Path, head: Head) -> None:
-    _check_head(model, name, head)
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
-        raise ModelError(f"{name}: {type(model).__name__} has no list of decoder layers, so it cannot be sharded")
-    unknown = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ModelError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; arl trains only "
-            f"{' and '.join(sorted(_LAYER_TYPES))}, which it can keep inside each sequence of a packed row"
-        )
-    _check_logits(model, name, head)
-
-
-def _check_head(model: PreTrainedModel, name: str | Path, head: Head) -> None:
     if head == "value":
         score = getattr(model, "score", None)
         if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
@@ -181,6 +159,15 @@ def _check_head(model: PreTrainedModel, name: str | Path, head: Head) -> None:
         output = model.get_output_embeddings()
         if output is None or getattr(output, "bias", None) is not None:
             raise ModelError(f"{name}: {type(model).__name__} needs a language-model head without bias to be trained")
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise ModelError(f"{name}: {type(model).__name__} has no list of decoder layers, so it cannot be sharded")
+    known = {"full_attention", "sliding_attention"}
+    if unknown := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known:
+        raise ModelError(
+            f"{name} has layers of type {', '.join(sorted(unknown))}; arl trains only {' and '.join(sorted(known))}, "
+            "which it can keep inside each sequence of a packed row"
+        )
+    _check_logits(model, name, head)
 
 
 @torch.no_grad()
@@ -201,7 +188,8 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
     ).logits[0]
     hidden = decode(model, {"input_ids": input_ids}, position_ids, layout)
     ours = token_values(hidden, score_weight(model))[-1:] if head == "value" else hidden @ head_weight(model).T
-    if not theirs.isfinite().all() and (broken := _not_finite(model)) is not None:
+    not_finite = (name for name, p in model.named_parameters() if not p.isfinite().all())
+    if not theirs.isfinite().all() and (broken := next(not_finite, None)) is not None:
         raise ModelError(
             f"{name} is damaged, or was written by a run that diverged: {broken}{_file_of(name, broken)} has values "
             "that are not finite"
@@ -212,16 +200,15 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
             f"{name}: {type(model).__name__} transforms its logits after the head (soft-capping or scaling); arl "
             f"computes {what} from the head alone and cannot train it yet"
         )
-    if sum(window is not None for window in windows) < (num_sliding := _num_sliding_layers(config)):
+    if types := getattr(config, "layer_types", None):
+        num_sliding = list(types).count("sliding_attention")
+    else:
+        num_sliding = config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
+    if sum(window is not None for window in windows) < num_sliding:
         raise ModelError(
             f"{name}: its config gives {num_sliding} layers a sliding window, but {type(model).__name__} does not pass "
             "it to its attention function; arl would train the model without it"
         )
-
-
-def _not_finite(model: PreTrainedModel) -> str | None:
-    """The name of the first parameter with a value that is not finite."""
-    return next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
 
 
 def _file_of(model: str | Path, parameter: str) -> str:
@@ -231,12 +218,6 @@ def _file_of(model: str | Path, parameter: str) -> str:
             if parameter in opened.keys():  # noqa: SIM118 (it is no mapping)
                 return f" in {file}"
     return ""
-
-
-def _num_sliding_layers(config: Any) -> int:
-    if types := getattr(config, "layer_types", None):
-        return list(types).count("sliding_attention")
-    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
 
 
 # Writing
@@ -325,15 +306,9 @@ def _companion_files(loaded: LoadedModel) -> dict[str, bytes]:
             # save_pretrained refuses the generation configs of some published models.
             loaded.model.generation_config.to_json_file(Path(scratch) / "generation_config.json")
         written = {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}
-    return _image_side(loaded) | written
-
-
-_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-
-
-def _image_side(loaded: LoadedModel) -> dict[str, bytes]:
-    """The files that say how servers make pixels of images, as they are in the model's directory."""
     if loaded.processor is None:
-        return {}
-    directory = Path(local_directory(loaded.processor.model))
-    return {name: (directory / name).read_bytes() for name in _IMAGE_FILES if (directory / name).is_file()}
+        return written
+    # The files that say how servers make pixels of images, as they are in the model's directory.
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    files = [Path(local_directory(loaded.processor.model)) / name for name in names]
+    return {file.name: file.read_bytes() for file in files if file.is_file()} | written

@@ -40,9 +40,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from arl.api.errors import ConfigError, ModelError
 from arl.api.settings.engines import TrainConfig
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
-from arl.engine.fsdp.lease import Lease
 from arl.engine.fsdp.policy import TokenModel, transformer_layers
-from arl.engine.fsdp.vision import tower_blocks
+from arl.engine.fsdp.ray_cluster import Lease
+from arl.engine.fsdp.vision import vision_tower
 
 
 class ProcessGroupLease(Lease):
@@ -101,15 +101,21 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
 
     One rank on a CPU keeps plain parameters if it computes in their dtype: sharding would only copy them.
     """
-    layers, blocks = list(transformer_layers(module.model)), tower_blocks(module.model)
+    layers, tower = list(transformer_layers(module.model)), vision_tower(module.model)
+    blocks: list[nn.Module] = [] if tower is None else list(tower.blocks)  # pyright: ignore[reportArgumentType]
     if config.tensor_parallel > 1:
         split_layers(module.model, mesh["tp"])
     if config.compile or mesh.device_type == "cuda":
         _check_compiler(mesh.device_type, "train.compile" if config.compile else "attention on CUDA")
+    # A layer's own computation is wrapped, inside the hooks that gather its weights.
     if config.compile:
-        _compile(layers)
+        # Once for any number of tokens, except attention, which depends on the sequences' lengths.
+        AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
-        _wrap_forward([*layers, *blocks], _checkpointed)
+        for layer in (*layers, *blocks):
+            layer.forward = _checkpointed(layer.forward)
     if mesh.size() == 1 and mesh.device_type == "cpu" and config.dtype == "float32":
         for parameter in module.parameters():
             # Into memory that torch aligns: kernels round otherwise at the addresses that a file's tensors have.
@@ -132,18 +138,6 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
             # FSDP2 averages by default. Our ranks' losses are parts of one sum.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-
-def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap each layer's computation, inside the hooks that gather its weights."""
-    for layer in layers:
-        layer.forward = wrap(layer.forward)
-
-
-def _compile(layers: list[nn.Module]) -> None:
-    """Compile the layers once for any number of tokens, except attention, which depends on the sequences' lengths."""
-    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
-    _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,30 +166,26 @@ def _check_compiler(device_type: str, what: str) -> None:
 
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types (config.json) whose layers have weights under the names in `_plan` and no others. A vision tower is not
-split: each rank of a group computes it, as the rest outside the layers."""
+"""Model types (config.json) whose layers have weights under the names in `split_layers` and no others. A vision tower
+is not split: each rank of a group computes it, as the rest outside the layers."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the layers' parameters in place by DTensor plans. Raises ModelError without a plan, or for uneven sizes."""
-    _check_divisible(model, mesh.size())
-    has_head_norms = model.config.model_type.startswith("qwen3")
-    for layer in transformer_layers(model):
-        parallelize_module(layer, mesh, _plan(has_head_norms=has_head_norms), src_data_rank=None)
-
-
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """A tensor that is sharded over "dp" and possibly split over "tp", gathered; a collective."""
-    # One dimension of the mesh after the other: torch warns when both are gathered at once.
-    placements = list(tensor.placements)
-    for index in range(len(placements)):
-        placements[index] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
-
-
-def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
-    """Styles by module name. Inputs become DTensors where a block begins: gradients are summed over ranks once."""
+    if (kind := model.config.model_type) not in _FAMILIES:
+        why = f"no plan for splitting the layers of a {kind}, only of {', '.join(_FAMILIES)}"
+        raise ModelError(f"train.tensor_parallel is {mesh.size()}, but there is {why}; leave it at 1")
+    config = model.config.get_text_config()
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "intermediate features": config.intermediate_size,
+    }
+    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % mesh.size()]:
+        what = f"train.tensor_parallel is {mesh.size()}, which does not divide this model's {' and '.join(uneven)}"
+        counts = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        raise ModelError(f"{what}; choose a common divisor of {counts}")
+    # Inputs become DTensors where a block begins: gradients are summed over ranks once.
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
@@ -207,25 +197,22 @@ def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
     }
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         plan[name] = ColwiseParallel()
-    if has_head_norms:
+    if kind.startswith("qwen3"):
         # Weights are whole, inputs are [1, T, heads of this rank, head size]. Each rank has the gradient's share of
         # its heads; DTensors sum them.
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
-    return plan
+    for layer in transformer_layers(model):
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
 
 
-def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
-    if (kind := model.config.model_type) not in _FAMILIES:
-        why = f"no plan for splitting the layers of a {kind}, only of {', '.join(_FAMILIES)}"
-        raise ModelError(f"train.tensor_parallel is {num_ranks}, but there is {why}; leave it at 1")
-    config = model.config.get_text_config()
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "intermediate features": config.intermediate_size,
-    }
-    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]:
-        what = f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}"
-        counts = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        raise ModelError(f"{what}; choose a common divisor of {counts}")
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be sharded over "dp" and split over "tp", gathered; a collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One dimension of the mesh after the other: torch warns when both are gathered at once.
+    placements = list(tensor.placements)
+    for index in range(len(placements)):
+        placements[index] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

@@ -6,7 +6,7 @@ tokens --decoder--> hidden states --language-model head [V, H]--> log-probabilit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -163,7 +163,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprob = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprob)
         normaliser = torch.empty_like(logprob)
-        for rows in _chunks(len(hidden), chunk_size):
+        for start in range(0, len(hidden), chunk_size):
+            rows = slice(start, start + chunk_size)
             logits = _logits(hidden[rows], weight, temperatures[rows], kept_ids and kept_ids.take(rows))
             peak = logits.amax(dim=-1)
             relative = logits.sub_(peak[:, None])
@@ -188,7 +189,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]  # not beside adapters, whose model is frozen
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if is_trained else None
-        for rows in _chunks(len(hidden), ctx.chunk_size):
+        for start in range(0, len(hidden), ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
             kept_ids = ctx.kept_ids and ctx.kept_ids.take(rows)
             logp = _logits(hidden[rows], weight, temperatures[rows], kept_ids).sub_(normaliser[rows, None])
             if grad_entropy is None:
@@ -235,10 +237,6 @@ def _exclude(logits: torch.Tensor, kept_ids: KeptIds) -> None:
         logits[rows] = logits[rows].masked_fill_(excluded[sets], _EXCLUDED)
 
 
-def _chunks(num_rows: int, chunk_size: int) -> list[slice]:
-    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
-
-
 # The reference policy
 
 
@@ -257,16 +255,8 @@ class Reference:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._values: dict[str, torch.Tensor] = {}
-
-    @property
-    def is_held(self) -> bool:
-        return bool(self._values)
-
-    @property
-    def values(self) -> Mapping[str, torch.Tensor]:
+        self.values: dict[str, torch.Tensor] = {}
         """Parameter name -> value. Checkpoints are read into these tensors."""
-        return self._values
 
     @torch.no_grad()
     def update(self, share: float) -> None:
@@ -274,14 +264,11 @@ class Reference:
         if not 0 < share <= 1:
             raise ValueError(f"share is {share}; it must be above 0 and at most 1")
         trained = trained_parameters(self._module)
-        if not self._values:
-            self._values = {name: p.detach().clone() for name, p in trained.items()}
+        if not self.values:
+            self.values = {name: p.detach().clone() for name, p in trained.items()}
             return
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             local_shard(value).lerp_(local_shard(trained[name].detach()), share)
-
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._values = {name: to(value) for name, value in self._values.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -290,26 +277,26 @@ class Reference:
         Release gathered weights before the block and at its end: they belong to the other policy.
         """
         trained = trained_parameters(self._module)
-        exchanged: list[str] = []
         # Allocated first: putting the module's own values back must not fail for lack of memory.
-        shards = [local_shard(value) for value in self._values.values()]
+        shards = [local_shard(value) for value in self.values.values()]
         scratch = torch.empty_like(max(shards, key=torch.Tensor.numel, default=torch.empty(0))).flatten()
+
+        def exchange(name: str) -> None:
+            """In place, as sharding reads the parameters' own memory."""
+            current, other = local_shard(trained[name].detach()), local_shard(self.values[name])
+            kept = scratch[: current.numel()].view_as(current)
+            kept.copy_(current)
+            current.copy_(other)
+            other.copy_(kept)
+
+        exchanged: list[str] = []
         try:
-            for name in self._values:
-                self._exchange(name, trained[name], scratch)
+            for name in self.values:
+                exchange(name)
                 exchanged.append(name)
             yield
         finally:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # offloaded weights may still be copied out of the memory written below
             for name in exchanged:
-                self._exchange(name, trained[name], scratch)
-
-    @torch.no_grad()
-    def _exchange(self, name: str, parameter: nn.Parameter, scratch: torch.Tensor) -> None:
-        """Exchange both in place, as sharding reads the parameters' own memory."""
-        current, other = local_shard(parameter.detach()), local_shard(self._values[name])
-        kept = scratch[: current.numel()].view_as(current)
-        kept.copy_(current)
-        current.copy_(other)
-        other.copy_(kept)
+                exchange(name)

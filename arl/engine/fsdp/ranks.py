@@ -1,4 +1,4 @@
-"""The driver of a RayTrainEngine's ranks: it calls them all, and ends them all when one of them fails or hangs.
+"""The ranks of a RayTrainEngine, and their driver: it calls them all, and ends them all when one fails or hangs.
 
 Ranks (this process) ----Ray----> RankActor --> FSDPTrainEngine
          |                           |
@@ -10,20 +10,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import ray
+import torch
+import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
+from arl.algorithm.flat_sequences import FlatSequences
 from arl.api.errors import ArlError, EngineClosedError, ProcessLostError, TrainingError, TransportError
+from arl.api.events import PlacedPart
+from arl.api.settings.engines import TrainConfig
+from arl.api.train_engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.types import new_id
-from arl.engine.fsdp.rank_actor import THREADS, RankActor
 from arl.engine.fsdp.ray_cluster import Placement
-from arl.runtime.processes.rpc import CallOutcome, Message, OtherTracebackError
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.runtime.processes.rpc import CallOutcome, Kept, Message, Messages, OtherTracebackError, place_of, reported
 
 _GRACE_S = 3.0
 """How long a call may go on after one rank has failed; ranks in a collective would wait for ever."""
@@ -32,6 +43,105 @@ _LOOK_S = 30.0
 _ANSWER_S = 5.0
 _CLOSING_S = 300.0
 """How long closing ranks may take to finish their checkpoints."""
+
+
+THREADS = {"training": 1, "beside": 64, "leaving": 4, "watching": 1}
+"""Ray's concurrency groups and their threads: calls of the engine, which collectives need on one thread; snapshots and
+savings; calls that end others; where the training thread is."""
+
+
+class RankActor:
+    """One rank: an FSDPTrainEngine in a process of its own. The driver names snapshots and savings by keys."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._store: TCPStore | None = None
+        self._kept = Kept()
+        self.messages = Messages()
+
+    @reported
+    def call(self, name: str, *args: Any) -> Any:
+        """Call this rank's method of that name, or else its engine's."""
+        return getattr(self if hasattr(self, name) else self._engine, name)(*args)
+
+    def open_store(self, address: str) -> int:
+        """Open the store through which the ranks meet, listening at `address` alone; returns its port."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        sock = socket.create_server((address, 0), family=family)
+        port = sock.getsockname()[1]
+        # Handed over open, so that nobody else takes the port.
+        self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+        return port
+
+    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int, head: Head) -> ModelLimits:
+        """Join the process group and build the engine on the thread that will train; returns its limits."""
+        self._training_thread = threading.get_ident()
+        address, port = store
+        meeting = self._store or TCPStore(address, port, is_master=False)
+        # Gloo groups made here listen at loopback if ranks meet there; later groups may reach other machines.
+        is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
+        if is_local:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        try:
+            backend = "cpu:gloo,cuda:nccl" if torch.device(config.device).type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=meeting, rank=self._rank, world_size=self._world_size)
+            self._engine = FSDPTrainEngine(model, config, seed, head)
+        finally:
+            if is_local:
+                del os.environ["GLOO_SOCKET_IFNAME"]
+        return self._engine.limits
+
+    def forward(self, shares: Sequence[FlatSequences], output: Output) -> np.ndarray:
+        """The output for the sequences of the one share, end to end."""
+        outputs = self._engine.forward(shares[0], output)
+        return torch.cat(outputs).numpy() if outputs else np.zeros(0, np.float32)
+
+    def train_batch(
+        self, shares: Sequence[FlatSequences], loss: TokenLoss
+    ) -> tuple[dict[str, float], list[dict[str, np.ndarray]]]:
+        """shares: this rank's part of each minibatch. Returns the metrics, and what the loss kept."""
+        metrics = self._engine.train_batch(shares, loss)
+        return metrics, [{name: column.numpy() for name, column in kept.items()} for kept in self._engine.kept]
+
+    def load(self, directory: Path) -> int:
+        """Returns the version."""
+        self._engine.load(directory)
+        return self._engine.version
+
+    def keep(self, key: str, name: str, *args: Any) -> None:
+        """Call the engine's `name` (snapshot, snapshot_adapter or save) and keep what it returns."""
+        self._kept.put(key, getattr(self._engine, name)(*args))
+
+    def ask(self, key: str, name: str, args: tuple[Any, ...]) -> Any:
+        return self._kept.ask(key, name, args)
+
+    def forget(self, key: str) -> None:
+        self._kept.forget(key)
+
+    def answer(self, token: Path, mark: Path) -> str:
+        """Make the file `mark`, if this rank sees `token` and may write there; returns this node's address."""
+        with contextlib.suppress(OSError):
+            if token.exists():
+                mark.touch()
+        return ray.util.get_node_ip_address()
+
+    def place(self) -> tuple[PlacedPart, str]:
+        """Where this rank runs, and the name of its GPU, the same for all processes; empty without one."""
+        gpus = ", ".join(map(str, ray.get_gpu_ids()))
+        device = f"GPU {gpus}" if gpus else "cpu"
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device()) if gpus else None
+        address = ray.util.get_node_ip_address()
+        part = PlacedPart(part="trainer", host=socket.gethostname(), address=address, pid=os.getpid(), device=device)
+        return part, str(getattr(properties, "uuid", ""))
+
+    def whereabouts(self) -> tuple[int, str]:
+        """The number of microbatches computed so far, and where the training thread is."""
+        return self._engine.num_computed, place_of(self._training_thread)
+
+    def close(self) -> None:
+        self._engine.close()
+        dist.destroy_process_group()
 
 
 class _Watch:
@@ -111,33 +221,24 @@ class Ranks:
         """`train` on all ranks with the same arguments."""
         return self.train(method, [arguments] * len(self), deadline=deadline)
 
-    def beside(self, rank: int, method: str, *arguments: Any, group: str = "beside") -> Any:
-        """Call `method` on one rank; returns or raises what it does. Raises ProcessLostError if the rank died."""
-        return self._beside([rank], group, method, arguments)[rank]
-
-    def beside_all(self, method: str, *arguments: Any) -> None:
-        """Call `method` on every rank and wait until it has ended on all, or one is dead."""
-        self._beside(range(len(self)), "beside", method, arguments)
-
-    def _beside(self, ranks: Iterable[int], group: str, method: str, arguments: Sequence[Any]) -> dict[int, Any]:
+    def beside(self, ranks: Iterable[int], method: str, *arguments: Any, group: str = "beside") -> dict[int, Any]:
+        """Call `method` on these ranks and wait until it has ended on all, or one is dead; returns or raises what it
+        does. Raises ProcessLostError if a rank died."""
         self._check()
         refs = {self._submit(rank, group, method, arguments): rank for rank in ranks}
         outcomes = self._collect(method, refs, _Watch(self._timeout_s, is_training=False))
-        late = [rank for rank in refs.values() if rank not in outcomes]
-        if late and not any(outcome.is_dead for outcome in outcomes.values()):
-            self._check_answers(method, late)
+        late = {rank for rank in refs.values() if rank not in outcomes}
+        is_one_dead = any(outcome.is_dead for outcome in outcomes.values())
+        # The method failed on other ranks. If late ones do not answer, that is why.
+        if late and not is_one_dead and (silent := sorted(late - self._whereabouts(late).keys())):
+            self.end(reason := f"{method} failed, and ranks {silent} of {len(self)} do not answer")
+            raise ProcessLostError(f"{reason}. The train engine is closed")
         dead_first = sorted(outcomes.items(), key=lambda item: not item[1].is_dead)
         return {rank: self._value(rank, outcome) for rank, outcome in dead_first}
 
-    def _check_answers(self, method: str, late: Sequence[int]) -> None:
-        """`method` failed on other ranks. If late ones do not answer, that is why: end all, raise ProcessLostError."""
-        if silent := sorted({*late} - self._whereabouts(late).keys()):
-            self.end(reason := f"{method} failed, and ranks {silent} of {len(self)} do not answer")
-            raise ProcessLostError(f"{reason}. The train engine is closed")
-
     def ask(self, key: str, name: str, *args: Any, is_leaving: bool = False) -> Any:
         """The attribute `name` of what rank 0 keeps under `key`; see arl.runtime.processes.rpc.Holder."""
-        return self.beside(0, "ask", key, name, args, group="leaving" if is_leaving else "beside")
+        return self.beside([0], "ask", key, name, args, group="leaving" if is_leaving else "beside")[0]
 
     def unseen(self, directory: Path, ranks: Iterable[int] = (0,)) -> str | None:
         """A sentence naming a rank, and its node, that does not share this process's directory; None if all do.
@@ -150,7 +251,7 @@ class Ranks:
             token.touch()
             for rank in ranks:
                 mark = token.with_name(f"{token.name}-{rank}")
-                node = self.beside(rank, "answer", token, mark)
+                node = self.beside([rank], "answer", token, mark)[rank]
                 if not mark.exists():
                     return f"rank {rank}, on {node}, does not see {directory} of this machine, or may not write there"
                 mark.unlink()
@@ -184,7 +285,7 @@ class Ranks:
             ray.kill(actor)
 
     def _submit(self, rank: int, group: str, method: str, arguments: Sequence[Any]) -> Any:
-        return getattr(self._actors[rank], method).options(concurrency_group=group).remote(*arguments)
+        return self._actors[rank].call.options(concurrency_group=group).remote(method, *arguments)
 
     def _check(self) -> None:
         if self._ended:

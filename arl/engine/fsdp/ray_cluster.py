@@ -15,15 +15,14 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
 from arl.api.version import install_command
-from arl.engine.fsdp.lease import Lease
 from arl.engine.weights.snapshot_directories import OwnDirectory
 
 _RAM = "/dev/shm"
@@ -34,10 +33,39 @@ _MIN_STORE_BYTES = 80 << 20
 """Ray refuses less."""
 _BINDING_TIMEOUT_S = 5.0
 _REACHING_TIMEOUT_S = 10.0
+_TOKEN = secrets.token_hex(32)
+"""One for this process's life, in case Ray reads it only once."""
 _LONGEST_BASE = 24
 """Ray appends 80 characters for its sockets, whose paths may have 107."""
 
 logger = logging.getLogger(__name__)
+
+
+class Lease:
+    """Holds what a process has once, as Ray or a process group, for an engine. One that existed stays as it was; one
+    started here ends with its last holder."""
+
+    _holders: ClassVar[int] = 0
+
+    def __init__(self, is_there: bool, start: Callable[[], None]) -> None:
+        cls = type(self)
+        self._is_held = cls._holders > 0 or not is_there
+        if self._is_held:
+            if cls._holders == 0:
+                start()
+            cls._holders += 1
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._is_held:
+            self._is_held = False
+            cls = type(self)
+            cls._holders -= 1
+            if cls._holders == 0:
+                self._end()
+
+    def _end(self) -> None:
+        raise NotImplementedError
 
 
 class RayLease(Lease):
@@ -67,7 +95,10 @@ class RayLease(Lease):
             raise TrainingError(f"Ray has no place for its files in {base}: {error}; set TMPDIR") from error
         type(self)._directory, type(self)._store_bytes = directory, _store_bytes()
         try:
-            with _at_loopback():
+            # Ray's setting for machines with a firewall, for a Ray that was imported before arl could set its variable.
+            constants: Any = importlib.import_module("ray._private.ray_constants")
+            before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+            try:
                 self._ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -78,6 +109,8 @@ class RayLease(Lease):
                     object_store_memory=self._store_bytes,
                     _temp_dir=str(directory.path),
                 )
+            finally:
+                constants.ENABLE_RAY_CLUSTER = before
         except BaseException as error:  # also if interrupted: daemons that have started must not stay
             self._end()
             if isinstance(error, Exception):
@@ -100,7 +133,12 @@ class RayLease(Lease):
         with _sigterm_kept():
             self._ray.shutdown()
         if cls._directory:
-            _forget_token()
+            # Ray's core keeps the token of this process's first Ray, and would refuse calls from another cluster's
+            # nodes. Ray has no public way, and older versions have no tokens.
+            raylet: Any = importlib.import_module("ray._raylet")
+            with suppress(AttributeError):
+                raylet.Config.initialize("")
+                raylet.AuthenticationTokenLoader.instance().reset_cache()
             cls._directory.remove()
             cls._directory = None
         atexit.unregister(self._end)
@@ -146,11 +184,10 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
     if private:
         # Ranks have an environment of their own, so workers started before them would idle.
         os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (this is its name)
-        # Ray's setting for machines with a firewall: everything listens at loopback. _at_loopback for a Ray that was
-        # imported before, since it is read at import.
+        # Ray's setting for machines with a firewall: everything listens at loopback. It is read at import.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-            os.environ["RAY_AUTH_TOKEN"] = _token()  # else Ray makes one and leaves it in the home directory
+            os.environ["RAY_AUTH_TOKEN"] = _TOKEN  # else Ray makes one and leaves it in the home directory
     level = logging.getLogger("ray").level
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
@@ -161,18 +198,6 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         logging.getLogger("ray").setLevel(level)
-
-
-@contextmanager
-def _at_loopback() -> Iterator[None]:
-    """Ray's setting for machines with a firewall, for a Ray that was imported before arl could set its variable."""
-    constants: Any = importlib.import_module("ray._private.ray_constants")
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager
@@ -191,20 +216,6 @@ def _sigterm_kept() -> Iterator[None]:
         sigaction(signal.SIGTERM, action, None)
 
 
-def _forget_token() -> None:
-    """Ray's core keeps the token of this process's first Ray, and would refuse calls from another cluster's nodes."""
-    raylet: Any = importlib.import_module("ray._raylet")
-    with suppress(AttributeError):  # Ray has no public way, and older versions have no tokens
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@cache
-def _token() -> str:
-    """One token for this process's life, in case Ray reads it only once."""
-    return secrets.token_hex(32)
-
-
 class Placement:
     """A place for each rank on as few nodes as possible: rank 0's here if there is room, ranks of a node in a row."""
 
@@ -218,7 +229,8 @@ class Placement:
         self._group = self._reserve(num_ranks, here, deadline)
         node_of: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
-        self.address: str = self._nodes()[node_of[self._bundles[0]]]["NodeManagerAddress"]
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        self.address: str = nodes[node_of[self._bundles[0]]]["NodeManagerAddress"]
         """The address of rank 0's node."""
 
     def strategy(self, rank: int) -> Any:
@@ -229,13 +241,10 @@ class Placement:
     def release(self) -> None:
         self._ray.util.remove_placement_group(self._group)
 
-    def _nodes(self) -> dict[str, dict[str, Any]]:
-        return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
-
     def _reserve(self, num_ranks: int, here: str, deadline: float) -> Any:
         """A placement group; one bundle is bound to this node if it can hold it, and has room soon."""
         bundles = [dict(self._bundle) for _ in range(num_ranks)]
-        node = self._nodes()[here]
+        node = next(node for node in self._ray.nodes() if node["NodeID"] == here)
         fits_here = all(node["Resources"].get(name, 0.0) >= amount for name, amount in self._bundle.items())
         on_this_node = {f"node:{node['NodeManagerAddress']}": 0.001} if fits_here else {}
         soon = min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)

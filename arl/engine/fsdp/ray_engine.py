@@ -29,7 +29,7 @@ from arl.api.settings.engines import TrainConfig
 from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss, TrainSequence
 from arl.api.types import new_id
 from arl.data.image_processor import ImageProcessor
-from arl.engine.fsdp.minibatch import divide, joined_columns
+from arl.engine.fsdp.minibatch import divide, kept_columns
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, bundle_of, has_room
 from arl.engine.fsdp.vision import check_images, image_processor
 from arl.runtime.processes.rpc import KeptSnapshot
@@ -90,13 +90,11 @@ class RayTrainEngine:
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         flat = FlatSequences.of(sequences)
         shares = self._divide(flat)
-        packed = [flat.take(share) for share in shares]
-        self._check_room(packed)
-        answers = self._ranks.train("forward", [(share, output) for (share,) in self._to_ranks(packed)])
+        sent = self._sent([[flat.take(share)] for share in shares])
+        answers = self._ranks.train("forward", [(share, output) for share in sent])[:: self._config.tensor_parallel]
         outputs = [torch.zeros(length) for length in flat.lengths]
-        for share, lengths, answer in zip(
-            shares, (p.lengths for p in packed), answers[:: self._config.tensor_parallel], strict=True
-        ):
+        for share, answer in zip(shares, answers, strict=True):
+            lengths = [flat.lengths[index] for index in share]
             for index, values in zip(share, torch.from_numpy(answer.copy()).split(lengths), strict=True):
                 outputs[index] = values
         return outputs
@@ -113,13 +111,18 @@ class RayTrainEngine:
             [flat.take(shares[number]) for flat, shares in zip(flats, divided, strict=True)]
             for number in range(self._num_shares)
         ]
-        self._check_room([part for share in packed for part in share])
-        arguments = [(share, loss_ref) for (share,) in self._to_ranks(packed)]
-        answers = self._ranks.train("train_batch", arguments)
-        metrics = self._agreed([metrics for metrics, _ in answers])
-        kept = [kept for _, kept in answers[:: self._config.tensor_parallel]]
+        answers = self._ranks.train("train_batch", [(share, loss_ref) for share in self._sent(packed)])
+        metrics = answers[0][0]
+        for rank, (others, _) in enumerate(answers):
+            for name, value in metrics.items():
+                are_nan = math.isnan(value) and math.isnan(others[name])
+                if not (are_nan or math.isclose(value, others[name], rel_tol=1e-5)):
+                    reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights differ"
+                    self._ranks.end(reason)
+                    raise ProcessLostError(f"{reason}. The train engine is closed")
+        kept = [[_tensors(columns) for columns in own] for _, own in answers[:: self._config.tensor_parallel]]
         self.kept = [
-            joined_columns(flat, [(share, _tensors(kept[k][number])) for k, share in enumerate(shares)])
+            kept_columns(len(flat.token_ids), [(flat.places(s), kept[k][number]) for k, s in enumerate(shares)])
             for number, (flat, shares) in enumerate(zip(flats, divided, strict=True))
         ]
         self._version += 1
@@ -187,30 +190,17 @@ class RayTrainEngine:
     def _processor(self) -> ImageProcessor | None:
         return image_processor(self._model)
 
-    def _check_room(self, packed: Sequence[FlatSequences]) -> None:
-        """Raises TrainingError if Ray cannot hold all of it."""
-        needed, room = sum(share.num_bytes for share in packed), self._lease.room()
+    def _sent(self, shares: Sequence[Sequence[FlatSequences]]) -> list[Any]:
+        """References to each rank's share. Ranks that split their layers get the same one. Raises TrainingError if Ray
+        cannot hold all of it."""
+        needed, room = sum(part.num_bytes for share in shares for part in share), self._lease.room()
         if room is not None and needed > room:
             raise TrainingError(
                 f"ranks are sent {needed >> 20} MiB at once, and Ray's object store has room for {room >> 20} MiB: "
                 "make room in /dev/shm or the directory of temporary files (TMPDIR), or set rollout.batch_size lower"
             )
-
-    def _to_ranks(self, shares: Sequence[Any]) -> list[tuple[Any]]:
-        """Each rank's share, by reference. Ranks that split their layers get the same one."""
         refs = [self._ranks.put(share) for share in shares]
-        return [(refs[rank // self._config.tensor_parallel],) for rank in range(self._config.num_ranks)]
-
-    def _agreed(self, metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Rank 0's metrics, which all ranks must report alike."""
-        for rank, others in enumerate(metrics):
-            for name, value in metrics[0].items():
-                are_nan = math.isnan(value) and math.isnan(others[name])
-                if not (are_nan or math.isclose(value, others[name], rel_tol=1e-5)):
-                    reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights differ"
-                    self._ranks.end(reason)
-                    raise ProcessLostError(f"{reason}. The train engine is closed")
-        return metrics[0]
+        return [refs[rank // self._config.tensor_parallel] for rank in range(self._config.num_ranks)]
 
 
 def _tensors(columns: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -228,20 +218,19 @@ class RanksSaving:
 
     def wait(self) -> None:
         """Raises CheckpointError, and ProcessLostError if a rank died meanwhile."""
-        self._ranks.beside_all("ask", self._key, "wait", ())
+        self._ranks.beside(range(len(self._ranks)), "ask", self._key, "wait", ())
 
 
 def check_gpus(config: TrainConfig, roles: Sequence[str] = ("policy",)) -> None:
     """Raises ConfigError if the ranks of the engines of these roles need more GPUs than this machine has."""
-    count, there = len(roles) * config.num_ranks, torch.cuda.device_count()
-    if not _is_cuda(config) or config.ray_address is not None or there >= count:
-        return
-    others = "".join(f", and as many for the {role.replace('_', ' ')}" for role in roles[1:])
-    beside = f" for the policy{others}" if others else ""
-    raise ConfigError(
-        f"train.num_ranks is {config.num_ranks}{beside}, and this machine has {there} GPU(s); set it lower, or "
-        "train.ray_address to a cluster that has more"
-    )
+    there = torch.cuda.device_count()
+    if _is_cuda(config) and config.ray_address is None and there < len(roles) * config.num_ranks:
+        others = "".join(f", and as many for the {role.replace('_', ' ')}" for role in roles[1:])
+        beside = f" for the policy{others}" if others else ""
+        raise ConfigError(
+            f"train.num_ranks is {config.num_ranks}{beside}, and this machine has {there} GPU(s); set it lower, or "
+            "train.ray_address to a cluster that has more"
+        )
 
 
 class RankRoom:
@@ -259,11 +248,10 @@ class RankRoom:
         if self.has(counts[0], _REPLACE_TIMEOUT_S):
             return counts[0]
         while True:
-            for count in counts:
-                if self.has(count):
-                    rest = f"of {counts[0]}, until the cluster has room for all (train.min_ranks)"
-                    logger.warning("training goes on with %d rank(s) %s", count, rest)
-                    return count
+            if (count := next(filter(self.has, counts), None)) is not None:
+                rest = f"of {counts[0]}, until the cluster has room for all (train.min_ranks)"
+                logger.warning("training goes on with %d rank(s) %s", count, rest)
+                return count
             if time.monotonic() >= began + START_TIMEOUT_S:
                 raise TrainingError(
                     f"the Ray cluster had no room for {counts[-1]} rank(s), the fewest of train.min_ranks, within "

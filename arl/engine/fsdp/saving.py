@@ -10,13 +10,13 @@ The thread has its own process group, so its collectives never mix with those of
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,12 +29,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
-from arl.engine.fsdp.fingerprint import fingerprints
+from arl.api.train_engine import TensorPrint
 from arl.engine.fsdp.lora import Adapters, LoRAOrigin
+from arl.engine.fsdp.minibatch import reduce_over
 from arl.engine.fsdp.model import replace_directory
-from arl.engine.fsdp.policy import Reference, trained_parameters
+from arl.engine.fsdp.policy import Reference, local_shard, trained_parameters
 from arl.runtime.threads import force_to_disk
 
 _PROGRESS_FILE = "progress.json"
@@ -105,9 +107,9 @@ class CheckpointWriter:
             num_updates=num_updates,
             world_size=dist.get_world_size(),
             device=_device_type(module),
-            parameters=_shapes(module),
+            parameters={name: list(p.shape) for name, p in trained_parameters(module).items()},
             lora=self._adapters.origin if self._adapters else None,
-            has_reference=reference.is_held,
+            has_reference=bool(reference.values),
             frozen=_frozen(module, self._adapters),
         )
         self._last = self._thread.submit(self._write, Path(os.path.abspath(directory)), tensors, progress)
@@ -125,7 +127,14 @@ class CheckpointWriter:
             # To copy ahead, DCP would open a CUDA context on GPU 0; the tensors are on the CPU anyway.
             files = _Files(aside, per_thread_copy_ahead=0)
             save_tensors(tensors, storage_writer=files, process_group=self._group)
-            self._on_rank_0(partial(_complete, aside, directory, progress))
+            failure, cause = "", None
+            if dist.get_rank() == 0:
+                try:
+                    _complete(aside, directory, progress)
+                except Exception as error:  # noqa: BLE001 (raised on all ranks: none may wait for one that has given up)
+                    failure, cause = _described(error), error
+            if failure := self._agree(failure):
+                raise CheckpointError(failure) from cause
         except (Exception, CheckpointException) as error:
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -135,17 +144,6 @@ class CheckpointWriter:
         values = [value]
         dist.broadcast_object_list(values, group=self._group)
         return values[0]
-
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0. If it fails, raise on all ranks: none may wait for one that has given up."""
-        failure, cause = "", None
-        if dist.get_rank() == 0:
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001 (raised again below, on all ranks)
-                failure, cause = _described(error), error
-        if failure := self._agree(failure):
-            raise CheckpointError(failure) from cause
 
 
 def load_checkpoint(
@@ -157,12 +155,12 @@ def load_checkpoint(
     that names the mismatch. After a failed read the engine may be half loaded and must not be used.
     """
     progress = _checked_progress(directory, module, adapters)
-    if reference.is_held and not progress.has_reference:
+    if reference.values and not progress.has_reference:
         raise CheckpointError(
             f"{directory} has no reference policy, and this run needs one: perhaps it was written with "
             "algorithm.kl.coefficient=0. Keep that setting, or begin another run from the model itself"
         )
-    if progress.has_reference and not reference.is_held:
+    if progress.has_reference and not reference.values:
         reference.update(1.0)
     rank = dist.get_rank()
     tensors = _tensors(module, optimizer, reference, rank if rank < progress.world_size else None)
@@ -206,17 +204,13 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Referen
         # The optimizer skips a parameter that the loss does not reach, so each has its own count.
         "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
     }
-    if reference.is_held:
+    if reference.values:
         tensors["reference"] = dict(reference.values)
     if rank is not None:
         tensors["rng"] = {str(rank): torch.get_rng_state()}
         if _device_type(module) == "cuda":
             tensors["cuda_rng"] = {str(rank): torch.cuda.get_rng_state()}
     return tensors
-
-
-def _shapes(module: nn.Module) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in trained_parameters(module).items()}
 
 
 def _frozen(module: nn.Module, adapters: Adapters | None) -> dict[str, int]:
@@ -263,8 +257,22 @@ def _complete(aside: Path, directory: Path, progress: Progress) -> None:
 def _checked_progress(directory: Path, module: nn.Module, adapters: Adapters | None) -> Progress:
     progress = read_progress(directory)
     _check_origin(directory, progress.lora, adapters.origin if adapters else None)
-    _check_frozen(directory, progress.frozen, _frozen(module, adapters))
-    _check_parameters(directory, progress, _shapes(module))
+    frozen, expected = progress.frozen, _frozen(module, adapters)
+    if frozen.keys() != expected.keys():
+        there, here, what = ("with", "unset", "set it") if frozen else ("without", "set", "unset it")
+        raise CheckpointError(
+            f"{directory} was written {there} train.freeze_vision_tower, which is {here} here; {what} to load it"
+        )
+    if other := sorted(name for name, bits in frozen.items() if bits != expected[name]):
+        raise CheckpointError(
+            f"{directory} was trained beside another vision tower: its {other[0]} differs from this model's; load the "
+            "model that the run began from"
+        )
+    stored, shapes = progress.parameters, {name: list(p.shape) for name, p in trained_parameters(module).items()}
+    for name in sorted(stored.keys() | shapes.keys()):
+        there, here = stored.get(name, "absent"), shapes.get(name, "absent")
+        if there != here:
+            raise CheckpointError(f"{directory} was written with another model: {name} is {there} there, {here} here")
     return progress
 
 
@@ -305,27 +313,6 @@ def _check_origin(directory: Path, stored: LoRAOrigin | None, expected: LoRAOrig
             raise CheckpointError(f"{what}; load the model that they were trained on")
 
 
-def _check_frozen(directory: Path, stored: Mapping[str, int], expected: Mapping[str, int]) -> None:
-    if stored.keys() != expected.keys():
-        there, here, what = ("with", "unset", "set it") if stored else ("without", "set", "unset it")
-        raise CheckpointError(
-            f"{directory} was written {there} train.freeze_vision_tower, which is {here} here; {what} to load it"
-        )
-    if other := sorted(name for name, bits in stored.items() if bits != expected[name]):
-        raise CheckpointError(
-            f"{directory} was trained beside another vision tower: its {other[0]} differs from this model's; load the "
-            "model that the run began from"
-        )
-
-
-def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str, list[int]]) -> None:
-    stored = progress.parameters
-    for name in sorted(stored.keys() | expected.keys()):
-        there, here = stored.get(name, "absent"), expected.get(name, "absent")
-        if there != here:
-            raise CheckpointError(f"{directory} was written with another model: {name} is {there} there, {here} here")
-
-
 def _root(error: BaseException) -> BaseException:
     """The first rank's error, if DCP has collected the ranks' errors in its own, which is not an Exception."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -336,3 +323,75 @@ def _root(error: BaseException) -> BaseException:
 def _described(error: BaseException) -> str:
     error = _root(error)  # the text of DCP's own error is the tracebacks of all ranks
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+
+
+# Fingerprints of sharded weights: each rank adds up its own elements, wherever they lie in the whole tensor
+#
+#     element i of a tensor = (row r, column c)      k_i = K(r) K(c)      s_i = S(r) S(c)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+_HALF = 1 << 33
+"""Columns have other numbers than rows."""
+_CHUNK = 1 << 22
+"""Elements that are looked at together."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of as many bytes as an element has."""
+
+
+@torch.no_grad()
+def fingerprints(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, TensorPrint]:
+    """The print of each tensor, the same on every rank; a collective. device: where the ranks' group reduces."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    bits = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    sums = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
+    for i, tensor in enumerate(tensors.values()):
+        offsets, is_ours = [0] * tensor.ndim, dist.get_rank() == 0
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]
+            # Of ranks that hold the same part, the first one counts it.
+            places = zip(mesh.get_coordinate() or (), placements, strict=True)
+            is_ours = all(place == 0 for place, kind in places if kind.is_replicate())
+        if is_ours and (shard := local_shard(tensor.detach())).numel():
+            bits[i], sums[i, 0], sums[i, 1] = _of_shard(shard, offsets, tensor.shape)
+    reduce_over(bits)
+    reduce_over(sums)
+    rows = zip(tensors, bits.tolist(), sums.tolist(), strict=True)
+    return {
+        name: TensorPrint(bits=own & (2**64 - 1), norm=math.sqrt(square), projection=projection)
+        for name, own, (square, projection) in rows
+    }
+
+
+def _of_shard(
+    shard: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sums of bits (wrapping), squares and signed elements. offsets: of the shard's first element in `shape`."""
+    rows = torch.arange(shard.shape[0] if shard.ndim else 1, device=shard.device) + (offsets[0] if offsets else 0)
+    columns = torch.zeros(1, dtype=torch.int64, device=shard.device)  # the places of one row's elements in a whole row
+    for size, offset, whole in zip(shard.shape[1:], offsets[1:], shape[1:], strict=True):
+        columns = (columns[:, None] * whole + torch.arange(size, device=shard.device) + offset).flatten()
+    flat = shard.reshape(len(rows), -1)
+    of_rows, of_columns = _numbers(rows), _numbers(columns + _HALF)
+    row_signs, column_signs = (1.0 - 2.0 * ((numbers >> 40) & 1).double() for numbers in (of_rows, of_columns))
+    bits = torch.zeros((), dtype=torch.int64, device=shard.device)
+    square, projection = (torch.zeros((), dtype=torch.float64, device=shard.device) for _ in range(2))
+    step = max(_CHUNK // flat.shape[1], 1)
+    for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+        own = flat[part].contiguous()
+        words = own.view(_BITS[own.element_size()]).long()
+        bits += ((words * of_columns).sum(1) * of_rows[part]).sum()
+        wide = own.double()
+        square += wide.square().sum()
+        projection += row_signs[part] @ (wide @ column_signs)
+    return bits, square, projection
+
+
+def _numbers(places: torch.Tensor) -> torch.Tensor:
+    """An odd pseudo-random int64 for each place, after SplitMix64 (Steele, Lea and Flood 2014)."""
+    z = places * _GOLDEN + _GOLDEN
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX
+    return (z ^ ((z >> 27) & 0x1FFFFFFFFF)) | 1

@@ -24,9 +24,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from arl.api.engine import TensorSpec
 from arl.api.errors import ConfigError, TransportError
+from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp.lora import Adapters, MergedWeights, RankAdapter
-from arl.engine.fsdp.model import ModelWriter
-from arl.engine.fsdp.parallel import whole_tensor
+from arl.engine.fsdp.model import ModelWriter, load_model
+from arl.engine.fsdp.parallel import ProcessGroupLease, whole_tensor
+from arl.engine.fsdp.policy import Policy, local_shard
+from arl.engine.fsdp.saving import load_weights, read_progress
 from arl.engine.weights.process_groups import WeightSender
 from arl.engine.weights.tensor_layout import byte_size, ranges, rows_of, torch_dtype, views
 
@@ -181,9 +184,12 @@ class ShardGatherer:
         TransportError if a rank failed. The next gathering then gets a new group and thread, because a rank may still
         wait in the failed group, or take late parts of the old gathering for parts of the new one.
         """
-        if self._any_failed():
-            self._thread.shutdown(wait=False)
-            self._meet()
+        if self._num_ranks > 1:
+            failed = torch.tensor(self._failed.is_set(), dtype=torch.uint8)  # on the CPU, so that no GPU waits for it
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            if failed:
+                self._thread.shutdown(wait=False)
+                self._meet()
         chunks, parts = [], []
         for start, stop in self._ranges:
             members = [tensors[spec.name].detach() for spec in self._specs[start:stop]]
@@ -216,20 +222,12 @@ class ShardGatherer:
         # torch counts threads for each calling thread; the other cores belong to training.
         self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
 
-    def _any_failed(self) -> bool:
-        """Whether a gathering has failed on any rank since `_meet`; a collective."""
-        if self._num_ranks == 1:
-            return False
-        flag = torch.tensor(self._failed.is_set(), dtype=torch.uint8)  # on the CPU, so that no GPU waits for it
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
-
     def _copy(self, chunk: _Chunk, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's rows, end to end as bytes on the CPU."""
         part = chunk.part(self._rank)
         flat = self._empty(part)
         for spec, tensor, target in zip(part, tensors, views(part, flat), strict=True):
-            mine = _local(tensor)
+            mine = local_shard(tensor) if _is_sharded(tensor) else whole_tensor(tensor)
             if target.numel():
                 target.copy_(mine.to(torch_dtype(spec)).view(spec.shape), non_blocking=True)
         return flat
@@ -274,24 +272,21 @@ class ShardGatherer:
             if mine.numel():
                 dist.send(mine, group_dst=0, group=group)
             return mine[:0]
-        flat = self._empty(chunk.specs)
-        wholes = [
-            whole.view(-1, *spec.shape[1:]) for spec, whole in zip(chunk.specs, views(chunk.specs, flat), strict=True)
-        ]
-        for rank, part in enumerate(self._parts(chunk, mine, group)):
-            for whole, rows, piece in zip(wholes, chunk.rows(rank), views(chunk.part(rank), part), strict=True):
-                whole[rows.start : rows.stop] = piece
-        return flat
-
-    def _parts(self, chunk: _Chunk, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-        others = [self._empty(chunk.part(rank)) for rank in range(1, self._num_ranks)]
+        parts = [mine, *(self._empty(chunk.part(rank)) for rank in range(1, self._num_ranks))]
         receiving = [
-            dist.irecv(part, group_src=rank, group=group) for rank, part in enumerate(others, 1) if part.numel()
+            dist.irecv(part, group_src=rank, group=group) for rank, part in enumerate(parts) if rank and part.numel()
         ]
         for work in receiving:
             if work is not None:
                 work.wait()
-        return [mine, *others]
+        flat = self._empty(chunk.specs)
+        wholes = [
+            whole.view(-1, *spec.shape[1:]) for spec, whole in zip(chunk.specs, views(chunk.specs, flat), strict=True)
+        ]
+        for rank, part in enumerate(parts):
+            for whole, rows, piece in zip(wholes, chunk.rows(rank), views(chunk.part(rank), part), strict=True):
+                whole[rows.start : rows.stop] = piece
+        return flat
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -302,8 +297,35 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return not others and type(placement) is Shard and placement.dim == 0
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, or the whole tensor if it is not sharded by rows."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local() if _is_sharded(tensor) else whole_tensor(tensor)
+def export_weights(checkpoint: Path, model: str, directory: Path, *, adapter: bool) -> int:
+    """Write a Hugging Face directory, whole or not at all; returns its bytes. It needs no engine, optimizer or GPU: it
+    holds the model once in float32, and once as files have it.
+
+    checkpoint: of a policy, written by any number of ranks. model: what the run began from. adapter: write the adapters
+    alone, in peft's format; else they are merged into the model. Raises ConfigError if there are none, CheckpointError,
+    ModelError, TransportError if the directory cannot be written.
+    """
+    progress = read_progress(checkpoint)
+    if adapter and progress.lora is None:
+        raise ConfigError(f"{checkpoint} has no adapters: the run trained the whole model; export it without --adapter")
+    device = torch.device("cpu")
+    lease = ProcessGroupLease(device.type)
+    try:
+        loaded, adapters = load_model(model), None
+        writer = ModelWriter(loaded)
+        if (origin := progress.lora) is not None:  # adapters in the same places; their values are read afterwards
+            config = LoRAConfig(rank=origin.rank, alpha=origin.alpha, target_modules=tuple(origin.target_modules))
+            adapters = Adapters(loaded, model, config, "float32", seed=0)
+        policy = Policy(loaded.model)
+        for name, parameter in policy.named_parameters():
+            if name in progress.frozen:
+                parameter.requires_grad_(False)
+        load_weights(checkpoint, policy, adapters)
+        taker = SnapshotTaker(writer, device, adapters)
+        try:
+            snapshot = taker.take_adapter(progress.version) if adapter else taker.take(progress.version)
+            return snapshot.write(directory)
+        finally:
+            taker.close()
+    finally:
+        lease.release()

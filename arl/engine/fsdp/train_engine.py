@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,25 +23,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences
+from arl.algorithm.trained_tokens import LossReport
 from arl.api.errors import ConfigError, EngineClosedError, ModelError, TrainingError
 from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.api.train_engine import Head, ModelLimits, Output, TensorPrint, TokenLoss, TokenOutputs, TrainSequence
-from arl.engine.fsdp.fingerprint import fingerprints
 from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
-    KeptValues,
     Microbatch,
-    MinibatchTally,
+    batch_metrics,
     empty_microbatch,
-    mean_of_minibatches,
+    kept_columns,
     microbatches,
     reduce_over,
 )
 from arl.engine.fsdp.model import ModelWriter, load_model
-from arl.engine.fsdp.offloading import Residence
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
 from arl.engine.fsdp.policy import (
     Critic,
@@ -51,9 +48,9 @@ from arl.engine.fsdp.policy import (
     trained_parameters,
     transformer_layers,
 )
-from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
+from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, fingerprints, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
-from arl.engine.fsdp.vision import NoImages, check_images, freeze_tower
+from arl.engine.fsdp.vision import NoImages, check_images, vision_tower
 from arl.engine.model_files import model_limits
 from arl.engine.routers import find_routers
 
@@ -100,18 +97,28 @@ class FSDPTrainEngine:
                 self._limits = model_limits(loaded.stored_config)
                 self._processor = loaded.processor
                 writer = ModelWriter(loaded)
-                self._cannot_replay = _prepare_replay(loaded.model, model, head)
+                self._cannot_replay: str | None = None
+                """Why sequences may have no routes. A critic's never have."""
+                if head == "policy":
+                    try:
+                        if (routers := find_routers(loaded.model, str(model))) is not None:
+                            routers.replay_in(transformer_layers(loaded.model))
+                        else:
+                            self._cannot_replay = f"{model} is no mixture of experts"
+                    except ModelError as error:  # only a run that replays needs to know
+                        self._cannot_replay = str(error)
                 if config.freeze_vision_tower:
-                    freeze_tower(loaded.model, model)
+                    if (tower := vision_tower(loaded.model)) is None:
+                        what = f"train.freeze_vision_tower is set, but {model} has no vision tower; leave it out"
+                        raise ConfigError(what)
+                    tower.requires_grad_(False)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
                 self._policy = Critic(loaded.model) if head == "value" else Policy(loaded.model)
                 shard(self._policy, mesh, config)
             self._trained = trained_parameters(self._policy)
             self._reference = Reference(self._policy)
             self._optimizer = build_optimizer(self._policy, config.optimizer)
-            self._residence = Residence(
-                self._policy, self._optimizer, self._reference, self._device, is_offloaded=config.cpu_offload
-            )
+            self._is_away = False
             self._adapters = adapters
             self._checkpoints = CheckpointWriter(adapters)
             self._snapshots = SnapshotTaker(writer, self._device, adapters)
@@ -166,21 +173,34 @@ class FSDPTrainEngine:
         """
         self._enter_device()
         self.kept = []
-        metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
+        ops = {True: dist.ReduceOp.MAX, False: dist.ReduceOp.SUM}
+        report = LossReport(lambda values, is_max: reduce_over(values, self._group, ops[is_max]))
+        for minibatch in minibatches:
+            self._step(minibatch, loss, report)
         self._version += 1
-        return metrics
+        return batch_metrics(report, self._config.max_tokens_per_microbatch)
 
     def offload(self) -> None:
+        """In the CPU's memory, tensors look as with train.cpu_offload: they can be copied, and checkpoints read into
+        them."""
         self._enter()
         self._release_weights()
-        self._residence.leave()
+        if not self._is_away and self._lives_on_cpu:
+            logger.info("nothing moves between turns: what is trained is in the CPU's memory")
+        elif not self._is_away:
+            self._move(lambda tensor: tensor.to("cpu"))
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        self._is_away = True
 
     def onload(self) -> None:
         self._enter()
-        self._residence.come_back()
+        if self._is_away and not self._lives_on_cpu:
+            self._move(lambda tensor: tensor.to(self._device))
+        self._is_away = False
 
     def fingerprint(self) -> dict[str, TensorPrint]:
-        """The fingerprints of the trained parameters, by their names in checkpoints; a collective."""
+        """A collective. The names are those in checkpoints."""
         self._enter_device()
         trained = {name.removeprefix("model."): p for name, p in self._trained.items()}
         return fingerprints(trained, self._device)
@@ -234,54 +254,50 @@ class FSDPTrainEngine:
             raise ConfigError(
                 f"a train engine of head={self._head} has {has}, and no {output}; build one of head={needed}"
             )
-        if output == "reference_logprobs" and not self._reference.is_held:
+        if output == "reference_logprobs" and not self._reference.values:
             raise ConfigError("there is no reference yet for reference_logprobs; call update_reference first")
 
-    def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
+    def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss, report: LossReport) -> None:
         flat = FlatSequences.of(sequences)
         if self._head == "value":
             flat = replace(flat, routes=None)
-        tally, kept = MinibatchTally(budget=self._config.max_tokens_per_microbatch), KeptValues(flat)
+        kept: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         try:
             for members, batch in self._microbatches(flat):
                 losses = loss(self._compute(batch), batch.tokens)
-                weighted = (losses.loss * batch.tokens.loss_weights).sum()
-                weighted.backward()
-                tally.add(batch, weighted.detach(), losses)
-                kept.add(members, batch, losses)
-            tally.reduce(self._device, self._group)
-            self._update(tally)
-            self.kept.append(kept.columns())
+                (losses.loss * batch.tokens.loss_weights).sum().backward()
+                sizes = (len(batch.trained), batch.input_ids.shape[1]) if members else (0, 0)
+                report.add(losses, batch.tokens, microbatches=1, tokens=sizes[0], forwarded_tokens=sizes[1])
+                if members:
+                    kept.append((flat.places(members)[batch.trained], losses.kept))
+            if metrics := report.end_minibatch():
+                self._update(report, metrics)
+            self.kept.append(kept_columns(len(flat.token_ids), kept))
         except BaseException:  # also if interrupted: a caller may go on with this engine
             self._release_weights()
             raise
         finally:
             # Also after an error: the next step must not begin with the gradients of this one.
             self._optimizer.zero_grad()
-        return tally
 
-    def _update(self, tally: MinibatchTally) -> None:
-        """Clip and step, unless gradients are not finite or nothing was trained."""
-        if not tally.trained_tokens:
-            return
+    def _update(self, report: LossReport, metrics: dict[str, float]) -> None:
+        """Clip and step, unless gradients are not finite. metrics: the minibatch's."""
         config = self._config.optimizer
-        tally.lr = learning_rate(config, self._num_updates)
-        tally.grad_norm = clip_gradients(self._trained.values(), config.max_grad_norm, self._device)
-        step = (
-            f"optimizer step {self._num_updates} (version {self._version}, lr {tally.lr:g}, gradient norm "
-            f"{tally.grad_norm:g})"
-        )
-        if not math.isfinite(tally.grad_norm):
+        metrics["lr"] = lr = learning_rate(config, self._num_updates)
+        norm = clip_gradients(self._trained.values(), config.max_grad_norm, self._device)
+        step = f"optimizer step {self._num_updates} (version {self._version}, lr {lr:g}, gradient norm {norm:g})"
+        if not math.isfinite(norm):
             self._check_weights(f"before {step}")
-            tally.nonfinite_grads = 1
+            report.counts["nonfinite_grads"] += 1
             what = "skipped an optimizer step: the gradient norm is %s in version %d (loss %s)"
-            logger.error(what, tally.grad_norm, self._version, tally.loss)
-        else:
-            for group in self._optimizer.param_groups:
-                group["lr"] = tally.lr
-            self._optimizer.step()
-            self._num_updates += 1
-            self._check_weights(f"after {step}")
+            logger.error(what, norm, self._version, metrics["loss"])
+            return
+        metrics["grad_norm"] = norm
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._num_updates += 1
+        self._check_weights(f"after {step}")
 
     def _check_weights(self, when: str) -> None:
         """Raise TrainingError with the first trained parameter that is not finite on some rank; a collective."""
@@ -299,16 +315,19 @@ class FSDPTrainEngine:
                 "checkpoint with a lower train.optimizer.lr"
             )
 
-    def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
-        """(indices into `sequences`, their microbatch), equally many on every rank, without untrained sequences."""
-        if FlatSequences.of(sequences).arrays:
+    def _microbatches(self, flat: FlatSequences) -> list[tuple[list[int], Microbatch]]:
+        """(indices into the sequences, their microbatch), equally many on every rank, without untrained sequences.
+
+        A microbatch without images runs the vision tower all the same if another rank's has some.
+        """
+        if flat.arrays:
             raise ModelError("sequences have arrays, which a language model does not take; leave them out")
         config = self._config
-        if self._cannot_replay and FlatSequences.of(sequences).routes is not None:
+        if self._cannot_replay and flat.routes is not None:
             raise ModelError(f"sequences have routes, but {self._cannot_replay}")
-        check_images(FlatSequences.of(sequences), self._model, self._processor)
+        check_images(flat, self._model, self._processor)
         batches = microbatches(
-            sequences,
+            flat,
             config.max_tokens_per_microbatch,
             self._device,
             share_prefixes=config.share_prefixes,
@@ -318,10 +337,8 @@ class FSDPTrainEngine:
         reduce_over(count, self._group, dist.ReduceOp.MAX)
         while len(batches) < int(count):
             batches.append(([], empty_microbatch(self._device)))
-        return batches if self._processor is None else self._seeing_alike(batches)
-
-    def _seeing_alike(self, batches: Sequence[tuple[list[int], Microbatch]]) -> list[tuple[list[int], Microbatch]]:
-        """Let a microbatch run the vision tower if any rank's does."""
+        if self._processor is None:
+            return batches
         sees = torch.tensor([batch.images is not None for _, batch in batches], dtype=torch.uint8, device=self._device)
         reduce_over(sees, self._group, dist.ReduceOp.MAX)
         return [
@@ -344,8 +361,21 @@ class FSDPTrainEngine:
 
     def _enter_device(self) -> None:
         self._enter()
-        if self._residence.is_away:
+        if self._is_away:
             raise TrainingError("the train engine is offloaded, so it computes nothing; call onload first")
+
+    @property
+    def _lives_on_cpu(self) -> bool:
+        """With cpu_offload FSDP keeps everything in the CPU's memory, and brings each layer itself."""
+        return self._config.cpu_offload or self._device.type == "cpu"
+
+    def _move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move what is trained. to: a copy of a tensor elsewhere. Parameters stay the objects that they are."""
+        self._policy._apply(to)  # as Module.to does; FSDP follows
+        for state in self._optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):  # the count of steps is where torch keeps it
+                state[name] = to(state[name])
+        self._reference.values = {name: to(value) for name, value in self._reference.values.items()}
 
     def _release_weights(self) -> None:
         """Drop gathered weights that an interrupted pass, or a forward pass without a backward pass, leaves behind.
@@ -356,17 +386,42 @@ class FSDPTrainEngine:
             self._policy.state_dict()
 
 
-def _prepare_replay(model: PreTrainedModel, name: str | Path, head: Head) -> str | None:
-    """Let the policy's layers take routes. Returns why they cannot, if so; a critic's are never asked to."""
-    if head == "value":
-        return None
-    try:
-        if (routers := find_routers(model, str(name))) is None:
-            return f"{name} is no mixture of experts"
-    except ModelError as error:  # only a run that replays needs to know
-        return str(error)
-    routers.replay_in(transformer_layers(model))
-    return None
+class WatchedEngine(FSDPTrainEngine):
+    """One that shows what a step does. It has one rank, and needs the memory of two more copies of the weights."""
+
+    gradients: Mapping[str, torch.Tensor]
+    """Parameter name -> the sum of the gradients of the last train_batch's minibatches, before clipping."""
+    updates: Mapping[str, torch.Tensor]
+    """How the last train_batch changed the parameters."""
+
+    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
+        before = {name: shard.clone() for name, shard in self._shards().items()}
+        self.gradients = {name: torch.zeros_like(shard) for name, shard in before.items()}
+        metrics = super().train_batch(minibatches, loss)
+        self.updates = {name: shard - before[name] for name, shard in self._shards().items()}
+        return metrics
+
+    @torch.no_grad()
+    def take_state(self, other: WatchedEngine) -> None:
+        """Go on from the other's weights, optimizer, reference and version. Both train the same parameters."""
+        for name, parameter in self._trained.items():
+            theirs = other._trained[name]
+            local_shard(parameter.detach()).copy_(local_shard(theirs.detach()))
+            for key, value in self._optimizer.state[parameter].items():
+                local_shard(value).copy_(local_shard(other._optimizer.state[theirs][key]))
+        for name, value in self._reference.values.items():
+            if name in other._reference.values:
+                local_shard(value).copy_(local_shard(other._reference.values[name]))
+        self._version, self._num_updates = other._version, other._num_updates
+
+    def _update(self, report: LossReport, metrics: dict[str, float]) -> None:
+        for name, parameter in self._trained.items():
+            if parameter.grad is not None:
+                self.gradients[name].add_(local_shard(parameter.grad))
+        super()._update(report, metrics)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        return {name: local_shard(p.detach()) for name, p in self._trained.items()}
 
 
 # The optimizer
@@ -416,19 +471,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, device: 
     shards = [local_shard(gradient) for gradient in gradients]
     norms = torch._foreach_norm(shards)  # pyright: ignore[reportPrivateImportUsage] (torch's own clipping calls it)
     squares = torch.stack(norms).to(device, torch.float64).square()
-    copies = torch.tensor([_num_copies(gradient) for gradient in gradients], dtype=torch.float64, device=device)
-    total = (squares / copies).sum()
+    copies: list[int] = []  # how many ranks hold each element
+    for gradient in gradients:
+        num_parts = 1
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            num_parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+        copies.append(dist.get_world_size() // num_parts)
+    total = (squares / squares.new_tensor(copies)).sum()
     reduce_over(total)
     norm = math.sqrt(total.item())
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(shards, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
     return norm
-
-
-def _num_copies(tensor: torch.Tensor) -> int:
-    """How many ranks hold each element."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_world_size()
-    sizes = tensor.device_mesh.shape
-    num_parts = math.prod(n for n, place in zip(sizes, tensor.placements, strict=True) if not place.is_replicate())
-    return dist.get_world_size() // num_parts

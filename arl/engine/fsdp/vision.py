@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from arl.algorithm.flat_sequences import FlatSequences, runs
-from arl.api.errors import ConfigError, ImageError
+from arl.api.errors import ImageError
 from arl.api.images import Image
 from arl.api.types import NOT_SAMPLED
 from arl.data.image_processor import ImageProcessor, sees_images
@@ -33,7 +32,7 @@ VISION_ATTENTION = "arl_flash_segments"
 gives all images at once and tells where each begins; others it would call once for each image or window."""
 
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""_SegmentPlans by the tensor of the segments' bounds: a tower's layers share it, and reading it waits for the GPU."""
+"""`_plan_of` by the tensor of the segments' bounds: a tower's layers share it, and reading it waits for the GPU."""
 
 
 def segment_attention(
@@ -52,32 +51,23 @@ def segment_attention(
     cu_seq_lens_q: int32[S + 1], where the segments (images, or windows of them) begin, and P. Segments of one length
     are computed together.
     """
-    plan = _plan_of(cu_seq_lens_q)
+    batches, order, inverse = _plan_of(cu_seq_lens_q)
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [P, H, D], as they are in memory
-    if plan.order is not None:
-        rows = [x.index_select(0, plan.order) for x in rows]
+    if order is not None:
+        rows = [x.index_select(0, order) for x in rows]
     outputs: list[torch.Tensor] = []
     start = 0
-    for count, length in plan.batches:
+    for count, length in batches:
         q, k, v = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in rows)
         outputs.append(F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
         start += count * length
     output = torch.cat(outputs)
-    return (output if plan.inverse is None else output.index_select(0, plan.inverse))[None], None
+    return (output if inverse is None else output.index_select(0, inverse))[None], None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _SegmentPlan:
-    """Segments by length."""
-
-    batches: tuple[tuple[int, int], ...]
-    """(number of segments, their length)"""
-    order: torch.Tensor | None
-    """int64[P]: the patches of all batches, end to end; None: as they come."""
-    inverse: torch.Tensor | None
-
-
-def _plan_of(bounds: torch.Tensor) -> _SegmentPlan:
+def _plan_of(bounds: torch.Tensor) -> tuple[list[tuple[int, int]], torch.Tensor | None, torch.Tensor | None]:
+    """Segments by length: (number of segments, their length); int64[P], the patches in that order, and its inverse.
+    None: they lie so."""
     if (plan := _plans.get(bounds)) is None:
         lengths = bounds.diff().long().cpu()
         by_length = lengths.argsort(stable=True)
@@ -86,8 +76,8 @@ def _plan_of(bounds: torch.Tensor) -> _SegmentPlan:
             starts = lengths.cumsum(0) - lengths
             places = runs(starts[by_length], lengths[by_length])
             order, inverse = (x.to(bounds.device) for x in (places, places.argsort()))
-        batches = tuple((count, length) for length, count in sorted(Counter(lengths.tolist()).items()))
-        plan = _plans[bounds] = _SegmentPlan(batches=batches, order=order, inverse=inverse)
+        batches = [(count, length) for length, count in sorted(Counter(lengths.tolist()).items())]
+        plan = _plans[bounds] = batches, order, inverse
     return plan
 
 
@@ -97,25 +87,6 @@ AttentionInterface.register(VISION_ATTENTION, segment_attention)
 def vision_tower(model: nn.Module) -> PreTrainedModel | None:
     """The part of the model that sees, with what projects its output to the language model's size; None without one."""
     return getattr(getattr(model, "model", None), "visual", None)
-
-
-def let_tower_attend(model: nn.Module) -> None:
-    """Give the tower an attention of its own: its patches see each other in both directions, image by image."""
-    if (tower := vision_tower(model)) is not None:
-        tower.config._attn_implementation = VISION_ATTENTION
-
-
-def freeze_tower(model: nn.Module, name: str | Path) -> None:
-    """Raises ConfigError if the model has no tower."""
-    if (tower := vision_tower(model)) is None:
-        raise ConfigError(f"train.freeze_vision_tower is set, but {name} has no vision tower; leave it out")
-    tower.requires_grad_(False)
-
-
-def tower_blocks(model: nn.Module) -> list[nn.Module]:
-    """The tower's repeated blocks; none without a tower."""
-    tower = vision_tower(model)
-    return [] if tower is None else list(tower.blocks)  # pyright: ignore[reportArgumentType] (a ModuleList)
 
 
 def image_processor(model: str | Path) -> ImageProcessor | None:
@@ -202,9 +173,23 @@ def check_images(flat: FlatSequences, model: str | Path, processor: ImageProcess
 
 
 def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: RowImages | NoImages) -> dict[str, Any]:
-    """The decoder's arguments instead of input_ids [1, T]."""
+    """The decoder's arguments instead of input_ids [1, T]. A frozen tower keeps nothing for the backward pass."""
     embeddings = model.get_input_embeddings()(input_ids)
-    vectors, *deeper = _tower_vectors(model, images, input_ids.device)
+    tower = vision_tower(model)
+    assert tower is not None, "images were checked"
+    if isinstance(images, NoImages):  # the smallest image
+        config: Any = tower.config
+        side = config.spatial_merge_size
+        size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        patches, grids = torch.zeros(side**2, size), torch.tensor([[1, side, side]])
+    else:
+        patches, grids = images.pixels()
+    is_trained = any(p.requires_grad for p in tower.parameters())
+    with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
+        seen = tower(patches.to(input_ids.device), grid_thw=grids.to(input_ids.device))
+    # [V, H] for the embeddings, then for early layers.
+    vectors: torch.Tensor = seen.pooler_output
+    deeper: list[torch.Tensor] = list(getattr(seen, "deepstack_features", None) or ())
     if isinstance(images, NoImages):
         nothing = sum((part.sum() for part in deeper), vectors.sum()) * 0
         return {"inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
@@ -214,22 +199,3 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: RowI
         arguments["visual_pos_masks"] = images.is_placeholder
         arguments["deepstack_visual_embeds"] = [part[images.vectors] for part in deeper]
     return arguments
-
-
-def _tower_vectors(model: PreTrainedModel, images: RowImages | NoImages, device: torch.device) -> list[torch.Tensor]:
-    """The images' vectors [V, H] for the embeddings, then those for early layers. A frozen tower keeps nothing."""
-    tower = vision_tower(model)
-    assert tower is not None, "images were checked"
-    patches, grids = (part.to(device) for part in (_blank(tower) if isinstance(images, NoImages) else images.pixels()))
-    is_trained = any(p.requires_grad for p in tower.parameters())
-    with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
-        seen = tower(patches, grid_thw=grids)
-    return [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
-
-
-def _blank(tower: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """As RowImages.pixels: the smallest image."""
-    config: Any = tower.config
-    side = config.spatial_merge_size
-    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return torch.zeros(side**2, size), torch.tensor([[1, side, side]])

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from arl.runtime import lazy_names
 
 if TYPE_CHECKING:
-    from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss
+    from arl.algorithm.losses.preferences import PreferenceLoss, RewardModelLoss
     from arl.run.finetuning.examples import Demonstration, Preference, finetune, to_demonstrations, to_preferences
     from arl.run.finetuning.warm_starts import tool_call, warm_start
 
 _HOMES = {
-    "arl.algorithm.losses.supervised": "PreferenceLoss RewardModelLoss",
+    "arl.algorithm.losses.preferences": "PreferenceLoss RewardModelLoss",
     "arl.run.finetuning.examples": "Demonstration Preference finetune to_demonstrations to_preferences",
     "arl.run.finetuning.warm_starts": "tool_call warm_start",
 }

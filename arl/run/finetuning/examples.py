@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch
 
 from arl.algorithm.batch import weigh_tokens
-from arl.algorithm.losses.supervised import Pair, PreferenceLoss, RewardModelLoss, SFTLoss, paired
+from arl.algorithm.losses.preferences import Pair, PreferenceLoss, RewardModelLoss, SFTLoss, paired
 from arl.api.errors import DatasetError, ImageError, ModelError
 from arl.api.images import PlacedImage, placement_flaw
 from arl.api.train_engine import TOKEN_FIELDS, ModelLimits, PackedTokens, TokenOutputs, TrainEngine, TrainSequence

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, SFTLoss
+from arl.algorithm.losses.preferences import PreferenceLoss, RewardModelLoss, SFTLoss
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings.finetuning import FinetuneConfig
 from arl.api.train_engine import TrainEngine

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from train_models import MakeEngine, engines, write_critic, write_model
+from train_models import MakeEngine, MakeLearner, engines, learner_config, write_critic, write_model
 from train_ranks import Ranks
+
+from arl.run.learner import load_learner
+from arl.training.learner import Learner
 
 
 @pytest.fixture(scope="session", params=["tied", "untied"])
@@ -34,3 +38,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def make_engine(model_dir: Path) -> Iterator[MakeEngine]:
     with engines(model_dir) as make:
         yield make
+
+
+@pytest.fixture
+def make_learner(model_dir: Path) -> Iterator[MakeLearner]:
+    """make(train={...}, algorithm={...}, ...) -> a learner of `learner_config`, as `launch` makes it."""
+    learners: list[Learner] = []
+
+    def make(**sections: Any) -> Learner:
+        learners.append(load_learner(learner_config(model_dir, **sections)))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        learner.close()

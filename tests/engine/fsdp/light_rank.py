@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 from arl.api.errors import ModelError
 from arl.runtime.processes.rpc import Messages, reported
@@ -15,23 +16,22 @@ class LightRank:
         self.messages = Messages()
 
     @reported
+    def call(self, name: str, *args: Any) -> Any:
+        return getattr(self, name)(*args)
+
     def open_store(self, address: str) -> int:
         return 1
 
-    @reported
     def build(self, store: tuple[str, int], model: str, *_: object) -> None:
         if not Path(model).is_dir():
             raise ModelError(f"no model in {model}")
 
-    @reported
     def whereabouts(self) -> tuple[int, str]:
         return 0, "light_rank.py"
 
-    @reported
     def close(self) -> None:
         pass
 
-    @reported
     def fail(self, rank: int, sends: signal.Signals | None = None) -> None:
         """Raise on one rank, or send it a signal; the others wait, as in a collective."""
         if self._rank != rank:

@@ -1,4 +1,5 @@
-"""A checkpoint continues bit for bit, or is refused by name; an export is a model that transformers loads."""
+"""A checkpoint continues bit for bit, or is refused by name; an export is a model that transformers loads; fingerprints
+tell weights apart."""
 
 import os
 import threading
@@ -12,16 +13,19 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from train_models import EXPERTS, MakeEngine, build_model, load_twin, save_model, write_model
-from train_sequences import LOSS, random_sequences, same, twin_logprobs
+from train_sequences import LOSS, assert_same_rows, random_sequences, same, twin_rows
 from train_variants import VARIANTS
 from transformers import AutoTokenizer, GenerationConfig, Glm4MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-from arl.algorithm.losses.supervised import SFTLoss
-from arl.api.errors import CheckpointError, DamagedCheckpointError, TransportError
-from arl.api.settings.engines import OptimizerConfig
-from arl.api.train_engine import Saving
+from arl.algorithm.losses.preferences import SFTLoss
+from arl.api.errors import CheckpointError, ConfigError, DamagedCheckpointError, TransportError
+from arl.api.settings.engines import LoRAConfig, OptimizerConfig
+from arl.api.train_engine import Saving, TensorPrint, digest_of
 from arl.engine.fsdp import model as module
 from arl.engine.fsdp import saving as checkpoint
+from arl.engine.fsdp.saving import _of_shard
+from arl.engine.fsdp.snapshot import export_weights
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 DECAYING = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=1, total_steps=6)
 
@@ -81,16 +85,17 @@ def test_steps_neither_wait_for_a_checkpoint_nor_change_it_and_the_next_one_foll
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     may_write, write, savings = threading.Event(), checkpoint.save_tensors, list[Saving]()
+    waits, wait = threading.Event(), checkpoint.wait
     monkeypatch.setattr(checkpoint, "save_tensors", lambda *a, **k: may_write.wait(60) and write(*a, **k))
+    monkeypatch.setattr(checkpoint, "wait", lambda futures: (waits.set(), wait(futures)))
     engine = make_engine()
     (expected,) = engine.forward(random_sequences(1))
     engine.save(tmp_path / "first")
     engine.train_batch([random_sequences(2)], LOSS)
     second = threading.Thread(target=lambda: savings.append(engine.save(tmp_path / "second")))
     second.start()
-    second.join(timeout=0.2)
-    assert second.is_alive()
-    assert list(tmp_path.iterdir()) == []
+    assert waits.wait(60)
+    assert list(tmp_path.iterdir()) == savings == []
     may_write.set()
     second.join()
     savings[0].wait()
@@ -169,12 +174,7 @@ def test_an_export_is_its_source_and_after_a_step_gives_transformers_the_engines
     assert engine.train_batch([sequences], SFTLoss())["grad_norm"] > 0
     engine.export(out)
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-    twin = load_twin(out)
-    for sequence, logprobs in zip(sequences, engine.forward(sequences), strict=True):
-        expected = torch.zeros(len(sequence))
-        with torch.no_grad():
-            expected[sequence.loss_mask], _ = twin_logprobs(twin, sequence)
-        torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-4)
+    assert_same_rows(engine.forward(sequences), twin_rows(load_twin(out), sequences), 1e-4)
 
 
 def test_an_export_has_the_dtypes_of_its_source_also_where_a_model_keeps_float32(
@@ -192,12 +192,118 @@ def test_an_export_has_the_dtypes_of_its_source_also_where_a_model_keeps_float32
     assert {tensor.dtype for tensor in out.values()} == {torch.bfloat16}
 
 
-def test_an_export_that_fails_leaves_the_older_one(make_engine: MakeEngine, tmp_path: Path, monkeypatch):
-    engine = make_engine()
-    engine.export(tmp_path / "out")
+# From a checkpoint, without an engine
 
-    monkeypatch.setattr(module, "save_file", lambda *_, **__: os.stat(tmp_path / "gone"))
-    with pytest.raises(TransportError, match=r"cannot write .*out on .*gone"):
-        engine.export(tmp_path / "out")
-    assert os.listdir(tmp_path) == ["out"]
-    load_twin(tmp_path / "out")
+
+ADAPTERS = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "o_proj"))
+MODELS: dict[str, dict[str, Any]] = {
+    "tied, in bfloat16": {"tied": True, "dtype": torch.bfloat16},
+    "experts": {"model_class": Qwen3MoeForCausalLM, **EXPERTS},
+}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def trained(make_engine: MakeEngine, model: Path, checkpoint: Path, **options: Any) -> FSDPTrainEngine:
+    """An engine that has trained and saved; with a reference, which an export leaves out."""
+    engine = make_engine(model, optimizer=OptimizerConfig(lr=1e-2), **options)
+    engine.update_reference()
+    engine.train_batch([random_sequences(4, seed=1)], LOSS)
+    engine.save(checkpoint).wait()
+    return engine
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTERS], ids=["whole model", "adapters"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_is_what_the_engine_would_have_written_to_the_bit(
+    make_engine: MakeEngine, tmp_path: Path, name: str, lora: LoRAConfig | None
+) -> None:
+    model = write_model(tmp_path / "model", **{"model_class": Qwen3ForCausalLM} | MODELS[name])
+    engine = trained(make_engine, model, tmp_path / "checkpoint", lora=lora)
+    engine.export(tmp_path / "written")
+    export_weights(tmp_path / "checkpoint", str(model), tmp_path / "exported", adapter=False)
+    assert contents(tmp_path / "exported") == contents(tmp_path / "written")
+    assert contents(tmp_path / "exported")["model.safetensors"] != contents(model)["model.safetensors"]
+    assert {"config.json", "generation_config.json", "tokenizer.json"} < contents(tmp_path / "exported").keys()
+    if lora is None:
+        with pytest.raises(ConfigError, match="has no adapters: the run trained the whole model"):
+            export_weights(tmp_path / "checkpoint", str(model), tmp_path / "adapter", adapter=True)
+        return
+    engine.snapshot_adapter().write(tmp_path / "written adapter")
+    export_weights(tmp_path / "checkpoint", str(model), tmp_path / "adapter", adapter=True)
+    assert contents(tmp_path / "adapter") == contents(tmp_path / "written adapter")
+
+
+def test_an_export_that_fails_leaves_nothing_but_an_older_one(
+    make_engine: MakeEngine, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = trained(make_engine, model_dir, tmp_path / "checkpoint", lora=ADAPTERS)
+    other = write_model(tmp_path / "other", Qwen3ForCausalLM, rope_theta=5.0, initializer_range=0.1)
+    with pytest.raises(CheckpointError, match="holds adapters of another model"):
+        export_weights(tmp_path / "checkpoint", str(other), tmp_path / "exported", adapter=False)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine.export(tmp_path / "older")
+    before = contents(tmp_path / "older")
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(TransportError, match=r"cannot write .*/exported on .*No space left"):
+        export_weights(tmp_path / "checkpoint", str(model_dir), tmp_path / "exported", adapter=False)
+    with pytest.raises(TransportError, match=r"cannot write .*/older on .*No space left"):
+        engine.export(tmp_path / "older")
+    assert contents(tmp_path / "older") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "older", "other"]
+
+
+# Fingerprints
+
+
+def sums(shard: torch.Tensor, offsets: list[int], whole: torch.Tensor) -> tuple[int, float, float]:
+    bits, square, projection = _of_shard(shard, offsets, whole.shape)
+    return int(bits), float(square), float(projection)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [(4, 0), (0, 3), (5, 2)])
+def test_the_sums_of_a_tensors_parts_are_those_of_the_whole(cuts: tuple[int, int], dtype: torch.dtype) -> None:
+    whole = torch.randn(9, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    row, column = cuts
+    parts = [
+        (whole[r0:r1, c0:c1], [r0, c0])
+        for r0, r1 in ((0, row), (row, 9))
+        for c0, c1 in ((0, column), (column, 7))
+        if r1 > r0 and c1 > c0
+    ]
+    found = [sums(part, offsets, whole) for part, offsets in parts]
+    bits, square, projection = sums(whole, [0, 0], whole)
+    assert (sum(own for own, _, _ in found) - bits) % 2**64 == 0
+    assert sum(own for _, own, _ in found) == pytest.approx(square)
+    assert sum(own for _, _, own in found) == pytest.approx(projection)
+
+
+def test_any_changed_bit_changes_a_digest() -> None:
+    tensor = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    seen = {sums(tensor, [0, 0, 0], tensor)[0] % 2**64}
+    for place in range(tensor.numel()):
+        for bit in (0, 13, 31):
+            changed = tensor.clone()
+            changed.view(torch.int32).view(-1)[place] ^= (1 << bit) - (1 << 32) * (bit == 31)
+            seen.add(sums(changed, [0, 0, 0], tensor)[0] % 2**64)
+    assert len(seen) == 1 + 3 * tensor.numel()
+
+
+def test_exchanged_elements_and_exchanged_names_change_a_digest() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert sums(tensor, [0, 0], tensor)[0] != sums(tensor.flip(0), [0, 0], tensor)[0]
+    one, other = (TensorPrint(bits=bits, norm=0.0, projection=0.0) for bits in (1, 2))
+    assert digest_of({"a": one, "b": other}) != digest_of({"a": other, "b": one})
+
+
+def test_the_projection_of_a_small_change_is_about_as_large_as_the_change() -> None:
+    chance = torch.Generator().manual_seed(0)
+    tensor, change = torch.randn(60, 80, generator=chance), 1e-3 * torch.randn(60, 80, generator=chance)
+    before, after = sums(tensor, [0, 0], tensor)[2], sums(tensor + change, [0, 0], tensor)[2]
+    assert 0.05 < abs(after - before) / float(change.norm()) < 4

@@ -11,7 +11,7 @@ from train_sequences import twin_logprobs
 from train_variants import PAIRS, pairs
 from transformers import AutoConfig
 
-from arl.algorithm.losses.supervised import PreferenceLoss
+from arl.algorithm.losses.preferences import PreferenceLoss
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.fakes import ScriptedTrainEngine
 from arl.api.settings.engines import OptimizerConfig

@@ -3,7 +3,8 @@
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_groups import random_groups
-from train_models import load_critic, slow_values
+from train_models import MakeLearner, learner_config, load_critic, slow_values
 from train_sequences import assert_same_metrics, random_sequences
 
 from arl.api.errors import ConfigError, ModelError, ProcessLostError, TransportError
@@ -27,37 +28,29 @@ from arl.training.learner_process import RemoteLearner
 from arl.training.learner_recovery import RecoveringLearner
 from arl.training.token_log import ReportedBatch, TrainedBatch, named
 
-Make = Callable[..., Learner]
-CRITIC = {"value_clip": None, "lr": 3e-3}
+
+def ppo(model_dir: Path, critic: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Config:
+    """PPO with a critic."""
+    critic = {"value_clip": None, "lr": 3e-3, **(critic or {})}
+    algorithm = {"preset": "ppo", "minibatches": 1, "critic": critic, "kl": {"coefficient": 0.01}}
+    return learner_config(model_dir, train=train, algorithm=algorithm, rollout={"batch_size": 3, "group_size": 2})
 
 
 @pytest.fixture
-def make_learner(model_dir: Path) -> Iterator[Make]:
-    """make_learner(critic={...}, train={...}) -> a learner of PPO with a critic, as `launch` makes it."""
-    learners: list[Learner] = []
+def make_ppo(model_dir: Path) -> Iterator[MakeLearner]:
+    """make_ppo(critic={...}, train={...}) -> a learner as `launch` makes it."""
+    with ExitStack() as stack:
 
-    def make(critic: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
-        learners.append(load_learner(config(model_dir, critic or {}, train or {})))
-        return learners[-1]
+        def make(**changes: Any) -> Learner:
+            learner = load_learner(ppo(model_dir, **changes))
+            stack.callback(learner.close)
+            return learner
 
-    yield make
-    for learner in learners:
-        learner.close()
-
-
-def config(model_dir: Path, critic: dict[str, Any], train: dict[str, Any]) -> Config:
-    optimizer = {"lr": 1e-3, "eps": 1e-3}
-    settings = {
-        "model": str(model_dir),
-        "rollout": {"batch_size": 3, "group_size": 2},
-        "train": {"optimizer": optimizer, "max_tokens_per_microbatch": 60, **train},
-        "algorithm": {"preset": "ppo", "minibatches": 1, "critic": {**CRITIC, **critic}, "kl": {"coefficient": 0.01}},
-    }
-    return Config.model_validate(settings)
+        yield make
 
 
-def test_the_critic_learns_beside_the_policy(make_learner: Make):
-    learner = make_learner(train={"optimizer": {"lr": 5e-3, "eps": 1e-3}})
+def test_the_critic_learns_beside_the_policy(make_ppo: MakeLearner):
+    learner = make_ppo(train={"optimizer": {"lr": 5e-3, "eps": 1e-3}})
     metrics = [learner.train(learner.prepare(random_groups(0))).metrics for _ in range(10)]
     assert learner.version == 10
     assert metrics[-1]["critic/value_error"] < 0.8 * metrics[0]["critic/value_error"]
@@ -65,8 +58,8 @@ def test_the_critic_learns_beside_the_policy(make_learner: Make):
     assert metrics[0]["critic/lr"] == pytest.approx(3e-3)
 
 
-def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path):
-    learner, again = make_learner(), make_learner()
+def test_what_was_saved_goes_on_to_the_bit(make_ppo: MakeLearner, tmp_path: Path):
+    learner, again = make_ppo(), make_ppo()
     for _ in range(2):
         learner.train(learner.prepare(random_groups(0)))
     learner.save(tmp_path / "saved").wait()
@@ -75,27 +68,27 @@ def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path):
     assert again.train(again.prepare(random_groups(1))).metrics == expected
 
 
-def test_a_critic_begins_as_the_reward_model_that_is_named(make_learner: Make, critic_dir: Path):
-    learner = make_learner({"model": str(critic_dir)})
+def test_a_critic_begins_as_the_reward_model_that_is_named(make_ppo: MakeLearner, critic_dir: Path):
+    learner = make_ppo(critic={"model": str(critic_dir)})
     assert learner.critic is not None
     (sequence,) = random_sequences(1)
     (values,) = learner.critic.forward([sequence], "values")
     torch.testing.assert_close(values, slow_values(load_critic(critic_dir), sequence), rtol=1e-5, atol=1e-5)
 
 
-def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_learner: Make, tmp_path: Path):
+def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_ppo: MakeLearner, tmp_path: Path):
     assert not dist.is_initialized()
     with pytest.raises(ModelError, match="nowhere"):
-        make_learner({"model": str(tmp_path / "nowhere")})
+        make_ppo(critic={"model": str(tmp_path / "nowhere")})
     assert not dist.is_initialized()
 
 
 @pytest.mark.runs
 def test_in_a_process_of_its_own_a_learner_trains_writes_and_continues_to_the_bit_and_again_in_the_next_process(
-    make_learner: Make, model_dir: Path, tmp_path: Path
+    make_ppo: MakeLearner, model_dir: Path, tmp_path: Path
 ):
-    here = make_learner()
-    host, log, saved = partial(host_learner, config(model_dir, {}, {})), tmp_path / "trainer.log", tmp_path / "saved"
+    here = make_ppo()
+    host, log, saved = partial(host_learner, ppo(model_dir)), tmp_path / "trainer.log", tmp_path / "saved"
     there = RecoveringLearner(partial(RemoteLearner, host, log, 1), saved, TrainConfig(max_recoveries=1))
     try:
         assert there.engine.limits == here.engine.limits
@@ -170,19 +163,19 @@ def written(learner: Learner | RecoveringLearner, directory: Path) -> dict[str, 
 def test_gpus_for_the_policy_alone_are_not_enough(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match=r"2 for the policy, and as many for the critic, .* has 3 GPU\(s\); set it"):
-        load_learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}))
+        load_learner(ppo(model_dir, train={"device": "cuda", "num_ranks": 2}))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
 def test_a_policy_and_a_critic_of_two_ranks_each_train_as_one_process_does(
-    make_learner: Make, monkeypatch: pytest.MonkeyPatch
+    make_ppo: MakeLearner, monkeypatch: pytest.MonkeyPatch
 ):
-    alone = make_learner()
+    alone = make_ppo()
     expected = [alone.train(alone.prepare(random_groups(seed))) for seed in range(2)]
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # whose name is short, as Ray wants it
         monkeypatch.setattr(tempfile, "tempdir", directory)
-        ranks = make_learner(train={"num_ranks": 2})
+        ranks = make_ppo(train={"num_ranks": 2})
         for seed in range(2):
             trained = ranks.train(ranks.prepare(random_groups(seed)))
             assert_same_metrics(trained.metrics, expected[seed].metrics, 1e-4)

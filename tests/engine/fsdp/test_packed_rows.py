@@ -10,10 +10,17 @@ import torch
 from algorithm.families import Family, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixtures import random_routes
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_models import MakeEngine, load_twin, write_model
-from train_sequences import LOSS, family_sequences, random_sequences, twin_logprobs, twin_loss
+from train_sequences import (
+    LOSS,
+    assert_row_gives_what_its_sequences_do,
+    constrained_sequences,
+    family_sequences,
+    random_sequences,
+)
 from transformers import MistralForCausalLM, Qwen3ForCausalLM
 
 from arl.algorithm.flat_sequences import FlatSequences
@@ -52,20 +59,7 @@ def test_a_row_gives_what_the_model_by_itself_gives_its_sequences_one_at_a_time(
     write_model(tmp_path, model_class, **config)
     policy, twin = Policy(load_model(tmp_path).model), load_twin(tmp_path)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes)
-    outputs = policy(batch)
-    ours = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()
-    ours.backward()
-
-    theirs = twin_loss(twin, sequences, LOSS)
-    theirs.backward()
-    with torch.no_grad():
-        logprobs, entropy = (torch.cat(x) for x in zip(*(twin_logprobs(twin, s) for s in sequences), strict=True))
-
-    for mine, expected in ((ours, theirs), (outputs.logprobs, logprobs), (outputs.entropy, entropy)):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-    for (name, p), (_, q) in zip(policy.model.named_parameters(), twin.named_parameters(), strict=True):
-        assert p.grad is not None, name
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert_row_gives_what_its_sequences_do(policy, batch, twin, sequences)
 
 
 # What is in a row
@@ -111,10 +105,15 @@ def test_identical_sequences_are_forwarded_once_upto_their_last_trained_token_an
 
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_flat_sequences_come_out_as_they_went_in(count: int):
-    sequences = random_sequences(count)
-    arrived = pickle.loads(pickle.dumps(FlatSequences.of(sequences)))
+    sequences = [replace(s, routes=random_routes(len(s), i)) if i % 2 else s for i, s in enumerate(family_sequences())]
+    sequences = [
+        replace(s, unit=i, kept_ids=c.kept_ids)
+        for i, (s, c) in enumerate(zip(sequences, constrained_sequences(), strict=True))
+    ]
+    order = list(range(count))[::-1]
+    arrived = pickle.loads(pickle.dumps(FlatSequences.of(sequences).take(order)))
     assert len(arrived) == count
-    for ours, theirs in zip(arrived, sequences, strict=True):
+    for ours, theirs in zip(arrived, [sequences[i] for i in order], strict=True):
         for field in fields(TrainSequence):
             mine, value = getattr(ours, field.name), getattr(theirs, field.name)
             if isinstance(value, torch.Tensor):

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from light_rank import LightRank
-from ray_models import FailingLoss
 from safetensors.torch import load_file
 from train_models import write_model
-from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences
+from train_sequences import LOSS, FailingLoss, assert_same_metrics, assert_same_rows, random_sequences
 from train_variants import LORA, OPTIMIZER, assert_same_tensors
 
 from arl.api.errors import CheckpointError, ConfigError, ProcessLostError, TrainingError, TransportError

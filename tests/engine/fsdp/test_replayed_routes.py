@@ -1,6 +1,5 @@
 """The trainer computes tokens with the experts that it is told, and gradients still reach its routers."""
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from train_sequences import (
 )
 from train_variants import OPTIMIZER
 
-from arl.algorithm.flat_sequences import FlatSequences
 from arl.algorithm.prefix_tree import needed_tokens, prefix_order
 from arl.api.errors import ModelError
 from arl.api.routed_experts import Routes
@@ -79,7 +77,7 @@ def test_logprobs_and_gradients_are_those_of_a_loop_over_the_given_experts(
         engine = make(max_tokens_per_microbatch=60)
         ours = trained(engine.forward(sequences), sequences)
         gradients: dict[str, torch.Tensor] = {}
-        engine._update = lambda tally: gradients.update(
+        engine._update = lambda *_: gradients.update(
             {name.removeprefix("model."): p.grad.clone() for name, p in engine._trained.items()}
         )
         engine.train_batch([sequences], sum_of_logprobs)
@@ -246,14 +244,3 @@ def test_the_reference_policy_uses_its_own_experts(make_mixture: MakeEngine) -> 
 def test_routes_for_a_model_without_experts_are_an_error(make_engine: MakeEngine) -> None:
     with pytest.raises(ModelError, match=r"sequences have routes, but .* is no mixture of experts"):
         make_engine().forward(routed(family_sequences()))
-
-
-def test_flat_sequences_keep_each_sequences_routes() -> None:
-    sequences = [s if i % 2 else replace(s, routes=random_routes(len(s), i)) for i, s in enumerate(family_sequences())]
-    flat = pickle.loads(pickle.dumps(FlatSequences.of(sequences)))
-    some = flat.take([4, 0, 3])
-    assert [s.routes for s in some] == [sequences[i].routes for i in (4, 0, 3)]
-    assert flat.routes is not None
-    assert flat.num_bytes == FlatSequences.of([replace(s, routes=None) for s in sequences]).num_bytes + (
-        flat.routes.num_bytes
-    )

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,51 +12,23 @@ import torch
 import torch.nn.functional as F
 from random_groups import random_groups
 from records import grouped, trajectory
-from train_models import load_twin
+from train_models import MakeLearner, learner_config, load_twin
 from transformers import PreTrainedModel
 
 from arl.algorithm.batch import Batch
-from arl.algorithm.process_rewards import outcomes_of
-from arl.api.settings.engines import LoRAConfig, OptimizerConfig, TrainConfig
-from arl.api.settings.run import Config
+from arl.algorithm.returns import outcomes_of
+from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.api.types import Group
 from arl.engine.fsdp.train_engine import build_optimizer
-from arl.run.learner import host_learner, load_learner
-from arl.training.learner import Learner
+from arl.run.learner import host_learner
 from arl.training.learner_process import RemoteLearner
 from arl.training.learner_recovery import RecoveringLearner
 
-Make = Callable[..., Learner]
 BETA, LR = 0.3, 3e-3
 
 
-@pytest.fixture
-def make_learner(model_dir: Path) -> Iterator[Make]:
-    """make_learner(reward_model={...}, train={...}) -> a learner of PRIME, as `launch` makes it."""
-    learners: list[Learner] = []
-
-    def make(reward_model: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
-        learners.append(load_learner(config(model_dir, reward_model or {}, train or {})))
-        return learners[-1]
-
-    yield make
-    for learner in learners:
-        learner.close()
-
-
-def config(model_dir: Path, reward_model: dict[str, Any], train: dict[str, Any]) -> Config:
-    optimizer = {"lr": 1e-3, "eps": 1e-3}
-    settings = {
-        "model": str(model_dir),
-        "rollout": {"batch_size": 4, "group_size": 2},
-        "train": {"optimizer": optimizer, "max_tokens_per_microbatch": 60, **train},
-        "algorithm": {
-            "preset": "prime",
-            "minibatches": 2,
-            "reward_model": {"lr": LR, "beta": BETA, **reward_model},
-        },
-    }
-    return Config.model_validate(settings)
+def prime(**reward_model: Any) -> dict[str, Any]:
+    return {"preset": "prime", "minibatches": 2, "reward_model": {"lr": LR, "beta": BETA, **reward_model}}
 
 
 def logprobs(model: PreTrainedModel, group_trajectories: Any) -> list[torch.Tensor]:
@@ -79,10 +49,10 @@ def in_branches() -> list[Group]:
 
 @pytest.mark.parametrize("update", ["before", "after"])
 def test_process_rewards_and_what_is_learned_are_those_of_two_plain_models(
-    make_learner: Make, model_dir: Path, update: str
+    make_learner: MakeLearner, model_dir: Path, update: str
 ):
     """Two batches of one minibatch each. In the plain loop, an episode's tokens are summed over its trajectories."""
-    learner = make_learner({"update": update})
+    learner = make_learner(algorithm=prime(update=update))
     learner._config = learner._config.model_copy(update={"minibatches": 1})
     twin, reference = load_twin(model_dir), load_twin(model_dir)
     twin.train()
@@ -119,8 +89,9 @@ def test_process_rewards_and_what_is_learned_are_those_of_two_plain_models(
 
 
 @pytest.mark.parametrize("update", ["before", "after"])
-def test_a_saved_reward_model_goes_on_to_the_bit_with_its_reference(make_learner: Make, tmp_path: Path, update: str):
-    learner, again = make_learner({"update": update}), make_learner({"update": update})
+def test_a_saved_reward_model_goes_on_with_its_reference(make_learner: MakeLearner, tmp_path: Path, update: str):
+    """To the bit."""
+    learner, again = (make_learner(algorithm=prime(update=update)) for _ in range(2))
     for _ in range(2):
         learner.train(learner.prepare(random_groups(0)))
     learner.save(tmp_path / "saved").wait()
@@ -134,9 +105,9 @@ def test_a_saved_reward_model_goes_on_to_the_bit_with_its_reference(make_learner
 
 @pytest.mark.parametrize("update", ["before", "after"])
 def test_a_batch_that_was_prepared_teaches_once_also_if_the_step_is_begun_again_from_a_checkpoint(
-    make_learner: Make, tmp_path: Path, update: str
+    make_learner: MakeLearner, tmp_path: Path, update: str
 ):
-    learner, again, plain = (make_learner({"update": update}) for _ in range(3))
+    learner, again, plain = (make_learner(algorithm=prime(update=update)) for _ in range(3))
     groups = random_groups(1)
     learner.prepare(groups)
     learner.save(tmp_path / "saved").wait()
@@ -146,8 +117,8 @@ def test_a_batch_that_was_prepared_teaches_once_also_if_the_step_is_begun_again_
     assert learner.fingerprint() == again.fingerprint() == plain.fingerprint()
 
 
-def test_adapters_are_a_reward_model_too_and_begin_as_their_reference(make_learner: Make):
-    learner = make_learner(train={"lora": LoRAConfig(rank=2).model_dump()})
+def test_adapters_are_a_reward_model_too_and_begin_as_their_reference(make_learner: MakeLearner):
+    learner = make_learner(train={"lora": {"rank": 2}}, algorithm=prime())
     first, second = (learner.prepare(random_groups(0)), learner.train(learner.prepare(random_groups(0))))
     assert first.batch.implicit_rewards is not None
     assert float(first.batch.implicit_rewards.abs().max()) < 1e-5
@@ -160,10 +131,11 @@ def test_adapters_are_a_reward_model_too_and_begin_as_their_reference(make_learn
 @pytest.mark.runs
 @pytest.mark.parametrize("update", ["before", "after"])
 def test_a_process_that_is_killed_with_a_prepared_batch_is_replaced_by_one_that_goes_on_to_the_bit(
-    make_learner: Make, model_dir: Path, tmp_path: Path, update: str
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path, update: str
 ):
-    here, host = make_learner({"update": update}), partial(host_learner, config(model_dir, {"update": update}, {}))
-    start = partial(RemoteLearner, host, tmp_path / "trainer.log", 1)
+    algorithm = prime(update=update)
+    here, config = make_learner(algorithm=algorithm), learner_config(model_dir, algorithm=algorithm)
+    start = partial(RemoteLearner, partial(host_learner, config), tmp_path / "trainer.log", 1)
     there = RecoveringLearner(start, tmp_path / "saved", TrainConfig(max_recoveries=1))
     try:
         for seed in range(3):
@@ -191,8 +163,8 @@ def answers(seed: int) -> list[Group]:
     return [grouped(*(answer() for _ in range(4)), number=number) for number in range(4)]
 
 
-def test_from_outcomes_alone_a_reward_model_learns_who_wins_and_not_before_it_is_decided(make_learner: Make):
-    learner = make_learner({"lr": 3e-3, "beta": 1.0})
+def test_from_outcomes_alone_a_reward_model_learns_who_wins_and_not_before_it_is_decided(make_learner: MakeLearner):
+    learner = make_learner(algorithm=prime(beta=1.0))
     accuracies = [learner.train(learner.prepare(answers(seed))).metrics["reward_model/accuracy"] for seed in range(25)]
     assert sum(accuracies[-5:]) / 5 > 0.9 > 0.8 > sum(accuracies[:3]) / 3
     batch = learner.prepare(answers(99)).batch
@@ -201,25 +173,3 @@ def test_from_outcomes_alone_a_reward_model_learns_who_wins_and_not_before_it_is
     wins = torch.tensor([t.reward > 0.5 for t in batch.trajectories])
     apart = rows[wins].mean(0) - rows[~wins].mean(0)
     assert float(apart[:2].abs().max()) < 0.5 < 2 < float(apart[2:].sum())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
-@pytest.mark.parametrize("update", ["before", "after"])
-def test_two_ranks_of_each_model_train_as_one_process_does(
-    make_learner: Make, monkeypatch: pytest.MonkeyPatch, update: str
-):
-    alone = make_learner({"update": update})
-    expected = [alone.train(alone.prepare(in_branches())).metrics for _ in range(2)]
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # whose name is short, as Ray wants it
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        ranks = make_learner({"update": update}, train={"num_ranks": 2})
-        for metrics in expected:
-            ours = ranks.train(ranks.prepare(in_branches())).metrics
-            of_model = {name: value for name, value in metrics.items() if name.startswith("reward_model/")}
-            for name in ("loss", "grad_norm", "accuracy", "success", "process_reward"):
-                assert ours[f"reward_model/{name}"] == pytest.approx(
-                    of_model[f"reward_model/{name}"], rel=1e-4, abs=1e-5
-                )
-            assert ours["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-3)
-        ranks.close()

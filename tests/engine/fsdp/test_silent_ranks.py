@@ -15,16 +15,17 @@ ALIVE = CallOutcome(value=(7, "train_engine.py"))
 
 
 class Call:
-    """A method of an actor, and its reference: answered at once, or never."""
+    """Calls of an actor, by their names; and the reference of one, answered at once or never."""
 
-    def __init__(self, answer: CallOutcome | None) -> None:
+    def __init__(self, answers: dict[str, CallOutcome | None], answer: CallOutcome | None = None) -> None:
+        self.answers = answers
         self.answer = answer
 
     def options(self, **options: object) -> "Call":
         return self
 
-    def remote(self, *arguments: object) -> "Call":
-        return Call(self.answer)
+    def remote(self, name: str, *arguments: object) -> "Call":
+        return Call(self.answers, self.answers.get(name))
 
 
 def wait(calls: list[Call], num_returns: int, timeout: float) -> tuple[list[Call], list[Call]]:
@@ -33,7 +34,7 @@ def wait(calls: list[Call], num_returns: int, timeout: float) -> tuple[list[Call
 
 def two_ranks(monkeypatch: pytest.MonkeyPatch, second: CallOutcome | None) -> tuple[Ranks, list[Any]]:
     """The first fails to write; the second never ends that, and answers `second` when it is asked where it is."""
-    actors = [SimpleNamespace(ask=Call(FAILED)), SimpleNamespace(ask=Call(None), whereabouts=Call(second))]
+    actors = [SimpleNamespace(call=Call({"ask": FAILED})), SimpleNamespace(call=Call({"whereabouts": second}))]
     made, killed = iter(actors), list[Any]()
     starter = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(made)))
     ray = SimpleNamespace(
@@ -48,12 +49,12 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch, second: CallOutcome | None) -> tu
 def test_a_failure_beside_training_is_a_loss_if_a_rank_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     both, killed = two_ranks(monkeypatch, None)
     with pytest.raises(ProcessLostError, match=r"ask failed, and ranks \[1\] of 2 do not answer"):
-        both.beside_all("ask", "a key", "wait", ())
+        both.beside(range(2), "ask", "a key", "wait", ())
     assert len(killed) == 2
 
 
 def test_a_failure_beside_training_passes_if_the_late_ranks_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     both, killed = two_ranks(monkeypatch, ALIVE)
     with pytest.raises(CheckpointError, match="connection closed"):
-        both.beside_all("ask", "a key", "wait", ())
+        both.beside(range(2), "ask", "a key", "wait", ())
     assert killed == []

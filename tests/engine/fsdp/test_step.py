@@ -1,25 +1,32 @@
-"""An optimizer step is AdamW on the minibatch's gradient, clipped, scheduled, and skipped when it is not finite."""
+"""An optimizer step is AdamW on the minibatch's gradient, clipped, scheduled, and skipped when it is not finite; what
+bfloat16, checkpointed activations, compiled layers and leaving the device change of it."""
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from train_models import MakeEngine, load_twin
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+from train_models import MakeEngine, load_twin, write_model
 from train_sequences import LOSS, assert_same_metrics, random_sequences, same, twin_steps
-from train_variants import assert_same_tensors, weights_of
+from train_variants import COMPILING, OPTIMIZER, assert_same_tensors, weights_of
 
 from arl.algorithm.losses.reinforcement import PolicyLoss
-from arl.api.errors import ConfigError, EngineClosedError, TrainingError
+from arl.algorithm.prefix_tree import Block
+from arl.api.errors import ConfigError, EngineClosedError, ModelError, TrainingError
 from arl.api.settings.algorithm import AlgorithmConfig
 from arl.api.settings.engines import OptimizerConfig
 from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.engine.fsdp.policy import transformer_layers
-from arl.engine.fsdp.train_engine import learning_rate
+from arl.engine.fsdp.attention import block_attention
+from arl.engine.fsdp.policy import local_shard, token_logprobs, transformer_layers
+from arl.engine.fsdp.train_engine import FSDPTrainEngine, learning_rate
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e9])
@@ -180,3 +187,178 @@ def test_schedules_warm_up_and_decay_to_their_floor(schedule, expected: list[flo
     config = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=2, **decay)
     rates = [learning_rate(config, step) / 2 for step in range(8)]
     assert rates == pytest.approx(expected, abs=1e-4)
+
+
+# bfloat16
+
+
+def test_bfloat16_leaves_weights_gradients_and_moments_in_float32(make_engine: MakeEngine):
+    half, full = make_engine(dtype="bfloat16", optimizer=OPTIMIZER), make_engine(optimizer=OPTIMIZER)
+    sequences = random_sequences(6)
+    before = weights_of(full)
+    for ours, theirs in zip(half.forward(sequences), full.forward(sequences), strict=True):
+        assert not torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
+    for engine in (half, full):
+        engine.train_batch([sequences], LOSS)
+    tensors = [*half._policy.parameters(), *pytree.tree_leaves(list(half._optimizer.state.values()))]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+    ours, theirs = weights_of(half), weights_of(full)
+    for name, start in before.items():
+        moved = (theirs[name] - start).norm()
+        assert (ours[name] - theirs[name]).norm() < 0.1 * moved, name
+
+
+def test_bfloat16_leaves_temperatures_as_they_are(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+    seen: list[torch.Tensor] = []
+
+    def spy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *rest: Any):
+        seen.append(temperatures)
+        return token_logprobs(hidden, weight, targets, temperatures, *rest)
+
+    monkeypatch.setattr("arl.engine.fsdp.policy.token_logprobs", spy)
+    sequences = [replace(sequence, temperature=0.7) for sequence in random_sequences(3)]
+    make_engine(dtype="bfloat16").forward(sequences)
+    assert torch.equal(seen[0], torch.full_like(seen[0], 0.7, dtype=torch.float32))
+
+
+def test_every_sharded_layer_reads_the_rows_own_layout(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+    """A copy for each layer would be searched for tensors at each layer, and forget flex attention's masks."""
+    seen: list[Sequence[Block]] = []
+
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float):
+        seen.append(blocks)
+        return block_attention(query, key, value, blocks, scaling)
+
+    engine = make_engine(dtype="bfloat16")
+    assert isinstance(engine._policy, FSDPModule)
+    monkeypatch.setattr("arl.engine.fsdp.attention.block_attention", spy)
+    engine.train_batch([random_sequences(3)], LOSS)
+    assert len(seen) > 1
+    assert all(blocks is seen[0] for blocks in seen)
+
+
+# Activation checkpointing
+
+
+def saved_bytes(engine: FSDPTrainEngine) -> int:
+    """What autograd has kept for the backward pass when the loss is computed; parameters do not count."""
+    kept: dict[int, int] = {}
+    weights = {local_shard(p).untyped_storage().data_ptr() for p in engine._policy.parameters()}
+    at_loss: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def loss(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        at_loss.append(sum(kept.values()))
+        return LOSS(outputs, tokens)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.train_batch([random_sequences(24)], loss)
+    return at_loss[0]
+
+
+def test_checkpointed_activations_take_less_memory(make_engine: MakeEngine):
+    plain, checkpointed = (saved_bytes(make_engine(activation_checkpointing=on)) for on in (False, True))
+    assert checkpointed < plain / 2
+
+
+# Compiled layers
+
+
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=COMPILING)])
+def test_layers_are_compiled_once_for_rows_of_any_length(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, backend: str
+):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    engine = make_engine(compile=True)
+    engine.train_batch([random_sequences(3, seed=0)], LOSS)
+    counters = torch._dynamo.utils.counters["stats"]
+    graphs = counters["unique_graphs"]
+    assert graphs > 0
+    for seed in range(1, 6):
+        engine.train_batch([random_sequences(2 + seed, seed=seed)], LOSS)
+    assert counters["unique_graphs"] == graphs
+
+
+def test_compiling_without_a_compiler_is_refused_at_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"train\.compile needs a compiler, and none .* g\+\+"):
+        make_engine(compile=True)
+
+
+# What it does not take
+
+
+def test_arrays_which_are_for_models_of_another_kind_are_an_error(make_engine: MakeEngine):
+    (sequence,) = random_sequences(1)
+    dense = replace(sequence, arrays={"latents": np.zeros((len(sequence), 2))})
+    with pytest.raises(ModelError, match="sequences have arrays, which a language model does not take"):
+        make_engine().forward([sequence, dense])
+
+
+# Away from the device; tests/gpu has an engine that really leaves one
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"rank": 2}}],
+    ids=["plain", "sharded", "lora"],
+)
+def test_an_engine_that_moved_uses_nothing_of_the_memory_that_it_left(
+    make_engine: MakeEngine, tmp_path: Path, settings: dict[str, Any]
+):
+    """It moves within the CPU's memory, and what it left becomes NaN."""
+    model, left = write_model(tmp_path / "model", tied=True), list[torch.Tensor]()
+
+    def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+        left.append(local_shard(tensor.detach()))
+        return tensor.clone()
+
+    trained: list[tuple[dict[str, float], list[torch.Tensor], list[torch.Tensor]]] = []
+    for moves in (False, True):
+        engine = make_engine(model, **settings)
+        engine.update_reference()
+        engine.train_batch([random_sequences(4, seed=1)], LOSS)
+        if moves:
+            engine._release_weights()
+            engine._move(elsewhere)
+            for tensor in left:
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+        metrics = engine.train_batch([random_sequences(4, seed=2)], LOSS)
+        sequences = random_sequences(4, seed=3)
+        trained.append((metrics, engine.forward(sequences), engine.forward(sequences, "reference_logprobs")))
+    num_trained = len(engine._trained)
+    assert len(left) >= 4 * num_trained  # weights, two moments, reference
+    stayed, moved = trained
+    assert moved[0] == stayed[0]
+    assert same(moved[1], stayed[1])
+    assert same(moved[2], stayed[2])
+
+
+def test_an_engine_that_has_left_is_saved_and_published_and_computes_nothing_until_it_is_back(
+    make_engine: MakeEngine, tmp_path: Path
+):
+    engine, sequences = make_engine(), random_sequences(4, seed=1)
+    engine.offload()
+    engine.offload()
+    engine.save(tmp_path / "checkpoint").wait()
+    engine.export(tmp_path / "model")
+    for act in (
+        lambda: engine.forward(sequences),
+        lambda: engine.train_batch([sequences], LOSS),
+        engine.update_reference,
+        engine.fingerprint,
+    ):
+        with pytest.raises(TrainingError, match="is offloaded, so it computes nothing; call onload first"):
+            act()
+    engine.load(tmp_path / "checkpoint")
+    engine.onload()
+    assert same(engine.forward(sequences), make_engine().forward(sequences))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ray import cloudpickle
 from records import grouped
-from train_sequences import LOSS, twin_logprobs, twin_loss
+from train_sequences import assert_row_gives_what_its_sequences_do
 from vision_sequences import (
     FAMILIES,
     ONE,
@@ -50,19 +50,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_by_itself(model_dir: 
     sequences = seeing_sequences(loaded.processor)
     policy, twin = Policy(loaded.model), load_seeing_twin(model_dir)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes, processor=loaded.processor)
-    outputs = policy(batch)
-    ours = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()
-    ours.backward()
-
-    theirs = twin_loss(twin, sequences, LOSS)
-    theirs.backward()
-    with torch.no_grad():
-        logprobs, entropy = (torch.cat(x) for x in zip(*(twin_logprobs(twin, s) for s in sequences), strict=True))
-    for mine, expected in ((ours, theirs), (outputs.logprobs, logprobs), (outputs.entropy, entropy)):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-    for (name, p), (_, q) in zip(policy.model.named_parameters(), twin.named_parameters(), strict=True):
-        assert p.grad is not None, name
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert_row_gives_what_its_sequences_do(policy, batch, twin, sequences)
 
 
 class CountedPatches:
@@ -107,19 +95,6 @@ def test_no_branch_begins_within_an_image(model_dir: Path) -> None:
     assert order.shared.any()
     for index, shared in zip(order.indices.tolist(), order.shared.tolist(), strict=True):
         assert not [p for p in sequences[index].images if p.start < shared < p.stop]
-
-
-def test_an_image_changes_what_follows_it_alone(model_dir: Path) -> None:
-    loaded = load_model(model_dir)
-    assert loaded.processor is not None
-    policy = Policy(loaded.model)
-    whole = [sequence_of(loaded.processor, 9, image, 5, seed=3) for image in (ONE, SAME_SIZE)]
-    for sequence in whole:
-        sequence.loss_mask[2:9] = True
-    with torch.no_grad():
-        rows = [policy(build_microbatch([s], CPU, processor=loaded.processor)).logprobs for s in whole]
-    torch.testing.assert_close(rows[0][:7], rows[1][:7])
-    assert (rows[0][7:] - rows[1][7:]).abs().min() > 1e-4
 
 
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [7, 2, 7, 1, 2], [1] * 9])

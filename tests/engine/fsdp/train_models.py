@@ -1,7 +1,7 @@
 """Tiny models on disk, the same models as transformers runs them by itself, and train engines for them."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from transformers import (
 )
 
 from arl.api.settings.engines import OptimizerConfig, TrainConfig
+from arl.api.settings.run import Config
 from arl.api.train_engine import Head, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
+from arl.training.learner import Learner
 
 MakeEngine = Callable[..., FSDPTrainEngine]
+MakeLearner = Callable[..., Learner]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 """The config of a model with experts in each layer, which its files hold apart and transformers fuses."""
 
@@ -94,6 +97,16 @@ def engines(model_dir: Path, **defaults: Any) -> Iterator[MakeEngine]:
     yield make
     for engine in made:
         engine.close()
+
+
+def learner_config(model_dir: Path, *, train: Mapping[str, Any] | None = None, **sections: Any) -> Config:
+    """Of a learner for `random_groups`, with small microbatches."""
+    settings = {
+        "model": str(model_dir),
+        "rollout": {"batch_size": 4, "group_size": 2},
+        "train": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "max_tokens_per_microbatch": 60, **(train or {})},
+    }
+    return Config.model_validate(settings | sections)
 
 
 def load_twin(directory: Path) -> PreTrainedModel:

@@ -1,13 +1,17 @@
 """Training sequences at random, and a plain twin of the engine's maths: one sequence at a time, float32, unsharded."""
 
+import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,8 +21,10 @@ from arl.algorithm.packing import balanced_shares
 from arl.api.sampling_mask import KeptIds
 from arl.api.settings.algorithm import Aggregation, preset
 from arl.api.settings.engines import OptimizerConfig
-from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenOutputs, TrainSequence
+from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenLosses, TokenOutputs, TrainSequence
 from arl.data.image_processor import ImageProcessor
+from arl.engine.fsdp.minibatch import Microbatch
+from arl.engine.fsdp.policy import Policy
 from arl.engine.fsdp.train_engine import learning_rate
 
 VOCABULARY = 256
@@ -109,6 +115,33 @@ def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torc
     entropy = torch.special.entr(logp.exp()).sum(-1)
     trained = sequence.loss_mask[1:]
     return chosen[trained], entropy[trained]
+
+
+@torch.no_grad()
+def twin_rows(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+    """What a train engine's `forward` says of the same model."""
+    rows = [torch.zeros(len(sequence)) for sequence in sequences]
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[sequence.loss_mask] = twin_logprobs(model, sequence)[0].float()
+    return rows
+
+
+def assert_row_gives_what_its_sequences_do(
+    policy: Policy, batch: Microbatch, twin: PreTrainedModel, sequences: Sequence[TrainSequence]
+) -> None:
+    """Logprobs, entropies, LOSS and gradients are those of the twin, one sequence at a time."""
+    outputs = policy(batch)
+    ours = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()
+    ours.backward()
+    theirs = twin_loss(twin, sequences, LOSS)
+    theirs.backward()
+    with torch.no_grad():
+        logprobs, entropy = (torch.cat(x) for x in zip(*(twin_logprobs(twin, s) for s in sequences), strict=True))
+    for mine, expected in ((ours, theirs), (outputs.logprobs, logprobs), (outputs.entropy, entropy)):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    for (name, p), (_, q) in zip(policy.model.named_parameters(), twin.named_parameters(), strict=True):
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def _image_inputs(model: PreTrainedModel, sequence: TrainSequence) -> dict[str, torch.Tensor]:
@@ -202,3 +235,19 @@ def assert_same_rows(
 def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
     """To the bit."""
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class FailingLoss:
+    """Raises on one rank, or sends it a signal; the others go on into the backward pass, and wait there."""
+
+    rank: int
+    sends: signal.Signals | None = None
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        if dist.get_rank() != self.rank:
+            return LOSS(outputs, tokens)
+        if self.sends is not None:
+            os.kill(os.getpid(), self.sends)
+            time.sleep(60)  # another thread takes the signal, and this one may go on until then
+        raise ValueError("the loss is lost")

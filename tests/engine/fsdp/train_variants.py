@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from train_sequences import COMPOSED, LOSS, constrained_sequences, family_sequences, random_sequences
 
+from arl.algorithm.losses.preferences import PreferenceLoss, paired
 from arl.algorithm.losses.reinforcement import ValueLoss
-from arl.algorithm.losses.supervised import PreferenceLoss, paired
 from arl.api.settings.engines import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.train_engine import Head, Output, TokenLoss, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
