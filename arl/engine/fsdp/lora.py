@@ -174,9 +174,12 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Adapt layers, freeze everything else but a value head, and return the layers' names."""
     peft = _peft()
     named = list(config.target_modules) if config.target_modules != "all-linear" else []
-    heads = [head for head in (model.get_output_embeddings(), getattr(model, _VALUE_HEAD, None)) if head is not None]
+
+    def is_head(module: nn.Module) -> bool:
+        return module is model.get_output_embeddings() or module is getattr(model, _VALUE_HEAD, None)
+
     # peft's own "all-linear" includes fused experts, which it merges anew in each forward pass.
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in heads]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_head(module)]
     every = [name for name in linear if not re.fullmatch(_TOWER, name)]
     settings = _settings(model, config, named or every)
     try:
@@ -187,7 +190,7 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     for name, layer in layers.items():
         is_linear = isinstance(layer, peft.tuners.lora.Linear) and isinstance(layer.base_layer, nn.Linear)
-        if not is_linear or layer in heads:
+        if not is_linear or is_head(layer):
             means = ", ".join(named) or "all-linear"
             raise ModelError(
                 f"train.lora.target_modules is {means}, by which peft finds {name}: not a linear layer within "
