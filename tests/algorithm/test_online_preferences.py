@@ -18,7 +18,7 @@ from arl.algorithm.groups import comparison_metrics, reference_points
 from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.trained_tokens import packed_tokens
 from arl.api.settings.algorithm import AlgorithmConfig, preset
-from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLosses, TokenOutputs
+from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.types import Group
 
 CASES: dict[str, AlgorithmConfig] = {
@@ -40,16 +40,9 @@ def prepared(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
 
 def packed(batch: Batch) -> PackedTokens:
     """The trained tokens, in float64."""
-    sequences = [s for s in batch.sequences() if s.loss_mask.any()]
-    counts = torch.tensor([int(s.loss_mask.sum()) for s in sequences], dtype=torch.int64)
-    numbers: dict[int, int] = {}
-    units = torch.tensor([numbers.setdefault(s.unit, len(numbers)) for s in sequences], dtype=torch.int64)
-    columns = {name: getattr(batch, name)[batch.loss_mask] for name in TOKEN_FIELDS}
-    return PackedTokens(
-        **{name: c.double() if c.is_floating_point() else c for name, c in columns.items()},
-        sequence_ids=torch.arange(len(sequences)).repeat_interleave(counts),
-        unit_ids=units.repeat_interleave(counts),
-    )
+    flat = batch.sequences()
+    columns = {name: c.double() if c.is_floating_point() else c for name, c in flat.columns.items()}
+    return packed_tokens(replace(flat, columns=columns))
 
 
 def evaluated(batch: Batch, config: AlgorithmConfig, current: torch.Tensor) -> tuple[TokenLosses, float, Numbers]:

@@ -10,7 +10,8 @@ import torch
 from loss_references import gradient
 
 from arl.algorithm.losses.preferences import PreferenceLoss, RewardModelLoss, paired
-from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenOutputs, TrainSequence
+from arl.algorithm.trained_tokens import packed_tokens
+from arl.api.train_engine import TokenLoss, TokenOutputs, TrainSequence
 
 Numbers = list[float]
 PlainPair = tuple[Numbers, Numbers, Numbers, Numbers]
@@ -60,16 +61,7 @@ def minibatch(pairs: Sequence[PlainPair]) -> list[TrainSequence]:
 
 def total(sequences: Sequence[TrainSequence], loss: TokenLoss) -> tuple[float, list[Numbers], dict[str, float]]:
     """One microbatch's share of the loss, its gradient by each sequence's current logprobs, and the paired metrics."""
-    sequences = [s for s in sequences if s.loss_mask.any()]
-    mask = torch.cat([s.loss_mask for s in sequences])
-    counts = torch.tensor([int(s.loss_mask.sum()) for s in sequences])
-    units: dict[int, int] = {}
-    unit_ids = torch.tensor([units.setdefault(s.unit, len(units)) for s in sequences])
-    tokens = PackedTokens(
-        **{name: torch.cat([getattr(s, name) for s in sequences])[mask] for name in TOKEN_FIELDS},
-        sequence_ids=torch.arange(len(sequences)).repeat_interleave(counts),
-        unit_ids=unit_ids.repeat_interleave(counts),
-    )
+    tokens = packed_tokens(trained := [s for s in sequences if s.loss_mask.any()])
     current = tokens.behavior_logprobs.clone().requires_grad_()
     zeros = torch.zeros_like(current)
     losses = loss(TokenOutputs(logprobs=current, entropy=zeros, values=current), tokens)
@@ -77,7 +69,7 @@ def total(sequences: Sequence[TrainSequence], loss: TokenLoss) -> tuple[float, l
     value = (losses.loss * weights).sum()
     (slopes,) = torch.autograd.grad(value, current)
     metrics = {name: float((v * weights).sum()) for name, v in losses.weighted.items()}
-    return float(value.detach()), [g.tolist() for g in slopes.split(counts.tolist())], metrics
+    return float(value.detach()), [g.tolist() for g in slopes.split([int(s.loss_mask.sum()) for s in trained])], metrics
 
 
 def bradley_terry(scores: Sequence[float]) -> float:
