@@ -27,7 +27,7 @@ that are at least half of a sequence are shared all the same, as many such seque
 _TILE = 256
 """The most tokens of several stretches that are one masked block of attention."""
 _WASTED = 1024
-"""A steps joins the tile before it if at most this many of its tokens times the tile's are masked in vain."""
+"""A stretch joins the tile before it if at most this many of its tokens times the tile's are masked in vain."""
 
 Run = tuple[int, int]
 """(start, stop) of neighbouring tokens in a packed row."""
@@ -125,7 +125,7 @@ class RowPlan:
     parents: torch.Tensor
     """int64: the number of the sequence with the last token that the k-th shares; its own if it shares none."""
     stretches: tuple[StepRange, ...]
-    """The row, from left to right. A node's first child continues its steps; further children begin new ones."""
+    """The row, from left to right. A node's first child continues its stretch; further children begin new ones."""
     closed: tuple[tuple[int, int, int], ...]
     """The row in pieces (start, stop, end), from left to right: the subtrees of all tokens of a piece stop at `end`."""
 
@@ -196,7 +196,7 @@ class RowPlan:
         return self.begins[owners] + positions - shared[owners]
 
     def context(self, steps: StepRange) -> torch.Tensor:
-        """int64[depth]: the places of the tokens before the steps that it sees, in order."""
+        """int64[depth]: the places of the tokens before the stretch that it sees, in order."""
         if not steps.depth:
             return self.subtree_stops[:0]
         return (self.subtree_stops[: steps.start] > steps.start).nonzero()[:, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from advantage_cases import group, of_rewards, random_groups, taken, trajectory
-from comparison_references import Rated, dpo, kto, pairs_of, z0
+from advantage_references import Rated, dpo, kto, pairs_of, z0
 from loss_references import gradient
 
 from arl.algorithm.advantages import arranged, with_advantages

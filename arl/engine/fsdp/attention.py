@@ -5,7 +5,7 @@ In a microbatch's row [1, T], tokens that sequences share lie once, so a token s
 registered with transformers: models run unchanged. It calls one of
 
     block_attention     CPU: tiles and rectangles of the row, whose softmaxes are merged
-    masked_attention    CPU: pieces of a steps under a mask, for sliding windows and unequal head sizes
+    masked_attention    CPU: pieces of a stretch under a mask, for sliding windows and unequal head sizes
     flex_attention      GPU: one kernel under the tree's block mask, in any dtype
 """
 
@@ -209,7 +209,7 @@ def masked_attention(
     """As block_attention, but a query sees only the last `sliding_window` tokens up to itself.
 
     The memory of each piece is freed after it, and backward passes compute it again. Together the pieces would need a
-    multiple of the row: in an episode that branches at every turn, each steps sees everything before it.
+    multiple of the row: in an episode that branches at every turn, each stretch sees everything before it.
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     outputs: list[torch.Tensor] = []
@@ -230,7 +230,7 @@ def _piece(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """The outputs of a steps's tokens [start, stop), counted from its first, for the keys that they see."""
+    """The outputs of a stretch's tokens [start, stop), counted from its first, for the keys that they see."""
     before = steps.depth
     first = 0 if sliding_window is None else max(0, before + piece[0] - sliding_window + 1)
     own = torch.arange(steps.start, steps.start + piece[1])
