@@ -1,7 +1,7 @@
-"""The trained module: a model with its head (`Policy`, `Critic`), and the reference policy beside it.
+"""The trained module, a model with its head, and the reference policy beside it.
 
-tokens --decoder--> hidden states --language-model head [V, H]--> log-probabilities, entropies    (Policy)
-                                  --value head [1, H]-----------> values                          (Critic)
+tokens --decoder--> hidden states --language-model head [V, H]--> log-probabilities, entropies
+                                  --value head [1, H]-----------> values
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import register_dataclass
 from transformers import PreTrainedModel
 
 from arl.api.sampling_mask import KeptIds
-from arl.api.train_engine import TokenOutputs
+from arl.api.train_engine import Head, TokenOutputs
 from arl.engine.fsdp.attention import PackedLayout
 from arl.engine.fsdp.minibatch import Microbatch
 from arl.engine.fsdp.vision import decoder_inputs
@@ -28,53 +28,36 @@ from arl.engine.routers import ReplayedRoutes
 register_dataclass(TokenOutputs)
 
 
-class TokenModel(nn.Module):
-    """Computes outputs for a microbatch's trained tokens.
-
-    It uses the head's weights inside `forward`, so that sharding this module as the root gathers them when needed.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def predicting(self, batch: Microbatch) -> torch.Tensor:
-        """The hidden states [M, H] from which the trained tokens are predicted."""
-        inputs = {"input_ids": batch.input_ids}
-        if batch.images is not None:
-            inputs = decoder_inputs(self.model, batch.input_ids, batch.images)
-        return decode(self.model, inputs, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
-
-
 LOGPROB_CHUNK_SIZE = 1024
 """For how many tokens the logits, [tokens, vocabulary], are held at once."""
 
 
-class Policy(TokenModel):
-    """A causal language model."""
+class TokenModel(nn.Module):
+    """A model that computes the outputs of its head for a microbatch's trained tokens.
 
-    def forward(self, batch: Microbatch) -> TokenOutputs:
-        logprobs, entropy = token_logprobs(
-            self.predicting(batch),
-            head_weight(self.model),
-            batch.targets,
-            batch.temperatures,
-            LOGPROB_CHUNK_SIZE,
-            batch.kept_ids,
-        )
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=torch.zeros_like(logprobs, requires_grad=False))
-
-
-class Critic(TokenModel):
-    """A critic or a reward model: a sequence-classification model of one label, read at every trained token.
-
-    A token's value is the score of the context before it. So a whole text's score is the value of any token after it.
+    head value: a critic or a reward model, which is a sequence-classification model of one label, read at every trained
+    token. A token's value is the score of the context before it, so a whole text's score is that of any token after it.
+    `forward` itself uses the head's weights, so that sharding this module as the root gathers them when needed.
     """
 
+    def __init__(self, model: PreTrainedModel, head: Head = "policy") -> None:
+        super().__init__()
+        self.model = model
+        self.head: Head = head
+
     def forward(self, batch: Microbatch) -> TokenOutputs:
-        values = token_values(self.predicting(batch), score_weight(self.model))
-        nothing = torch.zeros_like(values, requires_grad=False)
-        return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if batch.images is not None:
+            inputs = decoder_inputs(self.model, batch.input_ids, batch.images)
+        # [M, H]: from which the trained tokens are predicted.
+        hidden = decode(self.model, inputs, batch.position_ids, batch.layout, batch.routes)[batch.predictors]
+        if self.head == "value":
+            values = token_values(hidden, score_weight(self.model))
+            nothing = torch.zeros_like(values, requires_grad=False)
+            return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
+        of_tokens = batch.targets, batch.temperatures, LOGPROB_CHUNK_SIZE, batch.kept_ids
+        logprobs, entropy = token_logprobs(hidden, head_weight(self.model), *of_tokens)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=torch.zeros_like(logprobs, requires_grad=False))
 
 
 def token_values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,8 @@ from arl.engine.fsdp.minibatch import (
 from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
 from arl.engine.fsdp.policy import (
-    Critic,
-    Policy,
     Reference,
+    TokenModel,
     local_shard,
     trained_parameters,
     transformer_layers,
@@ -113,7 +112,7 @@ class FSDPTrainEngine:
                         raise ConfigError(what)
                     tower.requires_grad_(False)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
-                self._policy = Critic(loaded.model) if head == "value" else Policy(loaded.model)
+                self._policy = TokenModel(loaded.model, head)
                 shard(self._policy, mesh, config)
             self._trained = trained_parameters(self._policy)
             self._reference = Reference(self._policy)

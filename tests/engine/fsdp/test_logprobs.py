@@ -27,7 +27,7 @@ from arl.api.settings.engines import LoRAConfig
 from arl.engine.fsdp import policy as policy_models
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
-from arl.engine.fsdp.policy import Policy, token_logprobs, transformer_layers
+from arl.engine.fsdp.policy import TokenModel, token_logprobs, transformer_layers
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 M, H, V = 37, 8, 50
@@ -164,7 +164,7 @@ def test_memory_is_that_of_a_few_chunks_of_logits_and_the_weights_gradient():
 
 def test_a_training_pass_holds_no_logits_for_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policy_models, "LOGPROB_CHUNK_SIZE", 4)
-    policy = Policy(load_model(write_model(tmp_path, tied=True)).model)
+    policy = TokenModel(load_model(write_model(tmp_path, tied=True)).model)
     batch = build_microbatch(random_sequences(40), torch.device("cpu"))
     num_logits = len(batch.targets) * policy.model.config.vocab_size
     with Memory() as memory:

@@ -30,7 +30,7 @@ from arl.api.types import Trajectory
 from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import load_model
-from arl.engine.fsdp.policy import Policy
+from arl.engine.fsdp.policy import TokenModel
 from arl.engine.fsdp.vision import segment_attention, vision_tower
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_by_itself(model_dir: 
     loaded = load_model(model_dir)
     assert loaded.processor is not None
     sequences = seeing_sequences(loaded.processor)
-    policy, twin = Policy(loaded.model), load_seeing_twin(model_dir)
+    policy, twin = TokenModel(loaded.model), load_seeing_twin(model_dir)
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes, processor=loaded.processor)
     assert_row_gives_what_its_sequences_do(policy, batch, twin, sequences)
 
@@ -56,7 +56,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_by_itself(model_dir: 
 class CountedPatches:
     """Counts the patches that go through a model's tower."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: TokenModel) -> None:
         self.counts: list[int] = []
         tower = vision_tower(policy.model)
         assert tower is not None
@@ -65,7 +65,7 @@ class CountedPatches:
 
 def test_each_distinct_image_that_trained_tokens_follow_is_seen_once(model_dir: Path) -> None:
     loaded = load_model(model_dir)
-    processor, policy = loaded.processor, Policy(loaded.model)
+    processor, policy = loaded.processor, TokenModel(loaded.model)
     assert processor is not None
     counted, sequences = CountedPatches(policy), seeing_sequences(processor)
     policy(build_microbatch(sequences, CPU, processor=processor))

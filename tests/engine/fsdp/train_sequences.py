@@ -24,7 +24,7 @@ from arl.api.settings.engines import OptimizerConfig
 from arl.api.train_engine import TOKEN_FIELDS, PackedTokens, TokenLoss, TokenLosses, TokenOutputs, TrainSequence
 from arl.data.image_processor import ImageProcessor
 from arl.engine.fsdp.minibatch import Microbatch
-from arl.engine.fsdp.policy import Policy
+from arl.engine.fsdp.policy import TokenModel
 from arl.engine.fsdp.train_engine import learning_rate
 
 VOCABULARY = 256
@@ -127,7 +127,7 @@ def twin_rows(model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> lis
 
 
 def assert_row_gives_what_its_sequences_do(
-    policy: Policy, batch: Microbatch, twin: PreTrainedModel, sequences: Sequence[TrainSequence]
+    policy: TokenModel, batch: Microbatch, twin: PreTrainedModel, sequences: Sequence[TrainSequence]
 ) -> None:
     """Logprobs, entropies, LOSS and gradients are those of the twin, one sequence at a time."""
     outputs = policy(batch)
