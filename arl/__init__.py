@@ -46,14 +46,13 @@ if TYPE_CHECKING:
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.compacting import CompactingConversation, Compaction
     from arl.workflow.conversation import Conversation
-    from arl.workflow.harbor.harbor_task import harbor_tasks
-    from arl.workflow.harbor.harbor_workflow import HarborWorkflow
+    from arl.workflow.harbor_task import harbor_tasks
+    from arl.workflow.harbor_workflow import HarborWorkflow
     from arl.workflow.mcp_tools import MCPTools
     from arl.workflow.openenv_workflow import OpenEnvWorkflow
-    from arl.workflow.sub_agents import SubAgent, SubAgents
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import Member, Team, TeamSettings
-    from arl.workflow.tool_agent import ToolAgentWorkflow
+    from arl.workflow.tool_agent import SubAgent, SubAgents, ToolAgentWorkflow
     from arl.workflow.tools import Tool, ToolLimits, acall_tools
 
 _HOMES = {
@@ -92,17 +91,16 @@ _HOMES = {
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.compacting": "CompactingConversation Compaction",
     "arl.workflow.conversation": "Conversation",
-    "arl.workflow.harbor.harbor_task": "harbor_tasks",
-    "arl.workflow.harbor.harbor_workflow": "HarborWorkflow",
+    "arl.workflow.harbor_task": "harbor_tasks",
+    "arl.workflow.harbor_workflow": "HarborWorkflow",
     "arl.workflow.mcp_tools": "MCPTools",
     "arl.workflow.openenv_workflow": "OpenEnvWorkflow",
     "arl.endpoint.proxy": "OpenAIProxy",
     "arl.endpoint.sdk_workflow": "Command SDKWorkflow",
     "arl.endpoint.served_workflow": "ServedWorkflow",
-    "arl.workflow.sub_agents": "SubAgent SubAgents",
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
     "arl.workflow.team": "Member Team TeamSettings",
-    "arl.workflow.tool_agent": "ToolAgentWorkflow",
+    "arl.workflow.tool_agent": "SubAgent SubAgents ToolAgentWorkflow",
     "arl.workflow.tools": "Tool ToolLimits acall_tools",
     "arl.endpoint.verifiers_workflow": "VerifiersWorkflow",
 }

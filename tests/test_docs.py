@@ -40,8 +40,7 @@ from arl.api.settings.sections import settings_of
 from arl.api.train_engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.workflow import Task
 from arl.endpoint.anthropic import MessagesRequest
-from arl.endpoint.chat import ChatRequest
-from arl.endpoint.completions import CompletionRequest
+from arl.endpoint.chat import ChatRequest, CompletionRequest
 from arl.endpoint.responses import ResponsesRequest
 from arl.engine.client.server_pool import ServerPool
 from arl.engine.client.server_processes import ServerProcesses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -45,8 +45,10 @@ class Grammar:
             raise ValueError(f"the text of a grammar of kind {self.kind} is {found}; it must be a JSON object")
 
 
-SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+_SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "patternProperties", "properties"))
 """Keywords of a JSON schema that hold a schema for each of many names."""
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Keywords whose values are data, not schemas."""
 _NEVER: Collection[str] = frozenset(
     (
         "$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
@@ -73,6 +75,25 @@ _SHOWING: Mapping[str, Collection[str]] = {
     "array": ("items", "prefixItems"),
 }
 """Keywords that show the type of a schema which does not name it."""
+
+
+def schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], tuple[str | int, ...]]]:
+    """The schema and every schema inside it, each with the keys that lead to it. What is deleted from a schema when it
+    comes is not read."""
+    left: list[tuple[Any, tuple[str | int, ...], bool]] = [(schema, (), False)]
+    while left:
+        value, steps, is_map = left.pop()
+        if isinstance(value, list):
+            left += [(one, (*steps, i), False) for i, one in enumerate(cast("list[Any]", value))]
+        elif isinstance(value, dict):
+            part = cast("dict[str, Any]", value)
+            if not is_map:
+                yield part, steps
+            left += [
+                (one, (*steps, name), not is_map and name in _SCHEMAS_BY_NAME)
+                for name, one in part.items()
+                if is_map or name not in _VALUES
+            ]
 
 
 def unenforced(schema: Mapping[str, Any]) -> dict[str, str]:

@@ -4,11 +4,9 @@
 |---|---|
 | proxy, exchange | OpenAIProxy: the HTTP server; one request of an episode |
 | session | one episode behind the endpoint: its URL and key, the record of its calls |
-| chat, responses, anthropic, completions | a protocol each: from a request to a call, and from answers to a response |
-| calls, answer_forms | what the protocols share: a call and its answers; grammars of answers |
+| chat, responses, anthropic | the protocols: from a request to a call, and from answers to a response |
+| calls | what they share: a call, the grammar and the parts of its answer |
 | sdk_workflow | programs that arl starts |
-| served_workflow, episodes_api, played_episodes | programs that arl does not start (`arl serve`) |
-| verifiers_workflow, verifiers_harness | environments of the verifiers package |
-
-It may import arl.workflow and what lies below that, but never arl.engine.
+| served_workflow | programs that arl does not start (`arl serve`) |
+| verifiers_workflow | environments of the verifiers package |
 """

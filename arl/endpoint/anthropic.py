@@ -12,22 +12,24 @@ from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.endpoint.answer_forms import Asked, Form, ToolChoice, json_schema, one_of
 from arl.endpoint.calls import (
     MAX_SEED,
+    Asked,
     CallAnswer,
     ChatCall,
     Count,
+    ToolChoice,
     content_of,
     content_of_parts,
+    json_schema,
+    one_of,
     sent_image,
     tool_call,
 )
 from arl.endpoint.exchange import CallBody, Endpoint, Exchange, completing
 from arl.runtime.http.bodies import BodyError, RequestBody, RequestError, Strings, refused, shown, validated, wrong
 from arl.runtime.http.server import event
-from arl.workflow.content import text_part
-from arl.workflow.messages import Message
+from arl.workflow.messages import Message, text_part
 
 
 class CustomTool(
@@ -262,13 +264,25 @@ def _event(kind: str, **fields: Any) -> str:
     return event({"type": kind, **fields}, kind)
 
 
-def read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> MessagesWire:
+def _read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> MessagesWire:
     asked = exchange.parsed(body)
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     messages, prefill = _without_prefill(_messages(asked))
-    where, output = _form(asked)
+    given = {"output_config.format": asked.output_config.format, "output_format": asked.output_format}
+    forms = [(where, json_schema(f"{where}.schema", form.json_schema)) for where, form in given.items() if form]
+    where, output = one_of(forms)
     if prefill and output:
         raise BodyError(f"{where} contradicts a prefilled answer; end messages with a user's message", param=where)
+    budget = asked.thinking.budget_tokens if asked.thinking.type == "enabled" else None
+    if asked.thinking.type == "enabled" and (budget is None or budget >= asked.max_tokens):
+        raise wrong("thinking.budget_tokens", budget, "at least 1, and below max_tokens")
+    match asked.tool_choice.type:
+        case "auto" | "none" as mode:
+            choice = ToolChoice(mode=mode)
+        case "any":
+            choice = ToolChoice(mode="required")
+        case "tool":
+            choice = ToolChoice(mode="required", names=(asked.tool_choice.name,), is_named=True)
     functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in tools]
     call = exchange.session.policy.call(
         messages,
@@ -276,12 +290,12 @@ def read(exchange: Exchange, body: type[MessagesRequest] = MessagesRequest) -> M
         Asked(
             output=output,
             where=where,
-            choice=_choice(asked.tool_choice),
+            choice=choice,
             strict=frozenset(tool.name for tool in tools if tool.strict),
             only_one=asked.tool_choice.disable_parallel_tool_use,
         ),
         prefill=prefill,
-        thinking_budget=_budget(asked),
+        thinking_budget=budget,
         max_new_tokens=asked.max_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -305,31 +319,6 @@ def _without_prefill(messages: list[Message]) -> tuple[list[Message], str]:
     return before, last["content"]
 
 
-def _form(asked: MessagesRequest) -> tuple[str, Form | None]:
-    given = {"output_config.format": asked.output_config.format, "output_format": asked.output_format}
-    return one_of([(where, json_schema(f"{where}.schema", form.json_schema)) for where, form in given.items() if form])
-
-
-def _choice(given: MessagesChoice) -> ToolChoice:
-    match given.type:
-        case "auto" | "none":
-            return ToolChoice(mode=given.type)
-        case "any":
-            return ToolChoice(mode="required")
-        case "tool":
-            return ToolChoice(mode="required", names=(given.name,), is_named=True)
-
-
-def _budget(asked: MessagesRequest) -> int | None:
-    """The most tokens of thinking."""
-    budget = asked.thinking.budget_tokens
-    if asked.thinking.type != "enabled":
-        return None
-    if budget is None or budget >= asked.max_tokens:
-        raise wrong("thinking.budget_tokens", budget, "at least 1, and below max_tokens")
-    return budget
-
-
 def _tool(where: str, tool: Any) -> CustomTool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in (None, "custom"):
@@ -339,14 +328,14 @@ def _tool(where: str, tool: Any) -> CustomTool:
     return validated(CustomTool, tool, where)
 
 
-def error_of(error: RequestError) -> dict[str, Any]:
+def _error(error: RequestError) -> dict[str, Any]:
     """The error in Anthropic's shape; its SDK chooses the exception by the status."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_event(error: RequestError) -> str:
-    return _event("error", error=error_of(error)["error"])
+def _error_event(error: RequestError) -> str:
+    return _event("error", error=_error(error)["error"])
 
 
 class CountRequest(MessagesRequest):
@@ -356,11 +345,12 @@ class CountRequest(MessagesRequest):
 
 
 async def _count(exchange: Exchange) -> web.StreamResponse:
-    wire = await exchange.understood(lambda exchange: read(exchange, CountRequest))
-    return await exchange.respond({"input_tokens": await exchange.session.anum_prompt_tokens(exchange.role, wire.call)})
+    wire = await exchange.understood(lambda exchange: _read(exchange, CountRequest))
+    num_tokens = await exchange.session.speaker(exchange.role).anum_prompt_tokens(wire.call)
+    return await exchange.respond({"input_tokens": num_tokens})
 
 
-ENDPOINT = completing("/v1/messages", read, error_of, error_event)
-COUNT_ENDPOINT = Endpoint(
-    method="POST", path="/v1/messages/count_tokens", answer=_count, error=error_of, error_event=error_event
+ENDPOINTS = (
+    completing("/v1/messages", _read, error=_error, error_event=_error_event),
+    Endpoint(path="/v1/messages/count_tokens", answer=_count, error=_error, error_event=_error_event),
 )

@@ -1,44 +1,52 @@
-"""POST /v1/chat/completions: turns OpenAI's chat messages and tools into a call, and writes its answers."""
+"""POST /v1/chat/completions and /v1/completions: turns OpenAI's chat messages and tools, or a text, into a call, and
+writes its answers. A completion continues a text or tokens as they are, without a chat template."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.endpoint.answer_forms import Asked, Form, json_schema, one_of, one_of_texts, openai_choice, regex, text_form
 from arl.endpoint.calls import (
-    ALTERS,
     LOW_DETAIL,
-    MAX_SAMPLES,
+    MAX_SEED,
     ONLY_SAMPLED,
+    Asked,
     CallAnswer,
     CallPolicy,
     ChatCall,
     Count,
-    Seed,
+    Form,
+    GivenText,
     content_of,
+    json_schema,
+    one_of,
+    openai_choice,
     sent_image,
+    text_form,
     tool_call,
-    usage,
 )
-from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
+from arl.endpoint.exchange import CallBody, Exchange, completing
 from arl.runtime.http.bodies import BodyError, Integers, RequestBody, Strings, refused, shown, wrong
 from arl.runtime.http.server import DONE, event
 from arl.workflow.messages import arguments_of
 
+_MAX_SAMPLES = 128
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
-UNALTERED: Mapping[str, Sequence[Any]] = {
+_UNALTERED: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,), "logit_bias": ({},), "presence_penalty": (0,), "repetition_penalty": (1,),
 }  # fmt: skip
 """Fields that change the distribution -> the values that do not."""
-WHY_UNALTERED = dict.fromkeys(UNALTERED, ALTERS)
+_WHY_UNALTERED = dict.fromkeys(
+    _UNALTERED, "tokens sampled under it do not have the policy's logprobs, so training could not follow it"
+)
 
 
 class StreamOptions(RequestBody, ignored=("include_obfuscation",)):
@@ -56,8 +64,8 @@ class SampledBody(CallBody):
     stop: Strings = ()
     stop_token_ids: Integers = ()
     ignore_eos: bool = False
-    seed: Seed | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
     stream_options: StreamOptions = StreamOptions()
     guided_json: Any = None
     guided_regex: Any = None
@@ -86,9 +94,14 @@ class SampledBody(CallBody):
             forms.append(("guided_json", json_schema("guided_json", arguments_of(given))))
         for name, pattern in (("guided_regex", self.guided_regex), ("regex", self.regex)):
             if pattern is not None:
-                forms.append((name, regex(name, pattern)))
+                if not isinstance(pattern, str) or not pattern:
+                    raise wrong(name, pattern, "a regular expression")
+                forms.append((name, {"type": "regex", "pattern": pattern}))
         if (given := self.guided_choice) is not None:
-            forms.append(("guided_choice", one_of_texts("guided_choice", given)))
+            if not isinstance(given, list) or not given or not all(isinstance(text, str) and text for text in given):
+                raise wrong("guided_choice", given, "a list of texts, none of them empty")
+            texts = [{"type": "const_string", "value": text} for text in given]
+            forms.append(("guided_choice", {"type": "or", "elements": texts}))
         return one_of(forms)
 
 
@@ -113,14 +126,14 @@ class ChatRequest(
         "service_tier", "store", "user", "verbosity",
     ),
     only={
-        **UNALTERED,
+        **_UNALTERED,
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
         "top_logprobs": (0,),
     },
     refused={
-        **WHY_UNALTERED,
+        **_WHY_UNALTERED,
         "functions": "it is the older form of tools; send tools",
         "function_call": "it is the older form of tool_choice; send tool_choice",
         "modalities": "the model reads and writes text",
@@ -138,6 +151,25 @@ class ChatRequest(
     logprobs: bool = False
     response_format: ResponseFormat = ResponseFormat()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class CompletionRequest(
+    SampledBody,
+    ignored=("metadata", "user"),
+    only={**_UNALTERED, "best_of": (1,), "suffix": ("",)},
+    refused={
+        **_WHY_UNALTERED,
+        "best_of": "the best of several answers would be trained as if the model had said it at once",
+        "suffix": "the model continues texts, and fills no gaps",
+    },
+    vital=("suffix",),
+):
+    """The body of a completion."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
@@ -195,53 +227,78 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatWire:
-    """A chat completion, and the way to write its answers."""
+class SampledWire:
+    """A call of one of the two, and the way to write its answers."""
 
-    asked: ChatRequest
+    ids: ClassVar[str]
+    kind: ClassVar[str]
+    kind_of_event: ClassVar[str]
+    asked: Any
+    """The body."""
     call: ChatCall
     policy: CallPolicy
     """Its tokenizer gives the text of each token in logprobs."""
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": i,
-                "message": {**answer.spoken.message, "refusal": None},
-                "logprobs": self._logprobs(answer),
-                "finish_reason": self._finish_reason(answer),
-            }
-            for i, answer in enumerate(answers)
-        ]
-        return {**self._envelope("chat.completion"), "choices": choices, "usage": usage(answers)}
+        choices = [self.choice(i, answer) for i, answer in enumerate(answers)]
+        return {**self._envelope(self.kind), "choices": choices, "usage": self._usage(answers)}
 
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
-        envelope = self._envelope("chat.completion.chunk")
+        envelope = self._envelope(self.kind_of_event)
         for i, answer in enumerate(answers):
-            for choice in self._chunks(answer):
-                yield event({**envelope, "choices": [{"index": i, **choice}]})
+            for choice in self.chunks(i, answer):
+                yield event({**envelope, "choices": [choice]})
         if self.asked.stream_options.include_usage:
-            yield event({**envelope, "choices": [], "usage": usage(answers)})
+            yield event({**envelope, "choices": [], "usage": self._usage(answers)})
         yield DONE
 
-    def _chunks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
-        spoken = answer.spoken
-        yield _chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(answer))
+    def choice(self, index: int, answer: CallAnswer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunks(self, index: int, answer: CallAnswer) -> Iterator[dict[str, Any]]:
+        """An answer's choices in a stream."""
+        yield self.choice(index, answer)
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": f"{self.ids}-{new_id()}", "object": kind, "created": int(time.time()), "model": self.asked.model}
+
+    def _usage(self, answers: Sequence[CallAnswer]) -> dict[str, int]:
+        """Prompt tokens, counted once for all answers, and sampled tokens."""
+        given = answers[0].num_prompt_tokens
+        sampled = sum(len(answer.response.output_ids) for answer in answers)
+        return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+
+
+class ChatWire(SampledWire):
+    """A chat completion."""
+
+    ids, kind, kind_of_event = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, answer: CallAnswer) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {**answer.spoken.message, "refusal": None},
+            "logprobs": self._logprobs(answer),
+            "finish_reason": self._finish_reason(answer),
+        }
+
+    def chunks(self, index: int, answer: CallAnswer) -> Iterator[dict[str, Any]]:
+        spoken, rest = answer.spoken, {"logprobs": None, "finish_reason": None}
+        first = {"role": "assistant", "content": ""}
+        yield {"index": index, "delta": first, **rest, "logprobs": self._logprobs(answer)}
         if spoken.reasoning:
-            yield _chunk({"reasoning_content": spoken.reasoning})
+            yield {"index": index, "delta": {"reasoning_content": spoken.reasoning}, **rest}
         if spoken.content:
-            yield _chunk({"content": spoken.content})
+            yield {"index": index, "delta": {"content": spoken.content}, **rest}
         for k, call in enumerate(spoken.tool_calls):
-            yield _chunk({"tool_calls": [{"index": k, **tool_call(call.id, call.name, call.arguments)}]})
-        yield _chunk({}, finish_reason=self._finish_reason(answer))
+            called = {"index": k, **tool_call(call.id, call.name, call.arguments)}
+            yield {"index": index, "delta": {"tool_calls": [called]}, **rest}
+        yield {"index": index, "delta": {}, **rest, "finish_reason": self._finish_reason(answer)}
 
     def _finish_reason(self, answer: CallAnswer) -> str:
         """As OpenAI has it: a call that the program named is a stop."""
         reason = answer.spoken.finish_reason
         return "stop" if reason == "tool_calls" and self.call.asked.choice.is_named else reason
-
-    def _envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.asked.model}
 
     def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
         if not self.asked.logprobs:
@@ -255,23 +312,38 @@ class ChatWire:
         }
 
 
-def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
-    return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+class CompletionWire(SampledWire):
+    """A completion."""
+
+    ids, kind, kind_of_event = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, index: int, answer: CallAnswer) -> dict[str, Any]:
+        before = answer.turn.prompt.new_messages[0]["content"] if self.asked.echo else ""
+        logprobs = None
+        if self.asked.logprobs is not None:
+            texts = self.policy.token_texts(answer.response)
+            logprobs = {
+                "tokens": texts,
+                "token_logprobs": list(answer.response.output_logprobs),
+                "top_logprobs": None,
+                "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
+            }
+        return {
+            "index": index,
+            "text": before + answer.spoken.content,
+            "logprobs": logprobs,
+            "finish_reason": answer.spoken.finish_reason,
+        }
 
 
-def _response_format(asked: ResponseFormat) -> list[tuple[str, Form]]:
-    """The form that the field asks for, if any."""
-    where = "response_format.json_schema"
-    if asked.type == "json_schema" and asked.json_schema is None:
-        raise BodyError(f"{where} is missing", param=where)
-    form = text_form(f"{where}.schema", asked.type, asked.json_schema and asked.json_schema.json_schema)
-    return [("response_format", form)] if form else []
-
-
-def read(exchange: Exchange) -> ChatWire:
+def _chat(exchange: Exchange) -> ChatWire:
     asked, policy = exchange.parsed(ChatRequest), exchange.session.policy
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
-    where, output = asked.form(*_response_format(asked.response_format))
+    given, where = asked.response_format, "response_format.json_schema"
+    if given.type == "json_schema" and given.json_schema is None:
+        raise BodyError(f"{where} is missing", param=where)
+    form = text_form(f"{where}.schema", given.type, given.json_schema and given.json_schema.json_schema)
+    where, output = asked.form(*([("response_format", form)] if form else []))
     call = policy.call(
         tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
         tools,
@@ -289,4 +361,27 @@ def read(exchange: Exchange) -> ChatWire:
     return ChatWire(asked=asked, call=call, policy=policy)
 
 
-ENDPOINT = completing("/v1/chat/completions", read, openai_error, openai_error_event)
+def _completion(exchange: Exchange) -> CompletionWire:
+    asked, policy = exchange.parsed(CompletionRequest), exchange.session.policy
+    if asked.logprobs:
+        raise refused("logprobs", f"is {asked.logprobs}: {ONLY_SAMPLED}; set it to 0", can_be_dropped=True)
+    where, output = asked.form()
+    prompt = _prompt(asked.prompt, policy.tokenizer)
+    text = GivenText(prompt=prompt, adds_special_tokens=asked.add_special_tokens)
+    call = policy.call((), (), Asked(output=output, where=where), n=asked.n, text=text, **asked.sampling)
+    return CompletionWire(asked=asked, call=call, policy=policy)
+
+
+def _prompt(given: Any, tokenizer: Any) -> str | tuple[int, ...]:
+    """The text or the tokens to continue; a list of one of them is that one."""
+    one = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
+    if isinstance(one, str) and one:
+        return one
+    if isinstance(one, list) and one and set(map(type, one)) == {int}:
+        if not all(0 <= token < len(tokenizer) for token in one):
+            raise wrong("prompt", one, f"tokens of the model, below {len(tokenizer)}")
+        return tuple(one)
+    raise wrong("prompt", given, "a text or a list of token ids, not empty; send one prompt a call")
+
+
+ENDPOINTS = (completing("/v1/chat/completions", _chat), completing("/v1/completions", _completion))

@@ -29,7 +29,6 @@ from arl.runtime.http.server import EventStream, event, json_response, request_e
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two comments in a stream that still waits for its answer."""
-_KEEP_ALIVE = ": the model is answering\n\n"
 _OF_IMAGES = b"base64"
 """Every body with images has this word. To read an image may take half a second, so a thread does."""
 _READING = ThreadPoolExecutor(4, "arl-calls")
@@ -115,46 +114,44 @@ class Exchange:
         self._check_taken()
         return response
 
+    async def end_stream(self, events: str) -> web.StreamResponse:
+        """Send the last events, as `respond` does."""
+        response = await self.stream.end(events)
+        self._check_taken()
+        return response
+
     async def complete(self, read: Callable[[Exchange], Wire]) -> web.StreamResponse:
-        """Answer a call of the model. Forget answers that nobody took, or that the program asks for again."""
+        """Answer a call of the model. Forget answers that nobody took, or that the program asks for again.
+
+        read: gives the call in a body, or raises RequestError for a wrong field.
+        """
         session, wire = self.session, await self.understood(read)
         key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
-        is_repeated = self.request.headers.get("x-stainless-retry-count", "0") != "0"  # as both SDKs say
-        if is_repeated and (unread := session.repeats.unread(key)):
-            session.forget(self.role, unread)
-            session.counts.answered -= 1
-            session.counts.repeated += 1
+        if self.request.headers.get("x-stainless-retry-count", "0") != "0":  # as both SDKs say
+            session.repeat(key, self.role)
         try:
             if wire.asked.stream:
                 wire = await self._keeping_alive(self._sample(wire, read))
-                response = await self._end_stream("".join(wire.events(self._answers)))
+                response = await self.end_stream("".join(wire.events(self._answers)))
             else:
                 wire = await self._sample(wire, read)
                 response = await self.respond(wire.whole(self._answers))
         except BaseException:
-            session.forget(self.role, self._answers)
-            session.repeats.num_unanswered[key] += 1
+            session.not_sent(key, self.role, self._answers)
             raise
-        session.repeats.answers[key].append(self._answers)
-        session.counts.answered += 1
+        session.sent(key, self._answers)
         return response
 
     async def _sample(self, wire: Wire, read: Callable[[Exchange], Wire]) -> Wire:
         """Let the model answer. Returns the call that it answered, which may lack a field that is ignored."""
         while True:
             try:
-                self._answers = await self.session.acomplete(self.role, wire.call)
+                self._answers = await self.session.speaker(self.role).acomplete(wire.call)
                 return wire
             except BodyError as error:
                 if not self._is_ignored(error):
                     raise
                 wire = await self.understood(read)
-
-    async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
-        """Answer with an error, in the stream if one has begun. It tells SDKs that another try would change nothing."""
-        if self.stream.has_begun:
-            return await self._end_stream(endpoint.error_event(error))
-        return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
 
     async def _keeping_alive(self, answering: Awaitable[W]) -> W:
         """Wait for the answer. Begin the stream only if that takes long, so that an error can have its status."""
@@ -162,7 +159,7 @@ class Exchange:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(KEEP_ALIVE_S)
-                await self.stream.send(_KEEP_ALIVE)
+                await self.stream.send(": the model is answering\n\n")
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -173,11 +170,6 @@ class Exchange:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    async def _end_stream(self, events: str) -> web.StreamResponse:
-        response = await self.stream.end(events)
-        self._check_taken()
-        return response
-
     @property
     def is_over(self) -> bool:
         """Whether the connection is gone."""
@@ -187,31 +179,6 @@ class Exchange:
     def _check_taken(self) -> None:
         if self.is_over:
             raise ConnectionResetError("the program closed the connection before the answer was sent")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """One path of the server. error: the body of a refusal in its protocol; error_event: the same in a stream."""
-
-    method: str
-    path: str
-    answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
-    error: Callable[[RequestError], Any]
-    error_event: Callable[[RequestError], str]
-
-
-def completing(
-    path: str,
-    read: Callable[[Exchange], Wire],
-    error: Callable[[RequestError], Any],
-    error_event: Callable[[RequestError], str],
-) -> Endpoint:
-    """A path that calls the model by POST. read: gives the call in a body, or raises RequestError for a wrong field."""
-
-    async def answer(exchange: Exchange) -> web.StreamResponse:
-        return await exchange.complete(read)
-
-    return Endpoint(method="POST", path=path, answer=answer, error=error, error_event=error_event)
 
 
 def refusal_of(error: Exception) -> RequestError:
@@ -246,3 +213,27 @@ def openai_error(error: RequestError) -> dict[str, Any]:
 
 def openai_error_event(error: RequestError) -> str:
     return event(openai_error(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One path of the server, and the shape of its protocol's errors: OpenAI's unless it says otherwise."""
+
+    method: str = "POST"
+    path: str
+    answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
+    error: Callable[[RequestError], Any] = openai_error
+    """The body of a refusal."""
+    error_event: Callable[[RequestError], str] = openai_error_event
+    """A refusal in a stream that has begun."""
+
+    async def refuse(self, exchange: Exchange, error: RequestError) -> web.StreamResponse:
+        """Answer with an error, which tells SDKs that another try would change nothing."""
+        if exchange.stream.has_begun:
+            return await exchange.end_stream(self.error_event(error))
+        return await exchange.respond(self.error(error), error.status, {"x-should-retry": "false"})
+
+
+def completing(path: str, read: Callable[[Exchange], Wire], **shape: Any) -> Endpoint:
+    """A path that calls the model. shape: of its errors."""
+    return Endpoint(path=path, answer=lambda exchange: exchange.complete(read), **shape)

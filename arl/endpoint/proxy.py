@@ -9,13 +9,13 @@ It runs in the event loop that opens it, on loopback unless its settings say oth
 
 from __future__ import annotations
 
-import logging
 import secrets
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -24,9 +24,9 @@ from arl.api.errors import ArlError, ConfigError
 from arl.api.settings.endpoint import EndpointConfig, endpoint_to_open
 from arl.api.types import AGENT, SamplingParams
 from arl.api.workflow import Shared
-from arl.endpoint import anthropic, chat, completions, responses
-from arl.endpoint.calls import CallPolicy, Reasoning, RefusedCallError
-from arl.endpoint.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
+from arl.endpoint import anthropic, chat, responses
+from arl.endpoint.calls import CallPolicy, RefusedCallError
+from arl.endpoint.exchange import Endpoint, Exchange, refusal_of
 from arl.endpoint.session import EpisodeSession, is_role
 from arl.runtime.http.server import (
     Handler,
@@ -38,9 +38,6 @@ from arl.runtime.http.server import (
     tls_of,
     warn_if_open,
 )
-from arl.workflow.call_formats import CallFormat
-from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.dialogue import Rewriting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +73,7 @@ class SharedURL:
 
         Its turns are those of a role of its name. role: for which the model is asked.
         """
-        session.admit(run_id, role)
+        session.speaker(run_id, role)
         self._places[run_id] = (session, run_id)
         try:
             yield
@@ -97,35 +94,29 @@ async def _models(exchange: Exchange) -> web.StreamResponse:
     return await exchange.respond({"object": "list", "data": [card]})
 
 
-_MODELS = Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event)
-ENDPOINTS = (
-    chat.ENDPOINT,
-    responses.ENDPOINT,
-    anthropic.ENDPOINT,
-    anthropic.COUNT_ENDPOINT,
-    completions.ENDPOINT,
-    _MODELS,
-)
-
-
 async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
     request = exchange.request
-    known = ", ".join(f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS)
+    known = ", ".join(f"{method} {path}" for method, path in _ROUTES)
     raise RefusedCallError(
         f"{request.method} {request.path} is not served here; the paths are {known}", status=404, code="not_found"
     )
 
 
-UNKNOWN = Endpoint(method="*", path="*", answer=_no_such_path, error=openai_error, error_event=openai_error_event)
-
-log = logging.getLogger(__name__)
-
+_ROUTES = {
+    (endpoint.method, endpoint.path): endpoint
+    for endpoint in (
+        *chat.ENDPOINTS,
+        responses.ENDPOINT,
+        *anthropic.ENDPOINTS,
+        Endpoint(method="GET", path="/v1/models", answer=_models),
+    )
+}
+_UNKNOWN = Endpoint(path="*", answer=_no_such_path)
 _MAX_BODY_BYTES = 64 << 20
 """A conversation's text is far smaller; aiohttp's default is one megabyte."""
 _SHUTDOWN_S = 1.0
 _NO_KEY = secrets.token_urlsafe()
 """Stands for the key of an unknown episode, so that every request compares keys."""
-_ROUTES = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS}
 _INVALID_KEY = RefusedCallError(
     "Incorrect API key provided: it is not the key of this episode, or the episode is over",
     status=401,
@@ -133,7 +124,8 @@ _INVALID_KEY = RefusedCallError(
 )
 
 
-class OpenAIProxy(Shared):
+@dataclass(kw_only=True, eq=False, repr=False)
+class OpenAIProxy(CallPolicy, Shared):
     """An endpoint in front of a Sampler, for programs that speak OpenAI's or Anthropic's protocol.
 
         async with OpenAIProxy(tokenizer, sampling=SamplingParams(max_new_tokens=1024)) as proxy:
@@ -157,36 +149,13 @@ class OpenAIProxy(Shared):
     The proxy stays open until the last one that entered it leaves, so a workflow may enter one that its user opened.
     """
 
-    def __init__(  # noqa: PLR0913 - settings by name, each with a default
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
-        overrides_sampling: bool = False,
-        reasoning: Reasoning = "apart",
-        context_length: int | None = None,
-        call_format: CallFormat | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        rewriting: Rewriting = "branch",
-        endpoint: EndpointConfig | None = None,
-        unsupported: Literal["refuse", "ignore"] = "refuse",
-        constrains_strict_tools: bool = False,
-    ) -> None:
-        super().__init__()
-        self._own_endpoint = endpoint
-        self.endpoint = endpoint or EndpointConfig()
-        """The settings of the address; while it is open, those that it took."""
-        self._policy = CallPolicy(
-            template=ChatTemplate(tokenizer, template_options),
-            sampling=sampling,
-            overrides=overrides_sampling,
-            rewriting=rewriting,
-            reasoning=reasoning,
-            context_length=context_length,
-            call_format=call_format,
-            unsupported=unsupported,
-            constrains_strict_tools=constrains_strict_tools,
-        )
+    endpoint: EndpointConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Shared.__init__(self)
+        self.address = self.endpoint or EndpointConfig()
+        """Where it listens; while it is open, the settings that it took."""
         self._sessions: dict[str, EpisodeSession] = {}
         self._shared: dict[str, SharedURL] = {}
         self._others: dict[str, Handler] = {}
@@ -196,7 +165,7 @@ class OpenAIProxy(Shared):
         """At which it listens then."""
 
     async def _open(self, opened: AsyncExitStack) -> None:
-        self.endpoint = endpoint = endpoint_to_open(self._own_endpoint)
+        self.address = endpoint = endpoint_to_open(self.endpoint)
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
         tls = tls_of(endpoint)
@@ -204,7 +173,12 @@ class OpenAIProxy(Shared):
         self.port = await opened.enter_async_context(server)
         self.url = endpoint.url(self.port)
         warn_if_open(endpoint)
-        opened.push_async_callback(self._end_sessions)
+
+        async def end_sessions() -> None:
+            for session in tuple(self._sessions.values()):
+                await session.aclose()
+
+        opened.push_async_callback(end_sessions)
 
     @contextmanager
     def answering(self, name: str, handler: Handler) -> Iterator[None]:
@@ -217,17 +191,13 @@ class OpenAIProxy(Shared):
         finally:
             del self._others[name]
 
-    async def _end_sessions(self) -> None:
-        for session in tuple(self._sessions.values()):
-            await session.aclose()
-
     @asynccontextmanager
     async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
         """An episode; `engine` answers its calls. Its URL and key are valid within the block."""
         if not self.is_open:
             raise ArlError("this OpenAIProxy is not open; use it, or the workflow that has it, within `async with`")
         name = secrets.token_hex(8)
-        session = self._sessions[name] = EpisodeSession(f"{self.url}/e/{name}", engine, self._policy)
+        session = self._sessions[name] = EpisodeSession(f"{self.url}/e/{name}", engine, self)
         try:
             yield session
         finally:
@@ -285,7 +255,7 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
         refusal = refusal_of(error)
         session.note(error, refusal)
         with suppress(ConnectionResetError):
-            return await exchange.refuse(refusal, endpoint)
+            return await endpoint.refuse(exchange, refusal)
         return _hung_up(exchange.request)
 
 
@@ -297,14 +267,14 @@ def _hung_up(request: web.Request) -> web.StreamResponse:
 
 
 def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
-    """The episode, the role and the endpoint in a path; "" and UNKNOWN for the missing ones."""
+    """The episode, the role and the endpoint in a path; "" and _UNKNOWN for the missing ones."""
     _, prefix, name, rest = (*path.split("/", 3), "", "", "")[:4]
     if prefix != "e":
-        return "", AGENT, UNKNOWN
+        return "", AGENT, _UNKNOWN
     if endpoint := _ROUTES.get((method, f"/{rest}")):
         return name, AGENT, endpoint
     role, _, rest = rest.partition("/")
-    return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN) if is_role(role) else UNKNOWN
+    return name, role, _ROUTES.get((method, f"/{rest}"), _UNKNOWN) if is_role(role) else _UNKNOWN
 
 
 def _key_of(request: web.Request) -> str:

@@ -16,25 +16,24 @@ from pydantic import Field
 
 from arl.api.images import Image
 from arl.api.types import new_id
-from arl.endpoint.answer_forms import Asked, openai_choice, text_form
 from arl.endpoint.calls import (
     LOW_DETAIL,
     ONLY_SAMPLED,
+    Asked,
     CallAnswer,
     ChatCall,
     RefusedCallError,
     Spoken,
     content_of,
+    openai_choice,
     sent_image,
+    text_form,
     tool_call,
 )
-from arl.endpoint.exchange import CallBody, Exchange, completing, openai_error
+from arl.endpoint.exchange import CallBody, Exchange, completing
 from arl.runtime.http.bodies import RequestBody, RequestError, refused, shown, validated, wrong
 from arl.runtime.http.server import event
 from arl.workflow.messages import Message
-
-Stored = dict[str, Sequence[Message]]
-"""Response id -> the messages up to that response, without its instructions."""
 
 
 class TextFormat(RequestBody, ignored=("name", "description", "strict")):
@@ -62,13 +61,8 @@ class FunctionTool(
 class ResponsesRequest(
     CallBody,
     ignored=(
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning",
-        "safety_identifier",
-        "stream_options",
-        "user",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier",
+        "stream_options", "user",
     ),
     only={
         "background": (False,),
@@ -89,7 +83,7 @@ class ResponsesRequest(
         "truncation": "the program decides what to leave out of a conversation",
     },
     vital=("background", "conversation", "prompt"),
-):
+):  # fmt: skip
     """The body of a request."""
 
     input: Any = ""
@@ -110,53 +104,52 @@ _TEXTS = {"input_text", "output_text", "text"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-class Transcript:
-    """Messages made of items. Consecutive reasoning, text and function calls are one answer of the model."""
+def _messages(given: Any) -> list[Message]:
+    """The messages that items make. Consecutive reasoning, text and function calls are one answer of the model.
 
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self._answer: dict[str, Any] | None = None
+    Raises BodyError, which names the place, for an item that the model cannot read.
+    """
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list):
+        raise wrong("input", given, "a string or a list of items")
+    messages: list[Message] = []
+    answer: dict[str, Any] = {}
+    """The unfinished one; empty if there is none."""
 
-    def add(self, where: str, item: Any) -> None:
-        """Raises BodyError, which names `where`, for an item that the model cannot read."""
+    def answer_without(*names: str) -> dict[str, Any]:
+        """The unfinished answer, or a new one if that has one of these fields already."""
+        nonlocal answer
+        if not answer or any(answer.get(name) for name in names):
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        return answer
+
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
         match item:
             case {"type": "reasoning"}:  # another model's is encrypted or summarised, without a content
                 if thoughts := _text(f"{where}.content", item.get("content") or "", {"reasoning_text"}):
-                    self._answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
+                    answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
             case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-                calls = self._answer_without().setdefault("tool_calls", [])
-                calls.append(tool_call(call_id, name, arguments))
+                answer_without().setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
             case {"type": "function_call_output", "call_id": str(call_id)}:
                 output = content_of(f"{where}.output", item.get("output") or "", _seen, " ")
-                self._add({"role": "tool", "tool_call_id": call_id, "content": output})
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                answer = {}
             case {"role": role} if item.get("type") in ("message", None):
-                self._add_message(where, role, item.get("content") or "")
+                if not isinstance(role, str) or role not in _ROLES:
+                    raise wrong(f"{where}.role", role, " or ".join(_ROLES))
+                at, content = f"{where}.content", item.get("content") or ""
+                if role == "assistant":
+                    answer_without("content", "tool_calls")["content"] = _text(at, content, _TEXTS)
+                else:
+                    said = content_of(at, content, _seen, " ") if role == "user" else _text(at, content, _TEXTS)
+                    messages.append({"role": _ROLES[role], "content": said})
+                    answer = {}
             case _:
                 known = "message (with a role), reasoning, function_call and function_call_output (with a call_id)"
                 raise refused(where, f"is {shown(item)}, which is not known here; known types are {known}")
-
-    def _add_message(self, where: str, role: Any, content: Any) -> None:
-        if not isinstance(role, str) or role not in _ROLES:
-            raise wrong(f"{where}.role", role, " or ".join(_ROLES))
-        if role == "user":
-            self._add({"role": role, "content": content_of(f"{where}.content", content, _seen, " ")})
-            return
-        text = _text(f"{where}.content", content, _TEXTS)
-        if role == "assistant":
-            self._answer_without("content", "tool_calls")["content"] = text
-        else:
-            self._add({"role": _ROLES[role], "content": text})
-
-    def _add(self, message: Message) -> None:
-        self._answer = None
-        self.messages.append(message)
-
-    def _answer_without(self, *names: str) -> dict[str, Any]:
-        """The unfinished answer, or a new one if that has one of these fields already."""
-        if self._answer is None or any(self._answer.get(name) for name in names):
-            self._answer = {"role": "assistant", "content": ""}
-            self.messages.append(self._answer)
-        return self._answer
+    return messages
 
 
 def _seen(where: str, part: Any) -> str | Image:
@@ -190,8 +183,8 @@ class ResponsesWire:
     call: ChatCall
     said: Sequence[Message]
     """The call's messages without the instructions."""
-    stored: Stored
-    """The episode's responses that a later call may continue."""
+    stored: dict[str, Sequence[Message]]
+    """The messages up to each of the episode's responses that a later call may continue."""
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         asked, answer = self.asked, answers[0]
@@ -279,7 +272,7 @@ def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     yield "response.output_item.done", {"item": item}
 
 
-def error_event(error: RequestError) -> str:
+def _error_event(error: RequestError) -> str:
     named = {name: getattr(error, name, None) for name in ("code", "param")}
     return _event(count(), "error", message=error.message, **named)
 
@@ -288,7 +281,7 @@ def _event(numbers: Iterator[int], kind: str, **fields: Any) -> str:
     return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
 
 
-def read(exchange: Exchange) -> ResponsesWire:
+def _read(exchange: Exchange) -> ResponsesWire:
     asked, stored = exchange.parsed(ResponsesRequest), exchange.session.stored_responses
     previous = asked.previous_response_id
     if previous and previous not in stored:
@@ -316,17 +309,6 @@ def read(exchange: Exchange) -> ResponsesWire:
     return ResponsesWire(asked=asked, call=call, said=said, stored=stored)
 
 
-def _messages(given: Any) -> Sequence[Message]:
-    if isinstance(given, str):
-        return ({"role": "user", "content": given},)
-    if not isinstance(given, list):
-        raise wrong("input", given, "a string or a list of items")
-    transcript = Transcript()
-    for i, item in enumerate(given):
-        transcript.add(f"input[{i}]", item)
-    return transcript.messages
-
-
 def _tool(where: str, tool: Any) -> FunctionTool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
@@ -334,4 +316,4 @@ def _tool(where: str, tool: Any) -> FunctionTool:
     return validated(FunctionTool, tool, where)
 
 
-ENDPOINT = completing("/v1/responses", read, openai_error, error_event)
+ENDPOINT = completing("/v1/responses", _read, error_event=_error_event)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError, ProgramError
@@ -23,7 +24,6 @@ from arl.endpoint.session import EpisodeSession
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
 from arl.runtime.clocks import off_the_clock
-from arl.sandbox.streams import drop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,37 +76,37 @@ class Command:
         """Run the program and return its output. Raises ProgramError."""
         keys = {"OPENAI_API_KEY": session.api_key, "ANTHROPIC_API_KEY": session.api_key}
         urls = {"OPENAI_BASE_URL": session.base_url, "ANTHROPIC_BASE_URL": session.url}
-        try:
-            transport, running = await asyncio.get_running_loop().subprocess_exec(
-                _Running,
-                *self.arguments,
-                cwd=self.cwd,
-                env={**os.environ, **keys, **urls, **self.env},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ProgramError(f"{self.arguments[0]} could not be started: {error}") from error
+        with TemporaryFile() as example:  # unlike a pipe, it does not wait to be read
+            example.write(json.dumps(dict(data), default=str).encode())
+            example.seek(0)
+            try:
+                transport, running = await asyncio.get_running_loop().subprocess_exec(
+                    _Running,
+                    *self.arguments,
+                    stdin=example,
+                    cwd=self.cwd,
+                    env={**os.environ, **keys, **urls, **self.env},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ProgramError(f"{self.arguments[0]} could not be started: {error}") from error
         with contextlib.closing(transport):
             try:
-                running.stdin.write(json.dumps(dict(data), default=str).encode())
-                running.stdin.write_eof()
                 await running.exited.wait()
                 _kill(transport)  # processes that it left running hold its output open
-                await running.wait_drained()
+                with contextlib.suppress(TimeoutError):  # so do processes that left its group
+                    async with asyncio.timeout(_DRAIN_S):
+                        await running.drained.wait()
             finally:
                 _kill(transport)
-                drop(running.stdin)  # so do processes that left its group
                 await running.exited.wait()
-        return self._printed(transport.get_returncode(), bytes(running.printed), bytes(running.complained))
-
-    def _printed(self, status: int | None, printed: bytes, complained: bytes) -> str:
-        line = " ".join(self.arguments)
+        line, status = " ".join(self.arguments), transport.get_returncode()
         if status != 0:
-            said = complained[-_MAX_TOLD:].decode(errors="replace").strip()
+            said = running.complained[-_MAX_TOLD:].decode(errors="replace").strip()
             raise ProgramError(f"{line} ended with status {status}: {said or '(nothing on its stderr)'}")
-        if len(printed) > _MAX_OUTPUT_BYTES:
+        if len(running.printed) > _MAX_OUTPUT_BYTES:
             raise ProgramError(f"{line} printed more than {_MAX_OUTPUT_BYTES} bytes")
-        return printed.decode(errors="replace").strip()
+        return running.printed.decode(errors="replace").strip()
 
 
 class _Running(asyncio.SubprocessProtocol):
@@ -116,14 +116,9 @@ class _Running(asyncio.SubprocessProtocol):
         self.printed = bytearray()
         self.complained = bytearray()
         self.exited = asyncio.Event()
-        self._drained = asyncio.Event()
+        self.drained = asyncio.Event()
+        """Set once all output is here."""
         self._open = {1, 2}
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        stdin = transport.get_pipe_transport(0)
-        assert isinstance(stdin, asyncio.WriteTransport)
-        self.stdin = stdin
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -134,16 +129,10 @@ class _Running(asyncio.SubprocessProtocol):
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         self._open.discard(fd)
         if not self._open:
-            self._drained.set()
+            self.drained.set()
 
     def process_exited(self) -> None:
         self.exited.set()
-
-    async def wait_drained(self) -> None:
-        """Wait until all output is here, but not long if a process outside the group holds the pipes open."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                await self._drained.wait()
 
 
 def _kill(transport: asyncio.SubprocessTransport) -> None:
@@ -187,27 +176,29 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         await opened.enter_async_context(self._score)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        with contextlib.ExitStack() as place:
-            waited = await self._take_place(place)
+        waited: dict[str, float] = {}
+        async with contextlib.AsyncExitStack() as held:
+            if self._places is not None:  # a function needs none
+                began = time.monotonic()
+                with off_the_clock():
+                    await held.enter_async_context(self._places)
+                waited["program_wait_s"] = time.monotonic() - began
             async with self.proxy.episode(engine) as session:
                 answer = await self._answer(session, data)
         score = await self._score(answer, data)
         metrics = {**score.metrics, **waited, "context_full": float(session.is_truncated)}
         return session.trajectories(score.value, metrics, rewards=score.parts)
 
-    async def _take_place(self, held: contextlib.ExitStack) -> Mapping[str, float]:
-        """Hold a place for a process within `held`; returns how long that took, as a metric. A function needs none."""
-        if self._places is None:
-            return {}
-        began = time.monotonic()
-        with off_the_clock():
-            await self._places.acquire()
-        held.callback(self._places.release)
-        return {"program_wait_s": time.monotonic() - began}
-
     async def _answer(self, session: EpisodeSession, data: Example) -> str:
+        program: Any = self._program
         try:
-            answer = await self._run(session, data)
+            if isinstance(program, Command):
+                return await program.arun(session, data)
+            call = functools.partial(program, session.base_url, session.api_key, data)
+            is_async = inspect.iscoroutinefunction(program) or inspect.iscoroutinefunction(type(program).__call__)
+            answer = await (call() if is_async else _THREADS.acall(call))
+            if inspect.isawaitable(answer):
+                answer = await answer
         except Exception as error:
             if session.is_truncated and session.roles:
                 return ""
@@ -217,12 +208,3 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         if not isinstance(answer, str):
             raise ProgramError(f"the program returned {str(answer)[:200]!r}; it must return its final answer, a text")
         return answer
-
-    async def _run(self, session: EpisodeSession, data: Example) -> Any:
-        program: Any = self._program
-        if isinstance(program, Command):
-            return await program.arun(session, data)
-        call = functools.partial(program, session.base_url, session.api_key, data)
-        is_async = inspect.iscoroutinefunction(program) or inspect.iscoroutinefunction(type(program).__call__)
-        said = await (call() if is_async else _THREADS.acall(call))
-        return await said if inspect.isawaitable(said) else said

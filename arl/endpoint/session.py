@@ -17,8 +17,16 @@ from typing import Any
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, ConfigError, PromptTooLongError, RefusedRequestError, TrajectoryError
 from arl.api.types import AGENT, ModelRequest, ModelResponse, Trajectory, new_id
-from arl.endpoint.answer_forms import grammar_of
-from arl.endpoint.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError, GivenText, Spoken
+from arl.endpoint.calls import (
+    MAX_SEED,
+    CallAnswer,
+    CallPolicy,
+    ChatCall,
+    EpisodeOverError,
+    GivenText,
+    Spoken,
+    grammar_of,
+)
 from arl.rewards.threads import together
 from arl.runtime.http.bodies import RequestError
 from arl.workflow.conversation import paths_of, trajectories
@@ -83,33 +91,34 @@ class Speaker:
         """The recorded turns. Those of one set of template options stand together, in order."""
         return tuple(turn for dialogue in self._dialogues.values() for turn in dialogue.turns)
 
-    def forget(self, turn: Turn) -> None:
-        """Forget a turn that nobody has read, unless another call followed it."""
-        for dialogue in self._dialogues.values():
-            dialogue.forget(turn)
-
-    def dialogue_of(self, call: ChatCall) -> Dialogue:
-        """The dialogue that a call belongs to: another template, or other options of it, begin another."""
-        options = json.dumps(call.template_options, sort_keys=True)
-        if options not in self._dialogues:
-            template = self._policy.template_with(call.template_options)
-            self._dialogues[options] = Dialogue(template, rewriting=self._policy.rewriting)
-        return self._dialogues[options]
+    def forget(self, answers: Sequence[CallAnswer]) -> None:
+        """Forget answers that nobody has read, unless another call followed them."""
+        for answer in answers:
+            for dialogue in self._dialogues.values():
+                dialogue.forget(answer.turn)
 
     async def aprompt(self, call: ChatCall) -> tuple[Dialogue, Prompt]:
-        """The prompt of a call, which changes nothing. Raises ModelError, and BodyError for what cannot be shown."""
-        self._policy.check_tools(call)
+        """The prompt of a call, which keeps nothing. Raises ModelError, and BodyError for what cannot be shown."""
         if call.text is not None:
             return self._texts, self._texts.text_prompt(call.text)
-        dialogue = self.dialogue_of(call)
+        options = json.dumps(call.template_options, sort_keys=True)
+        if options not in self._dialogues:  # other options of the template begin another dialogue
+            template = self._policy.template_with(call.template_options)
+            self._dialogues[options] = Dialogue(template, rewriting=self._policy.rewriting)
+        dialogue = self._dialogues[options]
         return dialogue, await dialogue.aprompt(call.messages, call.tools, prefill=call.prefill)
+
+    async def anum_prompt_tokens(self, call: ChatCall) -> int:
+        """The length of a call's prompt. Nothing is sampled or kept."""
+        dialogue, prompt = await self.aprompt(call)
+        return len(dialogue.input_array(prompt))
 
     async def acomplete(self, call: ChatCall) -> list[CallAnswer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` and `aprompt` do."""
         policy = self._policy
         dialogue, prompt = await self.aprompt(call)
         thinking = policy.thinking_of(prompt, call)
-        grammar = grammar_of(call.form, thinking)
+        grammar = grammar_of(call.form, thinking, call.thinking_budget)
         input_ids: Any = dialogue.input_array(prompt)
         try:
             sampling = policy.within_context(replace(call.sampling, grammar=grammar), len(input_ids))
@@ -137,7 +146,7 @@ class Speaker:
         read: list[tuple[ModelResponse, Spoken, Message]] = []
         for response in responses:
             text = policy.template.text_of(response.output_ids, response.stop_reason)
-            spoken = policy.spoken(text, response, call, is_thinking=thinking.is_open)
+            spoken = policy.spoken(text, response, call, is_thinking=thinking == "open")
             message = spoken.message
             if call.prefill:
                 message["content"] = call.prefill + (message["content"] or "")
@@ -146,24 +155,6 @@ class Speaker:
             CallAnswer(turn=dialogue.record(prompt, response, message), spoken=spoken, num_prompt_tokens=len(input_ids))
             for response, spoken, message in read
         ]
-
-
-class Repeats:
-    """Finds the answer that an SDK did not read when it repeats a call. An SDK does not say which call it repeats.
-
-    Most likely it repeats a call with the same body that got no answer; if all were answered, the last of them.
-    """
-
-    def __init__(self) -> None:
-        self.answers: defaultdict[bytes, list[Sequence[CallAnswer]]] = defaultdict(list)
-        self.num_unanswered = Counter[bytes]()
-
-    def unread(self, body: bytes) -> Sequence[CallAnswer]:
-        """The answers that a repeated call replaces."""
-        if self.num_unanswered[body]:
-            self.num_unanswered[body] -= 1
-            return ()
-        return self.answers[body].pop() if self.answers[body] else ()
 
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
@@ -202,12 +193,15 @@ class EpisodeSession:
         self.policy = policy
         self.counts = CallCounts()
         self.errors: list[Exception] = []
-        self.repeats = Repeats()
+        self._read: defaultdict[bytes, list[Sequence[CallAnswer]]] = defaultdict(list)
+        """The answers to calls with this body that were sent, as far as anybody knows."""
+        self._num_unanswered = Counter[bytes]()
         self.stored_responses: dict[str, Sequence[Message]] = {}
         """The messages up to each response of /v1/responses, by its id."""
         self._engine = engine
         self._speakers: dict[str, Speaker] = {}
-        self._running: set[asyncio.Timeout] = set()
+        self.running: set[asyncio.Timeout] = set()
+        """A scope for each call that runs."""
         self._idle = asyncio.Condition()
         self._is_over = False
         self.called_at = 0.0
@@ -218,23 +212,14 @@ class EpisodeSession:
         return self.url.rpartition("/")[2]
 
     @property
-    def is_answering(self) -> bool:
-        """Whether a call runs now."""
-        return bool(self._running)
-
-    @property
     def base_url(self) -> str:
         return f"{self.url}/v1"
 
-    def url_of(self, role: str) -> str:
-        """The URL of one of several agents, without /v1. A role is a name of letters, digits, `-` and `_`."""
-        if not is_role(role):
-            raise ValueError(f"role is {role!r}; it must be a name of letters, digits, - and _, and no part of a path")
-        return f"{self.url}/{role}"
-
     def base_url_of(self, role: str) -> str:
         """The base URL of one of several agents, whose turns become trajectories of this role."""
-        return f"{self.url_of(role)}/v1"
+        if not is_role(role):
+            raise ValueError(f"role is {role!r}; it must be a name of letters, digits, - and _, and no part of a path")
+        return f"{self.url}/{role}/v1"
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -278,7 +263,14 @@ class EpisodeSession:
         Raises TrajectoryError if no call was answered, and for a role without a reward.
         """
         if not self.roles:
-            raise TrajectoryError(self._nothing_said()) from (self.errors[0] if self.errors else None)
+            counts = self.counts
+            reason = f"the program made no call that reached {self.base_url}; give it base_url and api_key"
+            if counts.refused + counts.failed + counts.cancelled:
+                reason = (
+                    f"no call of the program was answered: {counts.refused} were refused, {counts.failed} failed, "
+                    f"{counts.cancelled} were cancelled"
+                )
+            raise TrajectoryError(reason) from (self.errors[0] if self.errors else None)
         shown = {**self.metrics, **(metrics or {})}
         made: list[Trajectory] = []
         for role in self.roles:
@@ -296,37 +288,34 @@ class EpisodeSession:
             )
         return tuple(made)
 
-    def _nothing_said(self) -> str:
-        counts = self.counts
-        if not counts.refused + counts.failed + counts.cancelled:
-            return f"the program made no call that reached {self.base_url}; give it base_url and api_key"
-        return (
-            f"no call of the program was answered: {counts.refused} were refused, {counts.failed} failed, "
-            f"{counts.cancelled} were cancelled"
-        )
+    def speaker(self, name: str, role: str | None = None) -> Speaker:
+        """The agent of this name, which its path has. role: for which the model is asked, if that is another."""
+        if name not in self._speakers:
+            self._speakers[name] = Speaker(self._engine, self.policy, role or name)
+        return self._speakers[name]
 
-    async def acomplete(self, role: str, call: ChatCall) -> list[CallAnswer]:
-        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
-        return await self._speaker(role).acomplete(call)
+    def sent(self, key: bytes, answers: Sequence[CallAnswer]) -> None:
+        """Note that a call was answered. key: the digest of its body."""
+        self._read[key].append(answers)
+        self.counts.answered += 1
 
-    async def anum_prompt_tokens(self, role: str, call: ChatCall) -> int:
-        """The length of a call's prompt. Nothing is sampled or kept."""
-        dialogue, prompt = await self._speaker(role).aprompt(call)
-        return len(dialogue.input_array(prompt))
+    def not_sent(self, key: bytes, role: str, answers: Sequence[CallAnswer]) -> None:
+        """Forget the answers to a call that nobody took."""
+        self.speaker(role).forget(answers)
+        self._num_unanswered[key] += 1
 
-    def admit(self, run_id: str, role: str) -> None:
-        """Have calls of this run recorded apart. role: for which the model is asked."""
-        self._speakers[run_id] = Speaker(self._engine, self.policy, role)
+    def repeat(self, key: bytes, role: str) -> None:
+        """Forget the answer that an SDK did not read, and for which it calls again.
 
-    def _speaker(self, role: str) -> Speaker:
-        if role not in self._speakers:
-            self._speakers[role] = Speaker(self._engine, self.policy, role)
-        return self._speakers[role]
-
-    def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:
-        """Forget answers that nobody has read, unless another call followed them."""
-        for answer in answers:
-            self._speakers[role].forget(answer.turn)
+        It does not say which call it repeats: most likely one with the same body that got no answer; if all were
+        answered, the last of them.
+        """
+        if self._num_unanswered[key]:
+            self._num_unanswered[key] -= 1
+        elif self._read[key]:
+            self.speaker(role).forget(self._read[key].pop())
+            self.counts.answered -= 1
+            self.counts.repeated += 1
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -334,11 +323,11 @@ class EpisodeSession:
         scope = asyncio.timeout(None)
         try:
             async with scope:
-                self._running.add(scope)
+                self.running.add(scope)
                 try:
                     yield
                 finally:
-                    self._running.discard(scope)
+                    self.running.discard(scope)
                     self.called_at = asyncio.get_running_loop().time()
         except TimeoutError:
             if not scope.expired():
@@ -365,11 +354,11 @@ class EpisodeSession:
         """Expire the key, and interrupt calls that still run. Idempotent."""
         self._is_over = True
         now = asyncio.get_running_loop().time()
-        for scope in tuple(self._running):
+        for scope in tuple(self.running):
             if scope.when() is None:
                 scope.reschedule(now)
         async with self._idle:
-            await self._idle.wait_for(lambda: not self._running)
+            await self._idle.wait_for(lambda: not self.running)
 
 
 def is_role(name: str) -> bool:

@@ -10,9 +10,13 @@ All of it runs in this process and event loop, and uses only loopback, unless th
 
 from __future__ import annotations
 
+import json
+import ssl
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ArlError, EnvironmentFailedError
@@ -23,15 +27,27 @@ from arl.endpoint.proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
 from arl.endpoint.session import EpisodeSession
 from arl.workflow.conversation import trajectories
 
-if TYPE_CHECKING:
+try:
     import verifiers.v1 as vf
+    from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, omit
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.compaction import is_context_overflow
+    from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp, connect_mcp
+except ImportError as error:
+    raise ArlError(f"environments of verifiers need the package: {install_command('verifiers')}") from error
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageToolCallUnion
     from transformers import PreTrainedTokenizerBase
 
     from arl.api.engine import Sampler
     from arl.workflow.call_formats import CallFormat
 
+__all__ = ["ChatHarness", "VerifiersWorkflow", "local_environment"]
+
 HARNESS = "arl-chat"
-"""The id of arl.endpoint.verifiers_harness, which runs an agent in this process."""
+"""The id of ChatHarness: verifiers imports the module that it names, and takes the exported class."""
+sys.modules.setdefault("arl_chat", sys.modules[__name__])
 _NO_KEY = "ARL_HAS_NO_API_KEY"
 """verifiers reads keys from environment variables. arl sends its key in KEY_HEADER, and leaves this variable unset."""
 
@@ -41,10 +57,8 @@ def local_environment(config: Mapping[str, Any]) -> vf.Env:
 
     This applies to agents whose harness is `null`, or was chosen neither by the config nor by the environment's author:
     unlike verifiers' default `bash`, they execute nothing. The default runtime is this machine, unconfined. Raises
-    ArlError if verifiers is not installed, and verifiers' own errors for a config that it refuses.
+    verifiers' own errors for a config that it refuses.
     """
-    vf = _verifiers()
-    _name_harness()
     given, taskset_id = dict(config), dict(config.get("taskset") or {}).get("id", "")
     has_harness = vf.default_harness_id(taskset_id) != "bash"
     for name, field in vf.env_config_type(taskset_id, given.get("id", "")).model_fields.items():
@@ -100,7 +114,13 @@ class VerifiersWorkflow(Shared, RolloutWorkflow):
         await opened.enter_async_context(self._proxy)
         self._shared = opened.enter_context(self._proxy.shared_url())
         await opened.enter_async_context(self.env.serving())
-        self._context = self._model_context(self._shared)
+        sampling = self._sampling
+        params = vf.SamplingConfig(
+            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_new_tokens
+        )
+        headers = {KEY_HEADER: self._shared.api_key}
+        client = vf.EvalClientConfig(base_url=self._shared.base_url, api_key_var=_NO_KEY, headers=headers)
+        self._context = vf.ModelContext(model=MODEL, client=client, sampling=params)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         """Raises EnvironmentFailedError, with the rollout's first error, if the rollout did not finish."""
@@ -120,32 +140,6 @@ class VerifiersWorkflow(Shared, RolloutWorkflow):
             cause = session.errors[0] if session.errors else None
             raise EnvironmentFailedError(_why(episode)) from cause
         return _trajectories(episode, session)
-
-    def _model_context(self, shared: SharedURL) -> vf.ModelContext:
-        vf = _verifiers()
-        sampling = self._sampling
-        params = vf.SamplingConfig(
-            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_new_tokens
-        )
-        client = vf.EvalClientConfig(
-            base_url=shared.base_url, api_key_var=_NO_KEY, headers={KEY_HEADER: shared.api_key}
-        )
-        return vf.ModelContext(model=MODEL, client=client, sampling=params)
-
-
-def _verifiers() -> Any:
-    try:
-        import verifiers.v1 as vf
-    except ImportError as error:
-        raise ArlError(f"environments of verifiers need the package: {install_command('verifiers')}") from error
-    return vf
-
-
-def _name_harness() -> None:
-    """Register the harness: verifiers imports the top-level module that its id names, and takes the exported class."""
-    from arl.endpoint import verifiers_harness
-
-    sys.modules.setdefault(HARNESS.replace("-", "_"), verifiers_harness)
 
 
 def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajectory]:
@@ -179,3 +173,90 @@ def _why(episode: vf.Episode) -> str:
     where, error = errors[0]
     traceback = f"\n{error.traceback}" if error.traceback else ""
     return f"the environment {episode.env.id} failed in its {where}: {error.type}: {error.message}{traceback}"
+
+
+class ChatHarnessConfig(vf.HarnessConfig):
+    """The settings of every harness. Only tool_timeout is used; env is not, since no program is started."""
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):
+    """Runs an agent as a coroutine of this process, until the model answers without calling a tool.
+
+    verifiers' own `bash` and `null` harnesses run a program for each rollout. This one executes nothing, and many
+    rollouts share one event loop. The environment's servers provide the tools.
+
+    A conversation also ends when it outgrows the model's context, or when the environment stops it (at a limit or by a
+    stop condition). Any other refusal of the model's endpoint is an error of the rollout.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+        tool_interception_url: str | None = None,
+    ) -> vf.ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
+        messages += given
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with (
+            AsyncExitStack() as stack,
+            DefaultAsyncHttpxClient(verify=_tls(), timeout=None) as http,
+            AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http) as client,
+        ):
+            tools = _Tools(*await connect_mcp({"mcpServers": servers}, stack))
+            shown: Any = tools.specs or omit
+            try:
+                while True:
+                    asked: Any = {"model": ctx.model, "messages": messages, "tools": shown}
+                    message = (await client.chat.completions.create(**asked)).choices[0].message
+                    if not message.tool_calls:
+                        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                    messages.append(message.model_dump(exclude_none=True))
+                    messages += [await tools.answer(call) for call in message.tool_calls]
+            except APIStatusError as refused:
+                has_outgrown = is_context_overflow(refused)
+                return vf.ProgramResult(exit_code=0 if has_outgrown else 1, stdout="", stderr=str(refused))
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One context for all rollouts, since making one blocks the event loop for 50 ms."""
+    return ssl.create_default_context()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """specs: the tools as the model sees them. dispatch: name -> (server, the server's name for the tool)."""
+
+    specs: Sequence[Mapping[str, Any]]
+    dispatch: dict[str, tuple[str, str]]
+    servers: dict[str, MCPConnection]
+
+    async def answer(self, call: ChatCompletionMessageToolCallUnion) -> dict[str, Any]:
+        assert call.type == "function"
+        name = call.function.name
+        try:
+            given = json.loads(call.function.arguments or "{}")
+        except ValueError:
+            given = None
+        content: str | list[dict[str, Any]]
+        if name not in self.dispatch:
+            content = f"error: there is no tool {name!r}; the tools are {', '.join(self.dispatch) or 'none'}"
+        elif not isinstance(given, dict):
+            content = "error: the arguments of a tool call must be one JSON object"
+        else:
+            content = await call_mcp(self.servers, self.dispatch, name, given)
+        return {"role": "tool", "tool_call_id": call.id, "name": name, "content": content}

@@ -2,13 +2,12 @@
 
 | module | what lives there |
 |---|---|
-| agent | AgentWorkflow, SingleTurnWorkflow, MultiTurnWorkflow |
-| tool_agent, tools, tool_schema, call_formats, mcp_tools | agents that call tools, and the tools |
+| agent | AgentWorkflow, SingleTurnWorkflow, MultiTurnWorkflow; the loop of an agent with tools |
+| tool_agent, tools, tool_schema, call_formats, mcp_tools | agents that call tools and other agents, and the tools |
 | team | several agents in one episode |
-| conversation, dialogue, chat_template | transcripts, exact to the token, and the trajectories made of them |
-| openenv_workflow, harbor | environments of OpenEnv; tasks in Harbor's format |
+| conversation, compacting, dialogue, chat_template, messages, images | transcripts, exact to the token |
+| openenv_workflow, harbor_workflow, harbor_task | environments of OpenEnv; tasks in Harbor's format |
 | teachers | distillation, and clients of teachers and reward models |
 
-Users import these names from `arl`. This package may import arl.api, arl.runtime, arl.data, arl.sandbox and
-arl.rewards, but never arl.engine (a workflow sees the model only as a Sampler) nor arl.endpoint, which stands on it.
+Users import these names from `arl`. A workflow sees the model only as a Sampler.
 """

@@ -16,18 +16,25 @@ from arl.rewards.score import Score
 from arl.rewards.threads import THREADS, together
 from arl.workflow.chat_template import template_of
 from arl.workflow.compacting import Compaction, conversation_of
-from arl.workflow.content import holds_image
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting, Turn
-from arl.workflow.example_images import IMAGE_COLUMNS, MARKER, has_marker, with_images
-from arl.workflow.messages import Message
-from arl.workflow.placing import blind, check_places_as, processor_of
+from arl.workflow.images import (
+    IMAGE_COLUMNS,
+    MARKER,
+    blind,
+    check_places_as,
+    has_marker,
+    processor_of,
+    with_images,
+)
+from arl.workflow.messages import Message, holds_image
+from arl.workflow.tools import Tool, ToolLimits, ToolResult, arun_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from arl.api.engine import Sampler
-    from arl.workflow.tools import Tool
+    from arl.workflow.call_formats import CallFormat
 
 PromptFunction = Callable[[Example], str | Sequence[Message]]
 """From an example to the user's question, or to all messages that an episode begins with."""
@@ -76,7 +83,15 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         Raises DatasetError for an example without any, or with other images than places; ImageError for an image of a
         column that cannot be read.
         """
-        given = self.prompt(data) if self.prompt is not None else _of_columns(data)
+        if self.prompt is not None:
+            given: object = self.prompt(data)
+        elif (column := next((name for name in _COLUMNS if data.get(name) is not None), None)) is not None:
+            given = data[column]
+        else:
+            raise DatasetError(
+                f"an example has the columns {', '.join(map(str, data)) or 'none'}, and no messages in any of "
+                f"{', '.join(_COLUMNS)}; pass prompt=, a function from an example to a question or to messages"
+            )
         return with_images(data, with_system(self.system, given), self.image_columns)
 
     def check_example(self, data: Example) -> None:
@@ -164,25 +179,10 @@ def check_fits(limit: int, sampling: SamplingParams | None, compaction: Compacti
 
 def with_system(system: str | None, given: object) -> list[Message]:
     """A question or messages, after the system prompt unless they have one. Raises DatasetError for anything else."""
-    messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else _checked(given)
-    if system is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _of_columns(data: Example) -> object:
-    column = next((name for name in _COLUMNS if data.get(name) is not None), None)
-    if column is None:
-        raise DatasetError(
-            f"an example has the columns {', '.join(map(str, data)) or 'none'}, and no messages in any of "
-            f"{', '.join(_COLUMNS)}; pass prompt=, a function from an example to a question or to messages"
-        )
-    return data[column]
-
-
-def _checked(given: object) -> list[Message]:
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     messages: list[Any] = list(cast("Sequence[Any]", given)) if is_list else []
+    if isinstance(given, str):
+        messages = [{"role": "user", "content": given}]
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise DatasetError(
             f"an episode would begin with {str(given)[:200]!r}; it must be a question, or messages with roles"
@@ -191,7 +191,9 @@ def _checked(given: object) -> list[Message]:
         raise DatasetError(
             "an example's messages end with the assistant's, which tells the model the answer; drop that one"
         )
-    return messages
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -256,11 +258,14 @@ class MultiTurnWorkflow(AgentWorkflow):
         answers = await self._converse(engine, chat, data)
         score = await self.ascore(answers[-1], data)
         share = self.discount ** (len(answers) - 1)
+        reward, turn_rewards = self._turn_score, None
+        if reward is not None:
+            turn_rewards = [one.value for one in await together(reward(answer, data) for answer in answers)]
         return chat.trajectories(
             share * score.value,
             {"turns": len(answers), **score.metrics},
             rewards={name: share * part for name, part in score.parts.items()},
-            turn_rewards=await self._turn_rewards(answers, data),
+            turn_rewards=turn_rewards,
         )
 
     async def _converse(self, engine: Sampler, chat: Conversation, data: Example) -> list[str]:
@@ -277,8 +282,53 @@ class MultiTurnWorkflow(AgentWorkflow):
                 return answers
             chat.add({"role": "user", "content": said})
 
-    async def _turn_rewards(self, answers: Sequence[str], data: Example) -> list[float] | None:
-        reward = self._turn_score
-        if reward is None:
-            return None
-        return [score.value for score in await together(reward(answer, data) for answer in answers)]
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ToolEpisode:
+    """The state of an episode, for its workflow's methods."""
+
+    data: Example
+    conversation: Conversation
+    tools: Sequence[Tool]
+    results: list[ToolResult] = field(default_factory=list[ToolResult])
+    """The results of all calls so far, in order."""
+    answer: Turn | None = None
+    """The turn without a call that ended the episode; None if max_turns, is_done or a full context ended it."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        failures = [result.failure for result in self.results]
+        malformed = failures.count("malformed")
+        return {
+            "tool_calls": len(self.results) - malformed,
+            "tool_errors": failures.count("refused") + failures.count("failed"),
+            "malformed_calls": malformed,
+            "turns": self.conversation.num_turns,
+            "answered": float(self.answer is not None),
+        }
+
+    async def aspeak(
+        self,
+        engine: Sampler,
+        sampling: SamplingParams,
+        *,
+        call_format: CallFormat,
+        limits: ToolLimits,
+        max_turns: int,
+        is_done: Callable[[ToolEpisode], bool] = lambda _: False,
+    ) -> None:
+        """Let the model call tools until it answers or must stop; sets `answer`. Raises as agenerate and tools do."""
+        chat, self.answer = self.conversation, None
+        for _ in range(max_turns):
+            turn = await chat.agenerate(engine, sampling)
+            if chat.is_full:
+                return
+            calls = call_format.parse(turn.text).calls
+            if not calls:
+                self.answer = turn
+                return
+            results = await arun_tools(calls, self.tools, limits)
+            self.results += results
+            chat.add(*(result.message for result in results))
+            if is_done(self):
+                return

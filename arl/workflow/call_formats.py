@@ -73,7 +73,12 @@ class CallSyntax:
     def tag(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The call of one tool as a tag of a structural tag. arguments: their JSON schema."""
         begin = self.begin.replace("NAME", json.dumps(name, ensure_ascii=False))
-        return {"type": "tag", "begin": begin, "content": _json(arguments), "end": self.end}
+        return {
+            "type": "tag",
+            "begin": begin,
+            "content": {"type": "json_schema", "json_schema": arguments},
+            "end": self.end,
+        }
 
     def calls(self, tags: Sequence[Mapping[str, Any]], *, only_one: bool) -> dict[str, Any]:
         """An answer that is one of these calls, or several, and nothing else, as a format of a structural tag."""
@@ -84,10 +89,6 @@ class CallSyntax:
         """Any text, in which each call is one of these."""
         form = {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags}
         return {**form, "at_least_one": False, "stop_after_first": only_one}
-
-
-def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": schema}
 
 
 class CallFormat(Protocol):
@@ -119,8 +120,10 @@ class _Hermes:
                 at = _end_of_thought(text, tag.end())
                 outside.append(text[tag.start() : at])
             else:
-                body, at = _tagged(text, tag.end())
-                calls.append(_call(body, argument_keys=("arguments",)))
+                start = tag.end()
+                end = _CALL_TAG.search(text, _end_of_object(text, start))  # tags within JSON strings do not count
+                calls.append(_call(text[start : end.start() if end else None], argument_keys=("arguments",)))
+                at = len(text) if end is None else end.end() if end[0] == "</tool_call>" else end.start()
         outside.append(text[at:])
         content = "".join(outside)
         return ParsedAnswer(content=content.strip() if calls else content, calls=tuple(calls))
@@ -179,23 +182,9 @@ def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     )
 
 
-def syntax_of(form: CallFormat) -> CallSyntax | None:
-    """How calls in this format are written; None if the format does not say."""
-    syntax = getattr(form, "syntax", None)
-    return syntax if isinstance(syntax, CallSyntax) else None
-
-
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
     """The calls in `text`, in order, in the format of Qwen and Hermes. Empty if the model called nothing."""
     return list(HERMES.parse(text).calls)
-
-
-def _tagged(text: str, start: int) -> tuple[str, int]:
-    """The content of the tag that was opened before `start`, and its end. Tags within JSON strings do not count."""
-    tag = _CALL_TAG.search(text, _end_of_object(text, start))
-    if tag is None:
-        return text[start:], len(text)
-    return text[start : tag.start()], tag.end() if tag[0] == "</tool_call>" else tag.start()
 
 
 def _end_of_object(text: str, start: int) -> int:

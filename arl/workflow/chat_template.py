@@ -7,7 +7,6 @@ import marshal
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
@@ -17,12 +16,10 @@ from jinja2 import TemplateError
 from arl.api.errors import ModelError
 from arl.api.images import Image
 from arl.api.types import StopReason
-from arl.workflow.content import images_in
-from arl.workflow.messages import Message, ToolSpecs, normalised, plain, text_content
-from arl.workflow.placing import PLACEHOLDER, blind
+from arl.workflow.images import PLACEHOLDER, blind
+from arl.workflow.messages import Message, ToolSpecs, images_in, normalised, plain, text_content
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
@@ -44,15 +41,6 @@ def _is_exact(value: Any) -> bool:
     return type(value) in (str, int, float, bool, type(None))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """Messages and tools, which are equal if their bytes are."""
-
-    packed: bytes
-    shown: list[dict[str, Any]] = field(compare=False)
-    specs: list[Any] = field(compare=False)
-
-
 class ChatTemplate:
     """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one.
 
@@ -71,7 +59,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._options = dict(options or {})
         self._special = _special_tokens(tokenizer)
-        self._rendered = lru_cache(_REMEMBERED)(self._render_said)
+        self._rendered: dict[tuple[str, bytes, bool], str] = {}
         self._encoded = lru_cache(_REMEMBERED)(self._encode)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -91,7 +79,13 @@ class ChatTemplate:
             raise blind(self.tokenizer, next(message for message in said if images_in([message])))
         shown = [self._as_text(message, by=message["role"]) for message in said]
         specs = [self._as_text(plain(tool)) for tool in tools]
-        self._check_shows(shown, specs)
+        source = self._source(specs)
+        if specs and "tools" not in source:
+            raise ModelError("the model's chat template shows no tools; use a model or a template that does")
+        if "tool_calls" not in source and any("tool_calls" in message for message in shown):
+            raise ModelError(
+                "the model's chat template shows no tool_calls; use one that does, or put calls into content"
+            )
         text = self._render_texts(shown, specs, add_generation_prompt=add_generation_prompt)
         if image_id is not None and (num_shown := text.count(PLACEHOLDER)) != num_images:
             raise ModelError(
@@ -110,17 +104,23 @@ class ChatTemplate:
         self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool = True
     ) -> str:
         """As `render`, of messages and tools with cuts. Short texts are remembered: episodes of a group begin alike."""
-        source = self._source(specs)
-        is_own = getattr(self.tokenizer.apply_chat_template, "__func__", None) is not _stock().apply_chat_template
-        if not is_own and not _changes(source) and _is_exact((shown, specs, self._options)):
-            packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
-            if len(packed) <= _LONGEST:
-                return self._rendered(source, _Rendered(packed, shown, specs), add_generation_prompt)
-        return self._text(shown, specs, add_generation_prompt)
+        from transformers import PreTrainedTokenizerBase
 
-    def _render_said(self, source: str, said: _Rendered, add_generation_prompt: bool) -> str:
-        """source: a part of what is remembered, because a user may change the tokenizer's template."""
-        return self._text(said.shown, said.specs, add_generation_prompt)
+        source = self._source(specs)
+        renders = getattr(self.tokenizer.apply_chat_template, "__func__", None)
+        is_stock = renders is PreTrainedTokenizerBase.apply_chat_template
+        if not is_stock or _changes(source) or not _is_exact((shown, specs, self._options)):
+            return self._text(shown, specs, add_generation_prompt)
+        packed = marshal.dumps((shown, specs), 2)  # equal for what is the same, and for nothing else
+        key = source, packed, add_generation_prompt  # the source, because a user may change the template
+        text = self._rendered.get(key)
+        if text is None:
+            text = self._text(shown, specs, add_generation_prompt)
+            if len(self._rendered) >= _REMEMBERED:
+                self._rendered.clear()
+            if len(packed) <= _LONGEST:
+                self._rendered[key] = text
+        return text
 
     def _text(self, shown: list[dict[str, Any]], specs: list[Any], add_generation_prompt: bool) -> str:
         try:
@@ -136,27 +136,11 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered text."""
-        backend = self._backend
-        if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
-            return tuple(i for part in text.split(_CUT) for i in self.tokenizer.encode(part, add_special_tokens=False))
         return self._encoded(text) if len(text) <= _LONGEST else self._encode(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        assert self._backend is not None
-        encoded = self._backend.encode_batch(text.split(_CUT), add_special_tokens=False)
-        return tuple(i for part in encoded for i in part.ids)
-
-    @cached_property
-    def _backend(self) -> Tokenizer | None:
-        """What the tokenizer's `encode` calls, if it does nothing else: a third of the time of a short text."""
-        from transformers import PreTrainedTokenizerFast
-
-        tokenizer, stock = self.tokenizer, PreTrainedTokenizerFast
-        if not isinstance(tokenizer, stock) or tokenizer.split_special_tokens:
-            return None
-        is_stock = type(tokenizer).encode is stock.encode and type(tokenizer)._encode_plus is stock._encode_plus
-        is_random = bool(getattr(tokenizer.backend_tokenizer.model, "dropout", None))
-        return tokenizer.backend_tokenizer if is_stock and not is_random else None
+        parts = text.split(_CUT)
+        return tuple(i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False))
 
     def encode_said(self, text: str) -> tuple[int, ...]:
         """The tokens of an assistant's words."""
@@ -227,12 +211,8 @@ class ChatTemplate:
         """Whether the model ended its turn with a special token. At a length limit, only the eos token ends it."""
         if not output_ids:
             return False
-        is_end = output_ids[-1] == self._eos_token_id
+        is_end = output_ids[-1] == self.tokenizer.eos_token_id
         return is_end or (stop_reason == "stop" and output_ids[-1] in self._special)
-
-    @cached_property
-    def _eos_token_id(self) -> Any:
-        return self.tokenizer.eos_token_id
 
     def begins_with_special(self, ids: Sequence[int]) -> bool:
         return bool(ids) and ids[0] in self._special
@@ -323,21 +303,6 @@ class ChatTemplate:
         """The matches of `unit` besides special tokens: all words sorted, or all but white space joined."""
         pieces = unit.findall(self._special_pattern.sub(" ", text.replace(_CUT, "")))
         return sorted(pieces) if unit is _WORD else ["".join(pieces)]
-
-    def _check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
-        source = self._source(tools)
-        if tools and "tools" not in source:
-            raise ModelError("the model's chat template shows no tools; use a model or a template that does")
-        if "tool_calls" not in source and any("tool_calls" in message for message in messages):
-            raise ModelError(
-                "the model's chat template shows no tool_calls; use one that does, or put calls into content"
-            )
-
-
-def _stock() -> type[PreTrainedTokenizerBase]:
-    from transformers import PreTrainedTokenizerBase
-
-    return PreTrainedTokenizerBase
 
 
 @lru_cache(maxsize=64)

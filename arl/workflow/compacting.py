@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import AGENT
-from arl.workflow.content import images_in, text_part
 from arl.workflow.conversation import Conversation, check_entries, trajectories
-from arl.workflow.messages import Message
+from arl.workflow.messages import Message, images_in, text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,13 +276,8 @@ def conversation_of(
     role: str = AGENT,
 ) -> Conversation:
     """A conversation that compacts itself, or one that ends with its context."""
-    if compaction is None:
-        return Conversation(
-            tokenizer, messages, tools=tools, template_options=template_options, rewriting=rewriting, role=role
-        )
-    return CompactingConversation(
-        tokenizer, messages, compaction, tools=tools, template_options=template_options, rewriting=rewriting, role=role
-    )
+    kind = Conversation if compaction is None else partial(CompactingConversation, compaction=compaction)
+    return kind(tokenizer, messages, tools=tools, template_options=template_options, rewriting=rewriting, role=role)
 
 
 @dataclass(frozen=True, slots=True)

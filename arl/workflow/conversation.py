@@ -5,16 +5,15 @@ Each path from the root to a leaf of a Dialogue is a trajectory, and each turn i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
 from arl.workflow.chat_template import template_of
-from arl.workflow.content import with_read_images
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, images_of, unanswered
-from arl.workflow.messages import Message
+from arl.workflow.messages import Message, with_read_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -208,9 +207,16 @@ def trajectories(
         for turn, r, state in zip(turns, turn_rewards or [0.0] * len(turns), states or [None] * len(turns), strict=True)
     }
     paths = list(paths_of(turns))
-    _check_size(paths)
+    num_tokens = sum(len(turn.given_ids) + len(turn.output_ids) for path in paths for turn in path.turns)
+    if num_tokens > MAX_EPISODE_TOKENS:
+        raise TrajectoryError(
+            f"the episode is {len(paths)} trajectories of {num_tokens} tokens together, and at most "
+            f"{MAX_EPISODE_TOKENS} can be trained: each turn that later prompts do not show as it was said is a "
+            "trajectory with everything before it; end episodes sooner, let the template keep earlier turns (thinking, "
+            "for instance), or keep the sampled tokens in view (rewriting='keep')"
+        )
     made: list[Trajectory] = []
-    columns: dict[tuple[int, int], Columns] | None = None if len(paths) == 1 else {}
+    columns: dict[tuple[int, int], Columns] = {}
     for path in paths:
         last = path.turns[-1]
         made.append(
@@ -238,7 +244,12 @@ def check_entries(num_turns: int, *, turn_rewards: Sequence[float] | None, state
 def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
     """The paths, in the order of their leaves. Forgotten turns (not in `turns`) are seen by later ones, not trained."""
     untaken = set(map(id, turns))
-    parents = {id(_nearest(turn.parent, untaken)) for turn in turns}
+    parents = set[int]()
+    for turn in turns:
+        parent = turn.parent
+        while parent is not None and id(parent) not in untaken:
+            parent = parent.parent
+        parents.add(id(parent))
     for leaf in (turn for turn in turns if id(turn) not in parents):
         path = leaf.path
         new = [turn for turn in path if id(turn) in untaken]
@@ -248,27 +259,10 @@ def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
             yield Path(turns=tuple(path[: path.index(owned[-1]) + 1]), owned=owned)
 
 
-def _check_size(paths: Sequence[Path]) -> None:
-    num_tokens = sum(len(turn.given_ids) + len(turn.output_ids) for path in paths for turn in path.turns)
-    if num_tokens > MAX_EPISODE_TOKENS:
-        raise TrajectoryError(
-            f"the episode is {len(paths)} trajectories of {num_tokens} tokens together, and at most "
-            f"{MAX_EPISODE_TOKENS} can be trained: each turn that later prompts do not show as it was said is a "
-            "trajectory with everything before it; end episodes sooner, let the template keep earlier turns (thinking, "
-            "for instance), or keep the sampled tokens in view (rewriting='keep')"
-        )
-
-
-def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
-    while turn is not None and id(turn) not in among:
-        turn = turn.parent
-    return turn
-
-
 def _trajectory(
     path: Path,
     spans: Mapping[int, tuple[float, str | None]],
-    columns: dict[tuple[int, int], Columns] | None,
+    columns: dict[tuple[int, int], Columns],
     *,
     reward: float,
     rewards: Mapping[str, float],
@@ -276,8 +270,8 @@ def _trajectory(
     role: str,
     is_truncated: bool,
 ) -> Trajectory:
-    """columns: of turns that several paths share, made once; None for an only path."""
-    from arl.workflow.turn_columns import flat, joined, kept_ids, routes
+    """columns: of turns that several paths share, made once."""
+    from arl.workflow.turn_columns import joined, kept_ids, routes
 
     owned: list[TurnSpan] = []
     trained = set(map(id, path.owned))
@@ -292,7 +286,7 @@ def _trajectory(
             turn_reward, state = spans[id(turn)]
             owned.append(TurnSpan(start=stop - len(turn.output_ids), stop=stop, reward=turn_reward, state=state))
         start = stop
-    token_ids, loss_mask, logprobs, versions = flat(parts) if columns is None else joined(parts, columns)
+    token_ids, loss_mask, logprobs, versions = joined(parts, columns)
     return Trajectory(
         token_ids=token_ids,
         loss_mask=loss_mask,

@@ -22,9 +22,20 @@ from typing import TYPE_CHECKING, Literal
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.content import image_part, images_in, text_part, texts_of
-from arl.workflow.messages import HistoryKeys, Message, ToolSpecs, history_key, normalised, plain, tools_key
-from arl.workflow.placing import placed
+from arl.workflow.images import placed
+from arl.workflow.messages import (
+    HistoryKeys,
+    Message,
+    ToolSpecs,
+    history_key,
+    image_part,
+    images_in,
+    normalised,
+    plain,
+    text_part,
+    texts_of,
+    tools_key,
+)
 
 if TYPE_CHECKING:
     from arl.api.images import PlacedImage
@@ -235,7 +246,13 @@ class Dialogue:
         parent, given_ids = self._place(said, shown, text)
         if said and parent is not said and self._rewriting != "branch":
             if self._rewriting == "error":
-                raise _rewritten(parent, said)
+                path = said.path
+                first = path[path.index(parent) + 1 if parent else 0]
+                raise ModelError(
+                    f"the chat template rewrites earlier turns: it no longer shows {first.text[:80]!r} as it was said; "
+                    "let the dialogue branch (rewriting='branch'), keep the sampled tokens in view ('keep'), or choose "
+                    "a template that leaves earlier turns alone"
+                )
             parent, given_ids = said, self._kept(said, new, specs)
         given_ids, images = self._seen(given_ids, parent, said, new) if num_images else (given_ids, ())
         begun = self.template.encode_said(prefill) if prefill else ()
@@ -393,16 +410,6 @@ class Dialogue:
             self.template.ends_in_special and self.template.begins_with_special(ids)
         )
         return ids[1:] if turn.has_ended and is_end else ids
-
-
-def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
-    path = said.path
-    first = path[path.index(shown) + 1 if shown else 0]
-    return ModelError(
-        f"the chat template rewrites earlier turns: it no longer shows {first.text[:80]!r} as it was said; let the "
-        "dialogue branch (rewriting='branch'), keep the sampled tokens in view ('keep'), or choose a template that "
-        "leaves earlier turns alone"
-    )
 
 
 def _has_thoughts_of(turn: Turn, message: Message) -> bool:

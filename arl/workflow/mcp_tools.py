@@ -12,7 +12,6 @@ connection, since the task that enters anyio's scopes must also leave them:
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from arl.workflow.tools import Tool
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client import Transport
-    from mcp_types import CallToolResult, ContentBlock, ImageContent
+    from mcp_types import CallToolResult, ContentBlock
 
     Connect = Callable[["_LastWords", AsyncExitStack], Awaitable[Transport]]
 
@@ -73,10 +72,8 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         the error has the end of its stderr.
         """
         _check_installed()
-
-        connect = partial(
-            _connect_stdio, command, tuple(args), dict(env or {}), None if cwd is None else os.fspath(cwd)
-        )
+        where = None if cwd is None else os.fspath(cwd)
+        connect = partial(_connect_stdio, command, tuple(args), dict(env or {}), where)
         return cls(f"the MCP server `{' '.join([command, *args])}`", connect, start_timeout_s, images)
 
     @classmethod
@@ -164,7 +161,11 @@ class _Connection:
             return _text_of(result)
         try:
             seen = [one if one.type == "image" else _text_of_part(one) for one in result.content]
-            return await THREADS.acall(lambda: [one if isinstance(one, str) else _image_of(one) for one in seen])
+            return await THREADS.acall(
+                lambda: [
+                    one if isinstance(one, str) else Image.of(f"data:{one.mime_type};base64,{one.data}") for one in seen
+                ]
+            )
         except ImageError as error:
             raise ImageError(f"{self._name} returned an image from {tool} that cannot be shown: {error}") from error
 
@@ -185,25 +186,22 @@ class _Connection:
             self.client = None
 
     async def _listed(self, client: Client) -> tuple[Tool, ...]:
-        tools: list[Tool] = []
-        cursor = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            tools += [
-                Tool.from_schema(
-                    partial(self._call_of_tool, tool.name),
-                    name=tool.name,
-                    description=tool.description or tool.title or tool.name,
-                    parameters=tool.input_schema,
-                )
-                for tool in page.tools
-            ]
-            cursor = page.next_cursor
-            if cursor is None:
-                break
-        if not tools:
+        page = await client.list_tools(cursor=None)
+        found = [*page.tools]
+        while page.next_cursor is not None:
+            page = await client.list_tools(cursor=page.next_cursor)
+            found += page.tools
+        if not found:
             raise ServerError(f"{self._name} offers no tools")
-        return tuple(tools)
+        return tuple(
+            Tool.from_schema(
+                partial(self._call_of_tool, tool.name),
+                name=tool.name,
+                description=tool.description or tool.title or tool.name,
+                parameters=tool.input_schema,
+            )
+            for tool in found
+        )
 
     def _failure(self, timeout_s: float) -> ArlError:
         error = self.error
@@ -303,23 +301,12 @@ def _text_of_part(part: ContentBlock) -> str:
         case "text":
             return part.text
         case "image" | "audio":
-            return f"[{part.type}, {part.mime_type}, {_num_bytes(part.data)} bytes]"
+            return f"[{part.type}, {part.mime_type}, {len(part.data) * 3 // 4 - part.data[-2:].count('=')} bytes]"
         case "resource_link":
             return f"[resource {part.name}: {part.uri}]"
         case "resource":
             text = getattr(part.resource, "text", None)
             return text if text is not None else f"[resource {part.resource.uri}, no text]"
-
-
-def _image_of(part: ImageContent) -> Image:
-    return Image.of(f"data:{part.mime_type};base64,{part.data}")
-
-
-def _num_bytes(data: str) -> int:
-    try:
-        return len(base64.b64decode(data))
-    except ValueError:
-        return len(data)
 
 
 def _check_installed() -> None:

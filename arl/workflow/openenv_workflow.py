@@ -20,8 +20,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import aiohttp
 
@@ -33,8 +32,7 @@ from arl.workflow.call_formats import CallFormat, MalformedCall, ToolCall, call_
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
-from arl.workflow.tool_results import cut, text_of
-from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, cut, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,24 +53,10 @@ _COLUMNS = ("messages", "prompt", "question")
 """Columns that tell the model something; all others are arguments of reset."""
 
 
-class StepResult(Protocol):
-    """What reset and step return: OpenEnv's own class of that name, or SessionResult."""
-
-    observation: Any
-    reward: float | None
-    done: bool
-
-
-class EnvSession(Protocol):
-    """What an episode needs of a client: OpenEnv's EnvClient, or OpenEnvSession."""
-
-    async def reset(self, **arguments: Any) -> StepResult: ...
-
-    async def step(self, action: Any) -> StepResult: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class SessionResult:
+    """What reset and step return; OpenEnv's own StepResult has the same fields."""
+
     observation: Any
     reward: float | None
     done: bool
@@ -162,14 +146,15 @@ def _failure(data: Mapping[str, Any], url: str, kind: str) -> Exception:
 class EnvPlay:
     """An episode as the environment sees it: its steps and their rewards."""
 
-    session: EnvSession
+    session: Any
+    """OpenEnv's EnvClient, or an OpenEnvSession."""
     timeout_s: float
     rewards: list[float] = field(default_factory=list[float])
     num_steps: int = 0
     num_refused: int = 0
     done: bool = False
 
-    async def step(self, action: Any) -> StepResult:
+    async def step(self, action: Any) -> SessionResult:
         """Raises ToolError if the environment refuses the action."""
         result = await self.answered("step", self.session.step(action))
         self.num_steps += 1
@@ -188,8 +173,8 @@ class EnvPlay:
         if not listed:
             raise EnvironmentFailedError("the environment lists no MCP tools; leave out tools=True")
         return [
-            Tool.from_schema(
-                _called_by_step, name=tool["name"], description=tool["description"], parameters=tool["input_schema"]
+            Tool.from_schema(  # a call is a step, so that its function is never called
+                self.step, name=tool["name"], description=tool["description"], parameters=tool["input_schema"]
             )
             for tool in map(plain, listed)
         ]
@@ -197,15 +182,6 @@ class EnvPlay:
     def refused(self, error: ToolError) -> str:
         self.num_refused += 1
         return f"error: {error}"
-
-    def reward(self, kind: Literal["sum", "last"]) -> float:
-        if kind == "last":
-            return self.rewards[-1] if self.rewards else 0.0
-        return sum(self.rewards)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {"steps": self.num_steps, "invalid_actions": self.num_refused, "done": float(self.done)}
 
     async def answered(self, what: str, answer: Awaitable[ResultT]) -> ResultT:
         """The environment's answer in time. Raises ToolError for a refused action, else EnvironmentFailedError."""
@@ -222,10 +198,6 @@ class EnvPlay:
             if "VALIDATION_ERROR" in str(error):  # OpenEnv's own client says so only in words
                 raise ToolError("this is no action of the environment") from error
             raise EnvironmentFailedError(f"the environment failed in {what}: {error!r}") from error
-
-
-def _called_by_step(**arguments: Any) -> str:
-    raise AssertionError("a call of this tool is a step of the environment")
 
 
 def plain(record: Any) -> Any:
@@ -307,13 +279,13 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             raise ConfigError("with a client of your own, pass action=, which makes an action of a text, or tools=True")
         self._format = (self.call_format or call_format_of(self.tokenizer)) if self.tools else None
         self._places = nullcontext() if self.max_sessions is None else asyncio.Semaphore(self.max_sessions)
-        self._act = partial(_action_in, self.action) if isinstance(self.action, str) else self.action
+        self._act = self.action
         self._client: aiohttp.ClientSession | None = None
 
     async def _open(self, opened: AsyncExitStack) -> None:
         self._client = await opened.enter_async_context(aiohttp.ClientSession(headers=self.headers))
         if isinstance(self.env, str) and self._act is None and not self.tools:
-            self._act = partial(_action_in, await action_field(self._client, self.env, self.timeout_s))
+            self._act = await action_field(self._client, self.env, self.timeout_s)
 
     def check_example(self, data: Example) -> None:
         """Raise DatasetError for an example without arguments for reset."""
@@ -342,7 +314,9 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
             if play.done:
                 raise EnvironmentFailedError(f"reset with {_reset_arguments(data)} began an episode that is done")
             await self._play(engine, chat, play)
-        return chat.trajectories(play.reward(self.reward), {"turns": chat.num_turns, **play.metrics})
+        reward = sum(play.rewards if self.reward == "sum" else play.rewards[-1:], 0.0)
+        counts = {"steps": play.num_steps, "invalid_actions": play.num_refused, "done": float(play.done)}
+        return chat.trajectories(reward, {"turns": chat.num_turns, **counts})
 
     async def _play(self, engine: Sampler, chat: Conversation, play: EnvPlay) -> None:
         for _ in range(self.max_turns):
@@ -362,7 +336,7 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
     async def _step(self, play: EnvPlay, text: str) -> str:
         assert self._act is not None
         try:
-            result = await play.step(self._act(text))
+            result = await play.step({self._act: text} if isinstance(self._act, str) else self._act(text))
         except ToolError as error:
             return play.refused(error)
         return self._text(result.observation)
@@ -394,11 +368,19 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
         return [*given, {"role": "user", "content": observed}] if observed else [*given]
 
     def _text(self, observation: Any) -> str:
-        text = _observed(plain(observation)) if self.observation is None else self.observation(observation)
+        if self.observation is not None:
+            text = self.observation(observation)
+        elif isinstance(fields := plain(observation), Mapping):  # its only text, or all of it as JSON
+            shown = {name: value for name, value in fields.items() if name not in ("metadata", "reward", "done")}
+            texts = [value for value in shown.values() if isinstance(value, str)]
+            is_text = len(texts) == len(shown) <= 1
+            text = "".join(texts) if is_text else json.dumps(shown, ensure_ascii=False, default=str)
+        else:
+            text = text_of(fields)
         return cut(text, self.limits.max_output_chars)
 
     @asynccontextmanager
-    async def _session(self, data: Example) -> AsyncIterator[EnvSession]:
+    async def _session(self, data: Example) -> AsyncIterator[Any]:
         if isinstance(self.env, str):
             assert self._client is not None
             async with opened_session(self._client, self.env, self.timeout_s) as session:
@@ -408,33 +390,12 @@ class OpenEnvWorkflow(Shared, RolloutWorkflow):
         try:
             yield client
         finally:
-            await _closed(client)
+            try:
+                async with asyncio.timeout(_CLIENTS_CLOSE_S):
+                    await client.close()
+            except Exception as error:  # noqa: BLE001 - the episode is over, whatever a user's client raises
+                log.warning("closing an environment's client failed: %r", error)
 
 
 def _reset_arguments(data: Example) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name not in _COLUMNS and value is not None}
-
-
-def _action_in(name: str, text: str) -> dict[str, str]:
-    return {name: text}
-
-
-def _observed(observation: Any) -> str:
-    """The only text of an observation, or all of it as JSON."""
-    if not isinstance(observation, Mapping):
-        return text_of(observation)
-    fields = cast("Mapping[str, Any]", observation)
-    shown = {name: value for name, value in fields.items() if name not in ("metadata", "reward", "done")}
-    texts = [value for value in shown.values() if isinstance(value, str)]
-    if len(texts) == len(shown) <= 1:
-        return "".join(texts)
-    return json.dumps(shown, ensure_ascii=False, default=str)
-
-
-async def _closed(client: Any) -> None:
-    """Close a client of the user's, whatever it raises: the episode is over."""
-    try:
-        async with asyncio.timeout(_CLIENTS_CLOSE_S):
-            await client.close()
-    except Exception as error:  # noqa: BLE001 - logged
-        log.warning("closing an environment's client failed: %r", error)

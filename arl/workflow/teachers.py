@@ -86,7 +86,16 @@ class DistillationWorkflow(RolloutWorkflow):
         trajectories = [episode] if isinstance(episode, Trajectory) else list(episode)
         gains = await together(self._gains(trajectory) for trajectory in trajectories)
         metrics = self._metrics(trajectories, gains)
-        judged = [self._rewarded(*of_one) for of_one in zip(trajectories, gains, metrics, strict=True)]
+        judged: list[Trajectory] = []
+        for trajectory, gain, numbers in zip(trajectories, gains, metrics, strict=True):
+            token_rewards = [self._coefficient * one for one in gain]
+            if self.keep_reward and trajectory.token_rewards is not None:
+                token_rewards = trajectory.token_rewards + token_rewards
+            of_teacher = replace(trajectory, token_rewards=token_rewards, metrics=numbers)
+            if not self.keep_reward:
+                turns = tuple(replace(turn, reward=0.0) for turn in trajectory.turns)
+                of_teacher = replace(of_teacher, reward=0.0, rewards={}, turns=turns)
+            judged.append(of_teacher)
         return judged[0] if isinstance(episode, Trajectory) else judged
 
     async def _gains(self, trajectory: Trajectory) -> list[float]:
@@ -114,21 +123,6 @@ class DistillationWorkflow(RolloutWorkflow):
             if not self.keep_reward:
                 metrics[places[0]]["task_reward"] = fmean(trajectories[i].reward for i in places)
         return metrics
-
-    def _rewarded(self, trajectory: Trajectory, gains: Sequence[float], metrics: Mapping[str, float]) -> Trajectory:
-        token_rewards = [self._coefficient * gain for gain in gains]
-        if self.keep_reward and trajectory.token_rewards is not None:
-            token_rewards = trajectory.token_rewards + token_rewards
-        if self.keep_reward:
-            return replace(trajectory, token_rewards=token_rewards, metrics=metrics)
-        return replace(
-            trajectory,
-            reward=0.0,
-            rewards={},
-            turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns),
-            token_rewards=token_rewards,
-            metrics=metrics,
-        )
 
 
 _PROBE = "Agent 12345 said:\n\t'déjà vu' def f(x): return x**2  # 你好 🙂"
@@ -240,9 +234,6 @@ class ModelServer(JsonClient):
         return len(tokenizer) if told is None else told
 
 
-_NOTHING_NEW = {"max_new_tokens": 0, "temperature": 1.0}
-
-
 class TeacherClient(ModelServer):
     """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: of student and teacher."""
 
@@ -257,13 +248,9 @@ class TeacherClient(ModelServer):
         if start >= len(ids):
             return (0.0,) * len(ids)
         await self.check_tokens(ids)
-        body = {
-            "input_ids": ids,
-            "sampling_params": _NOTHING_NEW,
-            "return_logprob": True,
-            "logprob_start_len": start - 1,
-        }
-        answer = await self.ask("/generate", body)
+        nothing_new = {"max_new_tokens": 0, "temperature": 1.0}
+        asked = {"input_ids": ids, "sampling_params": nothing_new, "return_logprob": True}
+        answer = await self.ask("/generate", {**asked, "logprob_start_len": start - 1})
         return (0.0,) * start + _given_logprobs(answer, ids[start - 1 :], self.url)
 
     def _check_kind(self, info: Mapping[str, Any]) -> None:

@@ -18,12 +18,11 @@ from arl.api.errors import ConfigError
 from arl.api.types import SamplingParams, Trajectory
 from arl.rewards.score import Score, score_of
 from arl.rewards.threads import together
-from arl.workflow.agent import with_system
+from arl.workflow.agent import ToolEpisode, with_system
 from arl.workflow.call_formats import CallFormat, call_format_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
-from arl.workflow.tool_episode import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
 if TYPE_CHECKING:

@@ -57,7 +57,11 @@ def _signature(function: Callable[..., Any]) -> Signature:
     if not docstring:
         raise ToolError(f"the function {name} has no docstring; the model needs one to know what the tool does")
     description, of_arguments = _read(docstring)
-    _check_arguments(function, name)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolError(f"argument {parameter} of {name} cannot be given by name; a tool's arguments are all named")
+        if parameter.annotation is parameter.empty:
+            raise ToolError(f"argument {parameter.name!r} of {name} has no type; annotate it")
     accept = _acceptor(function, inner, name)
     try:
         schema, validated = _validated(accept)
@@ -66,15 +70,13 @@ def _signature(function: Callable[..., Any]) -> Signature:
             f"the arguments of {name} have no JSON schema: {str(error).splitlines()[0]}; use types that pydantic "
             "knows, defined at the top level of a module"
         ) from error
-    return Signature(name=name, description=description, parameters=_described(schema, of_arguments), accept=validated)
-
-
-def _check_arguments(function: Callable[..., Any], name: str) -> None:
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolError(f"argument {parameter} of {name} cannot be given by name; a tool's arguments are all named")
-        if parameter.annotation is parameter.empty:
-            raise ToolError(f"argument {parameter.name!r} of {name} has no type; annotate it")
+    properties = {
+        argument: {"description": of_arguments[argument], **of_type} if argument in of_arguments else of_type
+        for argument, of_type in schema["properties"].items()
+    }
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    parameters = {"type": "object", "properties": properties, "required": schema.get("required", []), **definitions}
+    return Signature(name=name, description=description, parameters=parameters, accept=validated)
 
 
 def _acceptor(function: Callable[..., Any], inner: Callable[..., Any], name: str) -> Callable[..., Arguments]:
@@ -95,15 +97,6 @@ def _validated(accept: Callable[..., Arguments]) -> tuple[dict[str, Any], Callab
     """A separate function, since pydantic keeps the local variables of its caller."""
     adapter: TypeAdapter[Any] = TypeAdapter[Any](accept)  # pyright: ignore[reportArgumentType]  (it takes functions)
     return adapter.json_schema(schema_generator=_WithoutTitles), validate_call(accept)
-
-
-def _described(schema: dict[str, Any], of_arguments: Mapping[str, str]) -> dict[str, Any]:
-    properties = {
-        name: {"description": of_arguments[name], **of_type} if name in of_arguments else of_type
-        for name, of_type in schema["properties"].items()
-    }
-    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return {"type": "object", "properties": properties, "required": schema.get("required", []), **definitions}
 
 
 class _WithoutTitles(GenerateJsonSchema):

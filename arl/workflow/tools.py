@@ -8,22 +8,25 @@ docs/workflows.md says which failures the model reads, and which ones end the ep
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
 
-from arl.api.errors import ArlError, ConfigError, ToolError
+from arl.api.errors import ArlError, ConfigError, ImageError, ToolError
 from arl.api.events import EPISODE, ToolEnded, short
+from arl.api.images import Image
 from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall
-from arl.workflow.content import Content
-from arl.workflow.tool_results import content_of_result, cut, cut_content, has_images
+from arl.workflow.messages import Content, image_part, text_part
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
 
 log = logging.getLogger(__name__)
@@ -99,8 +102,8 @@ class Tool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """pydantic's `accept` does not pickle: a copy in another process makes it of the function again."""
-        fields = (self.name, self.spec, self.function, self.owner, self.max_output_chars, self.timeout_s)
-        return _copied, (*fields, self.accept is not None)
+        names = [field.name for field in dataclasses.fields(self) if field.name != "accept"]
+        return _copied, ({name: getattr(self, name) for name in names}, self.accept is not None)
 
     @classmethod
     def of(cls, tool: Tool | Callable[..., Any]) -> Tool:
@@ -125,40 +128,28 @@ class Tool:
         return cut_content(content, self.max_output_chars or limits.max_output_chars)
 
     async def _acall(self, call: Callable[[], Any], timeout_s: float) -> Content:
-        if _is_async(self.function):
-            return await self._acontent(await _within(call, timeout_s))
-        try:
-            result = await THREADS.acall(lambda: self._unless_awaitable(call()), timeout_s)
-        except CallTimeoutError as error:
-            raise ToolError(str(error)) from None
-        if not inspect.isawaitable(result):
-            return result
-        return await self._acontent(await _within(lambda: result, timeout_s))
+        def run() -> Any:
+            """In the tool's thread; so is a result made into what the model reads, since that may take long."""
+            result = call()
+            return result if inspect.isawaitable(result) else content_of_result(result, self.name)
 
-    async def _acontent(self, result: Any) -> Content:
-        """An async tool's result for the model. Images are read on a thread, as that may take long."""
+        if _is_async(self.function):
+            result = await _within(call, timeout_s)
+        else:
+            try:
+                made = await THREADS.acall(run, timeout_s)
+            except CallTimeoutError as error:
+                raise ToolError(str(error)) from None
+            if not inspect.isawaitable(made):
+                return made
+            result = await _within(lambda: made, timeout_s)
         if not has_images(result):
             return content_of_result(result, self.name)
         return await THREADS.acall(lambda: content_of_result(result, self.name))
 
-    def _unless_awaitable(self, result: Any) -> Any:
-        """A result for the model, made in the tool's thread since it may take long. The event loop awaits an awaitable
-        result."""
-        return result if inspect.isawaitable(result) else content_of_result(result, self.name)
 
-
-def _copied(
-    name: str,
-    spec: Mapping[str, Any],
-    function: Callable[..., Any],
-    owner: object,
-    limit: int | None,
-    timeout_s: float | None,
-    has_types: bool,
-) -> Tool:
-    accept = signature_of(function).accept if has_types else None
-    own = {"max_output_chars": limit, "timeout_s": timeout_s}
-    return Tool(name=name, spec=spec, function=function, accept=accept, owner=owner, **own)
+def _copied(fields: dict[str, Any], has_types: bool) -> Tool:
+    return Tool(**fields, accept=signature_of(fields["function"]).accept if has_types else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,23 +188,19 @@ async def arun_tools(
     async def run(indices: Iterable[int]) -> None:
         for index in indices:
             began = time.monotonic()
-            results[index] = await _result(calls[index], index, named, limits)
-            _report(results[index], time.monotonic() - began)
+            result = results[index] = await _result(calls[index], index, named, limits)
+            if context := EPISODE.get():
+                name = short(result.call.name if isinstance(result.call, ToolCall) else "")
+                seconds, failure = time.monotonic() - began, result.failure or ""
+                context.events.emit(ToolEnded(episode=context.episode, tool=name, seconds=seconds, failure=failure))
 
-    lines = _lines(calls, named)
-    if len(lines) == 1:
-        await run(lines[0])
-    else:
-        await together(run(line) for line in lines)
+    lines: dict[object, list[int]] = {}  # the calls of a line run one after another
+    for index, call in enumerate(calls):
+        tool = named.get(call.name) if isinstance(call, ToolCall) else None
+        key = ("owner", id(tool.owner)) if tool is not None and tool.owner is not None else ("call", index)
+        lines.setdefault(key, []).append(index)
+    await together(run(line) for line in lines.values())
     return [results[index] for index in range(len(calls))]
-
-
-def _report(result: ToolResult, seconds: float) -> None:
-    if context := EPISODE.get():
-        name = result.call.name if isinstance(result.call, ToolCall) else ""
-        context.events.emit(
-            ToolEnded(episode=context.episode, tool=short(name), seconds=seconds, failure=result.failure or "")
-        )
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
@@ -226,22 +213,12 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     return named
 
 
-def _lines(calls: Sequence[ToolCall | MalformedCall], named: Mapping[str, Tool]) -> list[list[int]]:
-    """Indices of the calls, in lines. The calls of a line run one after another."""
-    lines: dict[object, list[int]] = {}
-    for index, call in enumerate(calls):
-        tool = named.get(call.name) if isinstance(call, ToolCall) else None
-        key = ("owner", id(tool.owner)) if tool is not None and tool.owner is not None else ("call", index)
-        lines.setdefault(key, []).append(index)
-    return list(lines.values())
-
-
 async def _result(
     call: ToolCall | MalformedCall, index: int, named: Mapping[str, Tool], limits: ToolLimits
 ) -> ToolResult:
     """The one place that turns a failure of a call or a tool into text for the model."""
     if isinstance(call, MalformedCall):
-        return ToolResult(call=call, content=_error(call.reason, limits), failure="malformed")
+        return _failed(call, "malformed", call.reason, limits)
     try:
         if index >= limits.max_calls:
             raise ToolError(f"at most {limits.max_calls} calls are answered in one turn")
@@ -249,24 +226,26 @@ async def _result(
             raise ToolError(f"there is no tool {call.name!r}; the tools are {', '.join(sorted(named)) or 'none'}")
         return ToolResult(call=call, content=await named[call.name].acall(call.arguments, limits))
     except ToolError as error:
-        return ToolResult(call=call, content=_error(str(error), limits), failure="refused")
+        return _failed(call, "refused", str(error), limits)
     except ArlError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's failure is data; argparse exits, for instance
-        return _failed(call, error, limits)
+        return _broken(call, error, limits)
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
-        return _failed(call, error, limits)  # the tool raised it, and nobody cancelled
+        return _broken(call, error, limits)  # the tool raised it, and nobody cancelled
 
 
-def _failed(call: ToolCall, error: BaseException, limits: ToolLimits) -> ToolResult:
+def _failed(
+    call: ToolCall | MalformedCall, failure: Literal["malformed", "refused", "failed"], reason: str, limits: ToolLimits
+) -> ToolResult:
+    return ToolResult(call=call, content=cut(f"error: {reason}", limits.max_output_chars), failure=failure)
+
+
+def _broken(call: ToolCall, error: BaseException, limits: ToolLimits) -> ToolResult:
     log.warning("the tool %s failed; the model is told so, and the episode goes on", call.name, exc_info=error)
-    return ToolResult(call=call, content=_error(f"the tool failed: {type(error).__name__}", limits), failure="failed")
-
-
-def _error(reason: str, limits: ToolLimits) -> str:
-    return cut(f"error: {reason}", limits.max_output_chars)
+    return _failed(call, "failed", f"the tool failed: {type(error).__name__}", limits)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -284,3 +263,114 @@ async def _within(call: Callable[[], Any], timeout_s: float) -> Any:
         if limit.expired():
             raise ToolError(f"there was no answer within {timeout_s:g} s") from error
         raise
+
+
+# What the model reads of a result: text, or texts and images.
+
+
+def content_of_result(result: object, tool: str) -> Content:
+    """A tool's result for the model: an Image or a PIL image, a list in which there are some, or text as by `text_of`.
+
+    Raises ImageError, with the tool's name, for an image that cannot be shown, or that lies deeper, and for an array
+    of pixels.
+    """
+    items = _items(result)
+    if any(map(_is_pixels, items)):
+        raise ImageError(
+            f"the tool {tool} returned an array of pixels, which the model would read as numbers; return "
+            "PIL.Image.fromarray(array) for an image, or array.tolist() for numbers"
+        )
+    if any(_hides_image(item) for item in items):
+        raise ImageError(
+            f"the tool {tool} returned an image within a {type(result).__name__}, of which the model would read the "
+            "text alone; return the image itself, or a list of texts and images"
+        )
+    if not has_images(result):
+        return text_of(result)
+    try:
+        return [image_part(Image.of(item)) if _is_image(item) else text_part(text_of(item)) for item in items]
+    except ImageError as error:
+        raise ImageError(f"the tool {tool} returned an image that cannot be shown: {error}") from error
+
+
+def has_images(result: object) -> bool:
+    """Whether it is an image, or a list with images."""
+    return any(map(_is_image, _items(result)))
+
+
+def _items(result: object) -> list[object]:
+    return cast("list[object]", list(result)) if isinstance(result, list | tuple) else [result]
+
+
+def _hides_image(item: object) -> bool:
+    """Whether an image lies within it."""
+    match item:
+        case str() | bytes() | int() | float() | None | Image():
+            return False
+        case Mapping():
+            inner = list(cast("Mapping[object, object]", item).values())
+        case list() | tuple() | set() | frozenset():
+            inner = list(cast("Sequence[object]", item))
+        case _ if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            inner = [getattr(item, field.name) for field in dataclasses.fields(item)]
+        case _:
+            return False
+    try:
+        return any(_is_image(one) or _hides_image(one) for one in inner)
+    except RecursionError:  # circular
+        return False
+
+
+def cut_content(content: Content, max_chars: int) -> Content:
+    """The content with its first max_chars characters, and all of its images."""
+    if isinstance(content, str):
+        return cut(content, max_chars)
+    left, parts = max_chars, list[dict[str, Any]]()
+    for part in content:
+        if "text" in part:
+            parts.append(text_part(cut(part["text"], max(left, 0))))
+            left -= len(part["text"])
+        else:
+            parts.append(part)
+    return parts
+
+
+def _is_image(result: object) -> bool:
+    is_picture = "PIL.Image" in sys.modules and isinstance(result, sys.modules["PIL.Image"].Image)
+    return is_picture or isinstance(result, Image)
+
+
+def _is_pixels(result: object) -> bool:
+    """Whether it is an array as environments render their screens: bytes of height x width x channels."""
+    shape = getattr(result, "shape", ())
+    return str(getattr(result, "dtype", "")) in ("uint8", "torch.uint8") and len(shape) == 3 and shape[2] in (1, 3, 4)
+
+
+def text_of(result: object) -> str:
+    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`, which may raise."""
+    match result:
+        case str():
+            return result
+        case bytes() | bytearray() | memoryview():
+            try:
+                return bytes(result).decode()
+            except UnicodeDecodeError:
+                return f"[{len(bytes(result))} bytes that are not text]"
+        case Mapping() | list() | tuple() | set() | frozenset() | BaseModel():
+            return _json(result)
+    is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
+    return _json(result) if is_record else str(result)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The first max_chars characters of the text, without lone surrogates, and a note of how many are missing."""
+    kept = text[:max_chars].encode("utf-8", "replace").decode("utf-8")
+    missing = len(text) - max_chars
+    return f"{kept}\n[cut here: {missing} more characters]" if missing > 0 else kept
+
+
+def _json(result: Any) -> str:
+    try:
+        return to_json(result, inf_nan_mode="constants", serialize_unknown=True, bytes_mode="base64").decode()
+    except (PydanticSerializationError, ValueError, RecursionError):  # circular, or with lone surrogates
+        return str(result)

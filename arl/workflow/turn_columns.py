@@ -39,28 +39,11 @@ def columns_of(given_ids: Sequence[int], response: ModelResponse) -> Columns:
     )
 
 
-def flat(turns: Sequence[Part]) -> tuple[list[int], list[int], list[float], list[int]]:
-    """The token_ids, loss_mask, logprobs and versions of turns, unchecked."""
-    ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for given_ids, response, is_trained in turns:
-        n, m = len(given_ids), len(response.output_ids)
-        ids += given_ids
-        ids += response.output_ids
-        mask += [0] * n + [int(is_trained)] * m
-        logprobs += [0.0] * n
-        logprobs += response.output_logprobs
-        versions += [NOT_SAMPLED] * n
-        versions += response.output_versions
-    return ids, mask, logprobs, versions
-
-
 def joined(
     turns: Sequence[Part], known: dict[tuple[int, int], Columns]
 ) -> tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.float32], Ids]:
-    """As `flat`, checked, and as columns. known: by the id() of both parts of a turn; others are added."""
+    """The token_ids, loss_mask, logprobs and versions of turns. known: by the id() of both parts of a turn; others are
+    added. Raises TrajectoryError for an answer with other things than token ids, logprobs and versions."""
     parts: list[Columns] = []
     loss_mask, start = np.zeros(sum(len(given) + len(response.output_ids) for given, response, _ in turns), np.bool_), 0
     for given_ids, response, is_trained in turns:

@@ -1,13 +1,12 @@
 """What a call may ask for beside its answer: fields that are ignored, a begun answer, a count, template options."""
 
-import json
 import logging
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from programs import ADD, ASK, CERTIFICATES, Opened, opened, post, saying, shown, trained
+from programs import ADD, ASK, CERTIFICATES, Opened, opened, saying, shown, trained
 from protocols import asked, told_by
 from workflow.chat_templates import tokenizer_of
 from workflow.scripted_answers import decode, encode
@@ -67,13 +66,9 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
     ("protocol", "fields"),
     [
         ("chat", {"messages": IMAGE}),
-        ("chat", {"functions": [{"name": "add"}]}),
-        ("chat", {"n": 129}),
         ("chat", {"temperature": -1}),
         ("responses", {"background": True}),
-        ("responses", {"conversation": "conv_1"}),
         ("responses", {"tools": [{"type": "web_search"}]}),
-        ("anthropic", {"mcp_servers": [{"name": "m"}]}),
         ("anthropic", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
     ],
 )
@@ -144,20 +139,6 @@ async def test_the_templates_options_are_part_of_a_conversations_identity() -> N
     assert "And?" not in whole, "another option begins another conversation"
 
 
-async def test_a_forgotten_answer_under_a_grammar_leaves_no_turn() -> None:
-    async with opened(saying("yes", "no")) as episode:
-        body = json.dumps({"model": "m", "messages": ASK, "guided_choice": ["yes", "no"]}).encode()
-        for count in ("0", "1"):
-            headers = {"Authorization": f"Bearer {episode.session.api_key}", "x-stainless-retry-count": count}
-            await post(f"{episode.session.base_url}/chat/completions", body, headers)
-        assert [turn.text for turn in episode.session.turns()] == ["no"]
-        two = await episode.ask(n=2, extra_body={"guided_choice": ["yes", "no"]})
-        assert len(two.choices) == 2
-        assert len(episode.session.trajectories(1.0)) == 3
-        with pytest.raises(openai.BadRequestError, match="guided_choice"):
-            await episode.ask(extra_body={"guided_choice": []})
-
-
 async def test_a_text_and_its_answer_are_continued_token_by_token() -> None:
     """As programs that write prompts of their own do: with text, and with tokens."""
     engine = saying("two", "three", "four", "five")
@@ -197,14 +178,12 @@ async def test_a_streamed_completion_is_the_whole_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [1 << 20]}, "prompt"),
         ({"suffix": "."}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 2}, "logprobs"),
-        ({"presence_penalty": 1}, "presence_penalty"),
         ({"regex": "a", "guided_regex": "b"}, "regex"),
     ],
 )

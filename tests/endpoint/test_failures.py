@@ -9,7 +9,6 @@ import openai
 import pytest
 from programs import ADD, ASK, Gated, Opened, opened, post, saying
 from workflow.chat_templates import tokenizer_of
-from workflow.scripted_answers import decode
 
 from arl.api.errors import EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
 from arl.endpoint import exchange
@@ -126,14 +125,6 @@ async def test_an_answer_that_an_sdk_asks_for_again_is_forgotten_unless_it_was_r
         assert (metrics["calls"], metrics["calls_repeated"]) == (calls, num_repeated)
 
 
-async def test_the_same_call_made_twice_without_a_repeat_is_two_branches() -> None:
-    async with opened(saying("one", "two")) as episode:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(2):
-                group.create_task(episode.ask())
-        assert sorted(turn.text for turn in episode.session.turns()) == ["one", "two"]
-
-
 @pytest.mark.parametrize(("said", "counted"), [("lost", "cancelled"), (ServerError("gone"), "failed")])
 async def test_an_answer_that_nobody_takes_is_forgotten_and_an_error_is_not_logged(
     said: str | Exception, counted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -171,10 +162,3 @@ async def test_a_stream_begins_with_a_comment_while_the_model_speaks_and_may_end
             model.gate.set()
             assert (await response.content.read()).decode().endswith(ending)
         assert [turn.text for turn in episode.session.turns()] == [said] * (said == "late")
-
-
-async def test_long_messages_are_read_beside_the_event_loop() -> None:
-    engine = saying("short")
-    async with opened(engine) as episode:
-        await episode.ask([{"role": "user", "content": "many words " * 3000}])
-    assert decode(engine.requests[0].input_ids).count("many words") == 3000

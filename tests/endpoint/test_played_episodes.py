@@ -14,7 +14,7 @@ from arl.api.engine import Sampler
 from arl.api.errors import ProgramError
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.endpoint.played_episodes import PlayedEnd, PlayedEpisode, PlayedEpisodes
+from arl.endpoint.served_workflow import PlayedEnd, PlayedEpisode, PlayedEpisodes
 from arl.endpoint.session import EpisodeSession
 from arl.rollout.episode import Episode, EpisodeRunner
 from arl.runtime.http.bodies import RequestError
@@ -87,7 +87,7 @@ def test_a_program_that_takes_too_long_has_lost_its_episode_for_good() -> None:
         episode = await taken(episodes)
         await asyncio.sleep(101)
         assert "it took longer than rollout.episode_timeout_s" in await gone(episodes, episode)
-        assert episodes.num_offered == 0
+        assert episodes.counts["waiting"] == 0
 
     ended = plays(program, retries=3)
     assert (ended.attempts, "took longer than rollout.episode_timeout_s=100" in str(ended.error)) == (1, True)
@@ -140,7 +140,7 @@ def test_a_program_that_gives_up_waiting_as_it_gets_an_episode_loses_none() -> N
         assert first is not None
         waiting = asyncio.ensure_future(episodes.take(60.0))
         await asyncio.sleep(0)
-        assert episodes.num_asking == 1
+        assert episodes.counts["asking"] == 1
         episodes.give_back(first)
         waiting.cancel()  # it has been handed the episode, and has not seen it
         await asyncio.wait([waiting])

@@ -109,21 +109,6 @@ async def test_what_a_program_leaves_behind_is_not_waited_for(
         await run(python(code), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
 
 
-WAITING = (
-    "import select; p = select.poll(); p.register(0, 0); seen = p.poll(20_000); open({!r}, 'w').write(str(len(seen)))"
-)
-"""Reads nothing, and says whether it saw the other end of its standard input closed."""
-
-
-async def test_the_standard_input_of_what_a_program_leaves_behind_is_closed(tmp_path: Path) -> None:
-    os.mkfifo(fifo := tmp_path / "seen")
-    leaving = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True"
-    code = RUN.format(WAITING.format(str(fifo)), f", {leaving}")
-    with pytest.raises(TrajectoryError, match="made no call"):
-        await run(python(code), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
-    assert await asyncio.to_thread(fifo.read_text) == "1"
-
-
 async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "alive")
     program = python(f"import time; f = open({str(fifo)!r}, 'w'); f.write('x'); f.flush(); time.sleep(600)")
@@ -177,14 +162,6 @@ async def test_a_program_that_found_no_room_in_the_context_has_no_answer_and_is_
     assert made[0].metrics["context_full"] == 1.0
     with pytest.raises(openai.BadRequestError, match="the context is full"):  # nothing was recorded to train on
         await run(talks, saying(full))
-
-
-async def test_a_proxy_that_the_user_opened_stays_open() -> None:
-    async with OpenAIProxy(TOKENIZER) as proxy:
-        for _ in range(2):
-            async with SDKWorkflow(asks, InlineReward(right), proxy=proxy) as workflow:
-                (made,) = await workflow.arun_episode(saying("Yes."), QUESTION)
-                assert made.reward == 1.0
 
 
 def test_a_command_line_is_a_list_and_a_workflow_has_one_way_to_reach_the_model() -> None:

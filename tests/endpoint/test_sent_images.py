@@ -10,7 +10,7 @@ from workflow.sighted_chats import SMALL, TALL, seeing, their_tokens
 
 from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.workflow.content import image_part
+from arl.workflow.messages import image_part
 
 SEES = seeing("qwen3_vl")
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}

@@ -21,7 +21,7 @@ from arl.api.errors import ArlError, ConfigError
 from arl.api.fakes import ScriptedEngine
 from arl.api.settings.endpoint import EndpointConfig
 from arl.api.types import Example, SamplingParams
-from arl.endpoint import episodes_api, played_episodes
+from arl.endpoint import served_workflow
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.served_workflow import ServedWorkflow
 from arl.rewards import InlineReward
@@ -38,7 +38,7 @@ QUESTION: Example = {"question": "Why?", "answer": "Yes."}
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No run waits at its end for programs that a test left playing."""
-    monkeypatch.setattr(played_episodes, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(served_workflow, "_FAREWELL_S", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +263,6 @@ async def test_an_end_that_is_wrong_is_refused_by_name_and_the_episode_goes_on()
         assert (await running).is_finished
 
 
-async def test_a_request_for_an_episode_that_is_wrong_is_refused_by_name() -> None:
-    wrong = [({"wait_s": 61}, "wait_s is 61"), ({"wait_s": "soon"}, "wait_s is"), ({"timeout": 5}, "timeout (here 5)")]
-    async with served() as arl:
-        for body, said in wrong:
-            answer = await arl.ask("POST", "/episodes", body)
-            assert (answer.status, said in answer.body["error"]) == (400, True), answer
-
-
 async def test_without_a_free_episode_a_program_is_asked_to_come_again() -> None:
     async with served() as arl:
         answer = await arl.ask("POST", "/episodes", {"wait_s": 0.01})
@@ -326,15 +318,6 @@ async def test_an_episode_that_the_run_needs_no_more_is_gone_for_its_program() -
         assert (ended.status, "the run does not need it any more" in ended.body["error"]) == (410, True)
 
 
-async def test_an_episode_that_ends_before_a_program_took_it_is_offered_no_more() -> None:
-    async with served() as arl:
-        running = arl.run()
-        await arl.shows(waiting=1)
-        running.cancel()
-        await arl.shows(waiting=0)
-        assert (await arl.ask("POST", "/episodes", {"wait_s": 0})).status == 503
-
-
 async def test_programs_that_wait_when_the_run_ends_learn_that_it_is_over() -> None:
     async with served() as arl:
         asking = asyncio.ensure_future(arl.ask("POST", "/episodes", {"wait_s": 60}))
@@ -348,7 +331,7 @@ async def test_programs_that_wait_when_the_run_ends_learn_that_it_is_over() -> N
 async def test_the_end_of_the_run_waits_for_a_program_that_plays_to_learn_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(played_episodes, "_FAREWELL_S", 60.0)
+    monkeypatch.setattr(served_workflow, "_FAREWELL_S", 60.0)
     async with served() as arl:
         running = arl.run()
         episode = await arl.open()
@@ -372,7 +355,7 @@ async def test_episodes_of_an_evaluation_say_so() -> None:
 
 @pytest.mark.parametrize("key", ["", "wrong", KEY + "x", "clé"])
 async def test_only_the_operators_key_opens_episodes_or_ends_them(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes_api, "_WRONG_KEY_S", 0.0)
+    monkeypatch.setattr(served_workflow, "_WRONG_KEY_S", 0.0)
     async with served() as arl:
         running = arl.run()
         episode = await arl.open()
@@ -389,8 +372,8 @@ async def test_only_the_operators_key_opens_episodes_or_ends_them(key: str, monk
 async def test_wrong_keys_are_answered_late_few_at_a_time_and_right_ones_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(episodes_api, "_WRONG_KEY_S", 3600.0)
-    monkeypatch.setattr(episodes_api, "_MOST_WRONG_KEYS", 2)
+    monkeypatch.setattr(served_workflow, "_WRONG_KEY_S", 3600.0)
+    monkeypatch.setattr(served_workflow, "_MOST_WRONG_KEYS", 2)
     async with served() as arl:
         guesses = [asyncio.ensure_future(arl.ask("GET", "/episodes", key=f"guess {i}")) for i in range(3)]
         (refused,), waiting = await asyncio.wait(guesses, return_when=asyncio.FIRST_COMPLETED)
@@ -412,7 +395,7 @@ async def test_a_path_or_an_episode_that_is_not_there_is_404() -> None:
 
 
 async def test_a_body_above_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes_api, "_MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(served_workflow, "_MAX_BODY_BYTES", 1000)
     async with served() as arl:
         answer = await arl.ask("POST", "/episodes", b" " * 2000)
     assert answer.status == 413
@@ -449,14 +432,6 @@ async def test_the_watchdog_says_that_episodes_wait_for_programs_and_for_their_e
         (line,) = waits([running])
         assert "1 x the end of an episode that a program plays; woken by its POST /episodes/ID/end" in line
         running.cancel()
-
-
-async def test_two_workflows_cannot_serve_their_episodes_at_one_proxy() -> None:
-    proxy = OpenAIProxy(TOKENIZER)
-    async with ServedWorkflow(proxy=proxy):
-        with pytest.raises(ArlError, match="has another /episodes already"):
-            async with ServedWorkflow(proxy=proxy):
-                pass
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

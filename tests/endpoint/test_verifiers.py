@@ -1,12 +1,12 @@
 """Environments of verifiers run to their end, and each agent's calls become its trajectories."""
 
 import asyncio
+import importlib
 import re
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,15 +102,6 @@ async def test_tools_of_the_environment_are_called() -> None:
     assert trajectory.reward == 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")  # verifiers' retries
-async def test_verifiers_starts_a_process_that_serves_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    engine = unevenly(calling("stock_of", fruit="pears"), "There are 12.")
-    (trajectory,) = await run(local_environment({"taskset": {"id": "stock_env"}}), engine)
-    assert trajectory.reward == 1.0
-
-
 async def test_each_attempt_of_an_agent_is_a_trajectory_with_its_own_reward() -> None:
     first, second = await run(letters(id="best-of-n", n=2), unevenly("e", "five"))
     assert [trained(first), trained(second)] == [["e"], ["five"]]
@@ -191,8 +182,9 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_behind_and_a_workflow
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    monkeypatch.delitem(sys.modules, "arl.endpoint.verifiers_workflow")
     with pytest.raises(ArlError, match=re.escape(install_command("verifiers"))):
-        letters()
+        importlib.import_module("arl.endpoint.verifiers_workflow")
 
 
 def test_an_environments_choices_for_its_agents_are_kept() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from workflow.harbor_tasks import CONFIG, write_task
 
-from arl.workflow.harbor.harbor_task import HarborTask
+from arl.workflow.harbor_task import HarborTask
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
 import terminal_tasks

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import code_agent
-import code_tasks
 import math_agent
 import math_tasks
 import multi_agent
@@ -125,15 +124,6 @@ async def test_the_tiny_models_words_and_boilerplate_are_few_tokens(
     assert {text: len(tokenizer.encode(text)) for text in num_tokens} == num_tokens
 
 
-async def test_the_tiny_code_agent_has_the_tokens_for_every_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"run_dir": tmp_path, "num_tasks": 40, "num_held_out": 20, "sandbox": "unsafe"}
-    setup = await prepared(code_agent, code_tasks, monkeypatch, **settings)
-    tokenizer, limit = load_tokenizer(setup.model), load_config(code_agent.CodeAgentConfig, []).max_new_tokens
-    assert all(len(tokenizer.encode(code_tasks.fenced(row["code"]))) < limit for row in setup.dataset)
-
-
 ENTRY = next(e for e in math_tasks.held_out(50) if e["metadata"]["source_dataset"] == "products")
 EXPRESSION = math_tasks.expressions(ENTRY)[0]
 CALL = tool_call("calculator", expression=EXPRESSION)
@@ -183,12 +173,6 @@ async def test_the_checker_is_paid_for_being_right(said: list[str], solver: floa
     }
 
 
-@pytest.mark.parametrize("attempts", [1, 3])
-async def test_attempts_end_where_the_settings_say(attempts: int) -> None:
-    made = await played(pair(max_attempts=attempts), ENTRY, *("-1", "REJECT") * attempts)
-    assert {trajectory.role: trajectory.reward > 0.5 for trajectory, _ in made} == {"solver": False, "checker": True}
-
-
 @pytest.fixture
 def teacher(monkeypatch: pytest.MonkeyPatch) -> Teacher:
     monkeypatch.setattr(multi_tasks, "NUM_CAREFUL", 100)
@@ -220,18 +204,6 @@ def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher)
         if again:
             proposed = checker["messages"][5]["content"].split("The next answer:\n")[1].split("\n")[0]
             assert again[1] == ("ACCEPT" if proposed == answer else "REJECT")
-
-
-def test_the_hasty_answer_and_judge_without_a_look_and_a_rejected_solver_calculates(teacher: Teacher) -> None:
-    lesson = teacher.lessons()[1]
-    for solver in filter(is_hasty, lesson[::2]):
-        guess, *again = spoken(solver)
-        if again:
-            call, answer = again
-            assert len(parse_tool_calls(call)) == 1
-            assert guess != answer
-            assert "rejected" in solver["messages"][3]["content"]
-    assert {tuple(spoken(checker)) for checker in filter(is_hasty, lesson[1::2])} == {("ACCEPT",), ("REJECT",)}
 
 
 def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:

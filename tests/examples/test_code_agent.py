@@ -11,7 +11,7 @@ import code_agent
 import code_tasks
 import pytest
 import pytest_asyncio
-from code_agent import FEEDBACK_CHARS, CodeAgentConfig, Grader, prepare, prompt, tasks
+from code_agent import FEEDBACK_CHARS, CodeAgentConfig, Grader, prepare, prompt
 from code_tasks import GIVEN_UP, fenced
 from played import TOKENIZER, played
 from sandbox.conftest import PATIENT, go_without
@@ -161,14 +161,6 @@ async def test_only_the_last_reports_are_kept_and_a_sandbox_that_failed_is_asked
     assert said.endswith("[cut here]")
 
 
-async def test_the_sandbox_is_open_while_the_agent_is() -> None:
-    sandbox = Examined()
-    grader = Grader(sandbox)
-    async with MultiTurnWorkflow(TOKENIZER, grader, feedback=grader.feedback):
-        assert sandbox.num_open == 1
-    assert sandbox.num_open == 0
-
-
 async def test_without_a_sandbox_it_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match=r"(?s)no sandbox was found.*bubblewrap.*kind='unsafe'") as refused:
@@ -189,8 +181,3 @@ async def test_a_file_gives_the_tasks_and_a_row_of_another_form_is_an_error_at_o
     assert [list(setup.dataset), list(setup.eval_dataset or ())] == [[MBPP, MBPP], [HUMAN_EVAL]]
     assert isinstance(setup.workflow, MultiTurnWorkflow)
     assert "Complete the function" in setup.workflow.messages(HUMAN_EVAL)[1]["content"]
-
-
-def test_reasoning_gym_is_a_flag() -> None:
-    training, held_out = tasks(CodeAgentConfig(dataset="reasoning-gym", num_tasks=20, num_held_out=5))
-    assert [len(training), len(held_out)] == [20, 5]

@@ -1,6 +1,5 @@
 """The code agent's tasks: its own language and demonstrations, and the forms of MBPP, HumanEval and reasoning-gym."""
 
-import random
 from itertools import islice
 from typing import Any
 
@@ -8,7 +7,7 @@ import code_tasks
 import pytest
 from code_agent import objection, prompt
 from code_formats import assignment, gym_rows
-from code_tasks import GIVEN_UP, Line, Task, attempts, held_out, lessons, tasks, training
+from code_tasks import Line, Task, held_out, lessons, tasks, training
 
 from arl.api.errors import DatasetError
 from arl.api.types import Example
@@ -45,28 +44,6 @@ def test_half_of_the_tasks_have_two_meanings_and_none_is_held_out_and_trained_on
     texts = {row["text"] for row in training(500, kept)}
     assert len(texts) == 500
     assert not texts & {row["text"] for row in kept}
-
-
-def test_slips_are_code_that_differs_in_one_line() -> None:
-    rng = random.Random(0)
-    right = made("times {c}", "minus {c}")
-    for _ in range(40):
-        slip = right.slip(rng)
-        assert sum(a != b for a, b in zip(slip.split("\n"), right.code.split("\n"), strict=True)) <= 1
-
-
-def test_the_careful_mend_what_failed_and_the_others_do_not() -> None:
-    rng = random.Random(0)
-    vague = made("limited by {c}", "plus {c}")
-    for _ in range(30):
-        careful = attempts(vague, "careful", rng)
-        assert vague.failure(careful[-1]) is None
-        assert len(set(careful)) == len(careful)
-        stubborn = attempts(vague, "stubborn", rng)
-        assert len(set(stubborn)) == 1
-        assert stubborn == [vague.code] or vague.failure(stubborn[0]) is None or len(stubborn) == code_tasks.MAX_TURNS
-        quitter = attempts(vague, "quitter", rng)
-        assert set(quitter[1:]) <= {GIVEN_UP}
 
 
 def messages(row: Example) -> list[dict[str, str]]:
@@ -138,13 +115,6 @@ def test_of_human_eval_the_docstrings_examples_are_shown_and_do_not_count() -> N
         "assert truncate_number(2) == 0",
     ]
     assert task.tests.tests[task.num_unmarked :] == (f"{HUMAN_EVAL['test']}\ncheck(candidate)",)
-
-
-@pytest.mark.parametrize("docstring", ["No examples.", ">>>f(1)\n    1", ">>> f(1)\n    one"])
-def test_a_prompt_without_examples_shows_that_there_must_be_a_function(docstring: str) -> None:
-    prompt = f'def f(x):\n    """{docstring}"""\n'
-    task = assignment({"prompt": prompt, "test": "def check(c): ...", "entry_point": "f"}, 1)
-    assert list(task.shown) == ["assert callable(f)"]
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,6 @@ def test_a_steps_logprob_is_that_of_the_papers_gaussian() -> None:
         assert logprob == pytest.approx(slow_logprob(near, slow_mean, slow_std), abs=1e-4)
 
 
-def test_a_steps_density_adds_up_to_1_over_the_plane() -> None:
-    std = torch.tensor([0.3])
-    side = torch.linspace(-3, 3, 301)
-    grid = torch.cartesian_prod(side, side)
-    density = step_logprobs(grid, torch.tensor([[0.2, -0.1]]), std).exp()
-    assert float(density.sum()) * (6 / 300) ** 2 == pytest.approx(1.0, abs=1e-4)
-
-
 class _GaussianData(torch.nn.Module):
     """The exact velocity for data from N(0, c^2): v = E[x_1 - x_0 | x_t], linear in x_t."""
 
@@ -209,14 +201,6 @@ async def test_requests_share_their_steps_and_a_seed_draws_the_same_points(model
     alone = [await sampler.agenerate(request) for request in reversed(requests)]
     for one, other in zip(together, reversed(alone), strict=True):
         assert np.allclose(one.arrays["latents"], other.arrays["latents"], atol=1e-6)
-
-
-async def test_a_greedy_request_follows_the_ode(model: Path) -> None:
-    sampler = await sampler_of(model)
-    (data,) = examples(1, 0, 0.0)
-    one, other = [await Draw().arun_episode(sampler, data) for _ in range(2)]
-    assert one == other
-    assert not one.behavior_logprobs.any()
 
 
 async def test_a_cancelled_request_ends_and_others_go_on(model: Path) -> None:

@@ -98,18 +98,6 @@ def test_an_equation_is_undone_term_first(equation: str, steps: list[str]) -> No
     assert math_tasks.expressions(entry) == steps
 
 
-def test_an_equation_of_another_form_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cannot solve"):
-        math_tasks.expressions({"metadata": {"source_dataset": "simple_equations", "equation": "x*x = 4"}})
-
-
-def test_demonstrations_are_careful_first_and_then_guess_in_the_share_named() -> None:
-    for solution in math_tasks.solutions(200, 0, HELD_OUT):
-        assert solution.answer == solution.calls[-1][1] == calculator(solution.calls[-1][0])
-    guesses = [not solution.calls for solution in math_tasks.solutions(0, 2000, HELD_OUT)]
-    assert sum(guesses) / len(guesses) == pytest.approx(math_tasks.MIX[0], abs=0.05)
-
-
 def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_tasks, "NUM_CAREFUL", 20)
     monkeypatch.setattr(math_tasks, "NUM_MIXED", 5)

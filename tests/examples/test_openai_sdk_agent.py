@@ -1,6 +1,5 @@
 """The order desk behind the endpoint, its questions and its demonstrations, without a model that was trained."""
 
-import asyncio
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -11,12 +10,11 @@ import pytest
 from agents import set_trace_processors
 from agents.models import openai_provider
 from openai import DefaultAsyncHttpxClient
-from openai_sdk_agent import KINDS, MIX, demonstration, lessons, phrases, program, questions
+from openai_sdk_agent import KINDS, MIX, demonstration, phrases, program, questions
 from order_desk import shop
 from played import played
 
-from arl.api.fakes import ScriptedEngine
-from arl.api.types import ModelRequest, SamplingParams, Trajectory
+from arl.api.types import SamplingParams, Trajectory
 from arl.endpoint.sdk_workflow import SDKWorkflow
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import NumericMatch
@@ -80,19 +78,6 @@ async def test_a_model_that_never_answers_or_says_nothing_has_no_reward_and_fail
     assert (trajectory.metrics["calls"], trajectory.metrics["calls_failed"]) == (len(said), 0)
 
 
-async def test_episodes_at_once_do_not_mix() -> None:
-    def right(request: ModelRequest) -> list[int]:
-        asked = str(TOKENIZER.decode(list(request.input_ids)))
-        (row,) = (row for row in rows if row["question"] in asked)
-        return [*TOKENIZER.encode(row["answer"]), TOKENIZER.eos_token_id]
-
-    rows = questions("held_out")[:8]
-    async with workflow() as desk:
-        engine = ScriptedEngine(right)
-        episodes = await asyncio.gather(*(desk.arun_episode(engine, row) for row in rows))
-    assert [trajectory.reward for (trajectory,) in episodes] == [1.0] * 8
-
-
 class Traced:
     """Notes what it is told of traces and spans."""
 
@@ -123,10 +108,3 @@ def test_no_order_is_in_two_regions_and_the_books_have_the_answers() -> None:
         assert str(row["order"]) in row["question"]
         right = shop().prices[order.item] * order.quantity if "cost" in row["question"] else shop().days[order.city]
         assert row["answer"] == str(right)
-
-
-def test_the_first_lesson_is_careful_and_the_second_is_mixed() -> None:
-    careful, mixed = ([len(shown["messages"]) for shown in lesson] for lesson in lessons(seed=0))
-    assert set(careful) == {7}
-    shares = {length: count / len(mixed) for length, count in Counter(mixed).items()}
-    assert shares == pytest.approx({3: MIX["guess"], 5: MIX["halfway"], 7: MIX["careful"]}, abs=0.05)

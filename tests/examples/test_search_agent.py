@@ -15,9 +15,8 @@ from search_agent import (
     f1,
     paragraphs,
     prepare,
-    questions,
 )
-from search_server import Document, Index, SearchEngine
+from search_server import Index, SearchEngine
 
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
@@ -95,13 +94,6 @@ def test_answers_are_scored_as_hotpotqa_scores_them(answer: str, reference: str,
     assert f1(answer, reference) == pytest.approx(score)
 
 
-def test_paragraphs_are_read_from_files_and_from_the_hubs_form() -> None:
-    columns = {"title": [title for title, _ in CONTEXT], "sentences": [sentences for _, sentences in CONTEXT]}
-    assert paragraphs(columns) == paragraphs(CONTEXT)
-    assert paragraphs(CONTEXT)[1] == Document("Mira Tovel", "Mira Tovel is a painter. She was born in Kelmora.")
-    assert len(documents([ROW, ROW])) == 3
-
-
 @pytest.mark.parametrize("context", [7, ["Amber Harp"], [["a", ["b"], "c"]], {"title": ["a"]}, [["a", None]]])
 def test_a_context_of_another_form_is_an_error(context: Any) -> None:
     with pytest.raises(ArlError, match=r"a context must be a list of \[title"):
@@ -121,11 +113,3 @@ async def test_a_file_in_hotpotqas_format_gives_the_questions_and_the_corpus(tmp
         async with setup.workflow as agent, agent.episode_tools(ROW) as (tool,):
             assert await tool.acall({"query": "word2"}) == "Title 2: Word2."
             assert (await tool.acall({"query": "Kelmora"})).startswith("Kelmora: Kelmora is a town.")
-
-
-def test_the_held_out_split_and_a_running_server_are_settings(tmp_path: Path) -> None:
-    for split, count in (("train", 3), ("validation", 2)):
-        (tmp_path / f"{split}.jsonl").write_text('{"question": "?", "answer": "!"}\n' * count)
-    settings = {"dataset": str(tmp_path), "eval_split": "validation", "search_url": "http://127.0.0.1:1"}
-    training, held_out = questions(SearchAgentConfig(**settings))
-    assert [len(training), len(held_out)] == [3, 2]

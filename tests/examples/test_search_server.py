@@ -40,12 +40,6 @@ def test_only_documents_with_a_word_of_the_query_are_found(index: Index, query: 
     assert [document.title for document in index.best(query, 50)] == titles
 
 
-@pytest.mark.parametrize("documents", [[], [Document("?", "!")]])
-def test_a_corpus_without_words_is_an_error(documents: list[Document]) -> None:
-    with pytest.raises(ArlError, match="nothing to search"):
-        Index(documents)
-
-
 async def test_the_server_answers_in_search_r1s_form(index: Index) -> None:
     async with serve(index) as url, ClientSession() as session:
         asked: dict[str, Any] = {"queries": ["Sarn", "Kelmora"], "topk": 1}
@@ -101,18 +95,6 @@ async def test_a_server_of_another_protocol_is_an_error(answer: str) -> None:
     async with TestServer(app) as server, SearchEngine(url=str(server.make_url("/"))) as engine:
         with pytest.raises(ArlError, match="not that of /retrieve"):
             await engine.search("Sarn", 1)
-
-
-async def test_a_port_that_is_taken_is_an_error(index: Index) -> None:
-    async with serve(index) as url:
-        with pytest.raises(ArlError, match="choose another port"):
-            async with serve(index, port=int(url.rpartition(":")[2])):
-                raise AssertionError("two servers listen on one port")
-
-
-def test_an_engine_needs_a_url_or_an_index() -> None:
-    with pytest.raises(ValueError, match="url of a running search server, or an index"):
-        SearchEngine()
 
 
 async def test_the_server_runs_as_a_program_of_its_own(tmp_path: Path) -> None:

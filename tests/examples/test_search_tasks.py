@@ -9,7 +9,6 @@ import search_tasks
 from search_agent import SearchTool, prompt, shown
 from search_server import Index, SearchEngine
 
-from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.call_formats import parse_tool_calls
 
 REGIONS = ("demonstrations", "training", "held_out")
@@ -51,13 +50,6 @@ def test_two_searches_lead_to_each_answer_beside_distractors_and_the_first_alone
         assert [(documents[0].title, len(documents)) for documents in results] == [(first, 2), (second, 2)]
         assert second in results[0][0].text
         assert row["answer"] in results[1][0].text
-
-
-def test_every_name_is_two_tokens_and_a_river_one() -> None:
-    tokenizer = tiny_tokenizer(search_tasks.phrases())
-    for entries in search_tasks.world().values():
-        assert {len(tokenizer.encode(name)) for name in entries} == {2}
-        assert {len(tokenizer.encode(e.facts["river"])) for e in entries.values() if "river" in e.facts} == {1}
 
 
 def test_lessons_show_the_habits_of_their_shares_and_nothing_that_is_asked(

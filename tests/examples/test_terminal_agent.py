@@ -18,8 +18,8 @@ from arl.api.types import SamplingParams
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.run.finetuning.warm_starts import tool_call
 from arl.run.script import load_config
-from arl.workflow.harbor.harbor_task import harbor_tasks
-from arl.workflow.harbor.harbor_workflow import HarborWorkflow
+from arl.workflow.harbor_task import harbor_tasks
+from arl.workflow.harbor_workflow import HarborWorkflow
 
 FIRST = tasks("held_out", 60)
 OF_JOB = {job.words: next(task for task in FIRST if task.job is job) for job in JOBS}

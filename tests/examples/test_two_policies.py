@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import two_policies
 
 import arl
@@ -37,9 +36,3 @@ def test_the_warm_start_teaches_the_characters_of_both_roles_with_questions_that
     assert not {row["messages"][0]["content"] for row in rows} & {row["question"] for row in setup}
     said = {character for row in rows for character in row["messages"][1]["content"]}
     assert said >= set("".join(two_policies.WANTED.values()))
-
-
-def test_a_real_model_is_not_warm_started() -> None:
-    config = load_config(two_policies.TwoPoliciesConfig, ["--model", "some/model", "--warm_start"])
-    with pytest.raises(arl.ArlError, match="warm_start is for the tiny model, and model is some/model"):
-        two_policies.prepare(config)

@@ -7,11 +7,10 @@ import pytest
 from backwards_env import SYSTEM, TRY_AGAIN
 from played import TOKENIZER, played
 from transformers import AutoTokenizer
-from verifiers_env import VerifiersEnvConfig, lessons, slip, spelling
+from verifiers_env import lessons, spelling
 
 from arl.api.types import SamplingParams, Trajectory
 from arl.endpoint.verifiers_workflow import VerifiersWorkflow, local_environment
-from arl.run.script import load_config
 
 ENV = {"taskset": {"id": "backwards_env"}}
 
@@ -53,13 +52,3 @@ def test_demonstrations_are_conversations_as_the_environment_has_them() -> None:
     shown = spelling("abcd", random.Random(0), care=0.0)["messages"]
     assert [m["role"] for m in shown] == ["system", "user", "assistant", "user", "assistant"]
     assert [shown[0]["content"], shown[1]["content"], shown[3]["content"]] == [SYSTEM, "Spell abcd", TRY_AGAIN]
-
-
-def test_slips_are_close_to_the_word() -> None:
-    rng = random.Random(0)
-    assert all(len(slip("abcd", rng)) in (3, 4) for _ in range(50))
-
-
-def test_another_environment_is_a_flag() -> None:
-    config = load_config(VerifiersEnvConfig, ["--model", "m", "--env", '{"taskset": {"id": "gsm8k-v1"}}'])
-    assert config.env == {"taskset": {"id": "gsm8k-v1"}}

@@ -35,11 +35,6 @@ def test_a_zoom_shows_the_number_of_one_die_alone(part: str) -> None:
     assert len({zoomed(1, other) for other in FACES}) == 1
 
 
-def test_held_out_tables_are_others() -> None:
-    training, held_out = ({Image.of(row["image"]) for row in tables(seed, 100)} for seed in (1, 2))
-    assert len(held_out - training) > 90
-
-
 def test_careful_players_are_right_and_mixed_ones_mostly_guess_about_the_picture_that_they_see() -> None:
     rows, (careful, mixed) = tables(7, NUM_CAREFUL + NUM_MIXED), lessons(SYSTEM, 7)
     right = [

@@ -38,9 +38,8 @@ from arl.training.metrics_log import read_jsonl
 from arl.training.run_result import how_it_ended
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.compacting import Compaction
-from arl.workflow.sub_agents import SubAgent
 from arl.workflow.teachers import DistillationWorkflow
-from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tool_agent import SubAgent, ToolAgentWorkflow
 
 SCRIPT = Path(__file__).parents[1] / "agent_script.py"
 

@@ -12,8 +12,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from arl.api.images import Image
 from arl.engine.tiny import TinyShape, VisionFamily, write_tiny_vision_model
-from arl.workflow.content import images_in
-from arl.workflow.messages import normalised
+from arl.workflow.messages import images_in, normalised
 
 FAMILIES = SEEING_FAMILIES
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}

@@ -1,7 +1,6 @@
 """What the ready-made workflows have in common; the simplest, with one answer, and the one with several turns."""
 
 import threading
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_lon
 
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError, RewardError
 from arl.api.types import Example, SamplingParams
-from arl.api.workflow import Shared
-from arl.rewards import InlineReward, RewardPool, Score
+from arl.rewards import InlineReward, Score
 from arl.workflow.agent import MultiTurnWorkflow, SingleTurnWorkflow
 from arl.workflow.dialogue import Turn
 
@@ -93,13 +91,6 @@ async def test_a_plain_function_is_run_in_workers_that_live_as_long_as_the_workf
         await workflow.arun_episode(saying("four"), QUESTION)
 
 
-async def test_a_reward_that_the_user_opened_stays_open() -> None:
-    async with RewardPool(length, workers=1) as reward:
-        async with SingleTurnWorkflow(TOKENIZER, reward):
-            pass
-        assert await reward("four", QUESTION) == 4.0
-
-
 async def test_a_question_that_does_not_fit_and_a_reward_that_is_no_number_fail_their_episodes() -> None:
     with pytest.raises(PromptTooLongError):
         await SingleTurnWorkflow(TOKENIZER, exact).arun_episode(saying(too_long()), QUESTION)
@@ -139,31 +130,6 @@ async def test_sync_feedback_runs_in_a_thread_and_the_last_answer_gets_none() ->
     workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=feedback, max_turns=2)
     (trajectory,) = await workflow.arun_episode(saying("5", "6"), QUESTION)
     assert (asked, trajectory.reward) == ([(0, False)], 0.0)
-
-
-class Opened(Shared):
-    """A reward that is opened and closed; `error` is raised by either."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        super().__init__()
-        self.was_closed = False
-        self._error = error
-
-    async def __call__(self, answer: str, data: Example) -> float:
-        return 0.0
-
-    async def _open(self, opened: AsyncExitStack) -> None:
-        if self._error:
-            raise self._error
-        opened.callback(setattr, self, "was_closed", True)
-
-
-async def test_when_one_of_its_rewards_cannot_be_opened_the_other_is_closed() -> None:
-    reward = Opened()
-    workflow = MultiTurnWorkflow(TOKENIZER, reward, feedback=try_again, turn_reward=Opened(ValueError("no disk")))
-    with pytest.raises(ValueError, match="no disk"):
-        await workflow.__aenter__()
-    assert reward.was_closed
 
 
 async def test_a_full_context_ends_the_episode_with_the_answer_there_is() -> None:

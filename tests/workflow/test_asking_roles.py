@@ -12,9 +12,8 @@ from arl.rollout.tasks import TaskWorkflows
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.compacting import CompactingConversation, Compaction
 from arl.workflow.conversation import Conversation
-from arl.workflow.sub_agents import SubAgent
 from arl.workflow.team import Member, Team, TeamSettings
-from arl.workflow.tool_agent import ToolAgentWorkflow
+from arl.workflow.tool_agent import SubAgent, ToolAgentWorkflow
 
 ASKED = [{"role": "user", "content": "?"}]
 QUESTION = {"question": "?", "answer": "done"}

@@ -1,7 +1,6 @@
 """Compaction: contexts follow each other, fit, and show what the template shows; each sampled token is trained once."""
 
 import asyncio
-import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from chat_templates import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_answers import (
@@ -164,20 +162,6 @@ async def test_a_summary_ends_a_context_and_begins_the_next_one_below_the_task()
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
 
 
-async def test_messages_that_leave_no_room_for_a_summary_after_them_are_shown_in_the_fresh_context() -> None:
-    engine = saying("a", "b", "the sum", "c")
-    chat = begun()
-    await told(chat, engine, "x" * 40, "y" * 160)
-    assert "yy" not in seen_by(engine, 2)
-    assert seen_by(engine, 2).endswith(
-        "assistant\nb<|im_end|>\n<|im_start|>user\nSum up.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    after = f"<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n{'y' * 160}<|im_end|>\n<|im_start|>assistant\n"
-    assert seen_by(engine, 3) == f"{BEGUN}\n\nSo far: the sum<|im_end|>\n{after}"
-    first, second = chat.trajectories(1.0)
-    assert [said_in(t) for t in (first, second)] == ["a<|im_end|>b<|im_end|>the sum<|im_end|>", "c<|im_end|>"]
-
-
 @pytest.mark.parametrize("length", [100, 160], ids=["read", "unread"])
 async def test_tools_are_shown_in_each_context_and_where_a_summary_is_asked_for(length: int) -> None:
     engine = saying("a", "b", "the sum", "c")
@@ -288,16 +272,6 @@ async def test_a_summary_that_failed_or_was_cancelled_can_be_asked_for_again() -
     assert len(chat.trajectories(1.0)) == 2
 
 
-async def test_a_template_that_drops_thoughts_makes_a_branch_and_trains_each_turn_once() -> None:
-    qwen3 = tokenizer_of("qwen3")
-    roomy = replace(SMALL, context_length=300, summary_tokens=60)
-    engine, chat = ScriptedEngine.saying(qwen3, "<think>\nhm\n</think>\n\na", "the sum", "b"), begun(roomy, qwen3)
-    await told(chat, engine, "x" * 150, sampling=SamplingParams(max_new_tokens=40))
-    made = chat.trajectories(1.0)
-    trained = [str(qwen3.decode(t.token_ids[t.loss_mask].tolist())) for t in made]
-    assert sorted(trained) == ["<think>\nhm\n</think>\n\na<|im_end|>", "b<|im_end|>", "the sum<|im_end|>"]
-
-
 async def test_settings_without_room_are_errors_that_say_so() -> None:
     for changes, complaint in (
         ({"summary_tokens": 250}, "summary_tokens is 250, and a prompt and its summary have room for 250 tokens"),
@@ -320,13 +294,6 @@ async def test_a_task_that_leaves_no_room_for_summaries_is_refused_before_anythi
     chat = CompactingConversation(TOKENIZER, [user("?" * 140)], SMALL)
     with pytest.raises(PromptTooLongError, match=r"the task has 1\d\d tokens, .* context of 250 .* shorten the task"):
         await chat.agenerate(saying(), SAMPLING)
-
-
-async def test_a_task_is_as_long_as_its_prompt_with_its_tools() -> None:
-    engine, less = saying("a"), replace(SMALL, context_length=SMALL.context_length + OF_TOOLS - 125)
-    with pytest.raises(PromptTooLongError, match="shorten the task"):
-        await begun(less, tools=[LOOK]).agenerate(engine, SAMPLING)
-    assert engine.requests == []
 
 
 async def test_a_server_with_less_room_than_the_setting_says_is_an_error() -> None:
@@ -353,7 +320,3 @@ async def test_every_conversation_of_a_workflow_compacts_itself() -> None:
     ]
     assert (made[0].metrics["turns"], made[0].metrics["compactions"]) == (3, 1)
     assert [[turn.reward for turn in t.turns] for t in made] == [[0.0, 0.0, 0.0], [1.0]]
-
-
-def test_a_compaction_can_be_sent_to_a_worker_process() -> None:
-    assert pickle.loads(pickle.dumps(SMALL)) == SMALL

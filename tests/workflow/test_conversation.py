@@ -1,21 +1,24 @@
-"""Conversation: the model's tokens are kept as sampled, and what is added comes between them."""
+"""Conversation: the model's tokens are kept as sampled, and what is added comes between them. Of a tree of turns, each
+token is trained once, in whichever trajectory it comes first."""
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import tokenizer_of
-from scripted_answers import TOKENIZER, decode, saying, seen_by, too_long
+from scripted_answers import TOKENIZER, decode, response_of, saying, seen_by, too_long
 
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
 from arl.api.fakes import ScriptedEngine
 from arl.api.routed_experts import Routes
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from arl.rollout.episode import EpisodeSampler
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.conversation import Conversation
+from arl.workflow.conversation import Conversation, trajectories
+from arl.workflow.dialogue import Dialogue, Turn
 
 SAMPLING = SamplingParams(max_new_tokens=1000)
 MORE = {"role": "user", "content": "more"}
@@ -98,11 +101,6 @@ async def test_a_first_prompt_without_room_and_a_loop_that_never_looks_are_error
         await talked(conversation, full)
 
 
-async def test_a_greedy_episode_makes_a_trajectory_as_any_other() -> None:
-    conversation = await talked(begun(), EpisodeSampler(saying("a", "b"), is_greedy=True), times=2)
-    assert [trajectory.temperature for trajectory in conversation.trajectories(1.0)] == [1.0]
-
-
 async def test_turns_of_one_episode_share_a_session_and_episodes_do_not() -> None:
     engine = saying("a", "b", "c")
     await talked(begun(), engine, times=2)
@@ -120,12 +118,6 @@ async def test_a_demonstration_has_the_tokens_of_the_same_conversation_sampled()
     assert (shown.token_ids, shown.loss_mask) == (sampled.token_ids, sampled.loss_mask)
 
 
-async def test_a_template_that_rewrites_earlier_turns_is_an_error_where_that_is_asked_for() -> None:
-    engine = ScriptedEngine.saying(QWEN3, THOUGHT, "5")
-    with pytest.raises(ModelError, match=r"no longer shows '<think>\\nhm.*' as it was said; .*rewriting='branch'"):
-        await talked(begun(QWEN3, rewriting="error"), engine, times=2)
-
-
 async def test_rewritten_turns_stay_in_view_where_that_is_asked_for() -> None:
     engine = ScriptedEngine.saying(QWEN3, THOUGHT, THOUGHT, "5")
     conversation = await talked(begun(QWEN3, rewriting="keep"), engine, times=3)
@@ -133,15 +125,6 @@ async def test_rewritten_turns_stay_in_view_where_that_is_asked_for() -> None:
     assert f"assistant\n{THOUGHT}<|im_end|>\n<|im_start|>user\nmore" in second
     assert third.startswith(f"{second}{THOUGHT}<|im_end|>\n<|im_start|>user\nmore")
     assert len(conversation.trajectories(1.0)[0].turns) == 3
-
-
-async def test_a_template_that_hides_the_assistants_words_makes_a_branch_and_cannot_be_kept_in_view() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "message.content | length | string")
-    conversation = await talked(begun(tokenizer), saying("a", "a"), times=2)
-    assert len(conversation.trajectories(0.0)) == 2
-    with pytest.raises(ModelError, match="as it is"):
-        await talked(begun(tokenizer, rewriting="keep"), saying("a", "a"), times=2)
 
 
 def test_a_tokenizer_without_chat_template_and_an_added_answer_are_errors_that_say_what_to_do() -> None:
@@ -199,3 +182,82 @@ async def test_a_turn_asks_for_the_routes_of_new_tokens_and_branches_for_those_t
         assert trajectory.routes is not None
         assert trajectory.routes.is_known.tolist() == [True] * (len(trajectory.token_ids) - 1) + [False]
         assert trajectory.routes.experts.ravel().tolist() == list(range(len(trajectory.token_ids) - 1))
+
+
+def turn(parent: Turn | None, output_ids: Sequence[int], *, temperature: float = 1.0, is_cut: bool = False) -> Turn:
+    """A turn after two tokens 0, whose tokens have their own numbers for versions and logprobs."""
+    dialogue = Dialogue(ChatTemplate(TOKENIZER))
+    prompt = replace(dialogue.prompt([{"role": "user", "content": "?"}]), parent=parent, given_ids=(0, 0))
+    logprobs, reason = tuple(-float(i) for i in output_ids), "length" if is_cut else "stop"
+    own = {"output_logprobs": logprobs, "output_versions": tuple(output_ids)}
+    response = response_of(output_ids, **own, stop_reason=reason, temperature=temperature)
+    return dialogue.record(prompt, response)
+
+
+def trained(trajectory: Trajectory) -> list[int]:
+    return trajectory.token_ids[trajectory.loss_mask].tolist()
+
+
+def test_a_line_of_turns_is_one_trajectory() -> None:
+    first = turn(None, [5, 6])
+    (made,) = trajectories([first, turn(first, [7])], 1.0, turn_rewards=[0.5, 0.25], states=["a", None])
+    assert made.token_ids.tolist() == [0, 0, 5, 6, 0, 0, 7]
+    assert made.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
+    assert made.versions.tolist() == [-1, -1, 5, 6, -1, -1, 7]
+    assert made.behavior_logprobs.tolist() == [0.0, 0.0, -5.0, -6.0, 0.0, 0.0, -7.0]
+    assert [(t.start, t.stop, t.reward, t.state) for t in made.turns] == [(2, 4, 0.5, "a"), (6, 7, 0.25, None)]
+
+
+def test_a_shared_beginning_is_trained_in_the_first_trajectory_alone_and_is_in_all() -> None:
+    root = turn(None, [5])
+    leaves = [turn(root, [6]), turn(root, [7])]
+    first, second = trajectories(
+        [root, *leaves], 0.5, metrics={"calls": 3}, rewards={"right": 1.0}, turn_rewards=[1.0, 2.0, 4.0], role="solver"
+    )
+    assert (trained(first), trained(second)) == ([5, 6], [7])
+    assert second.token_ids.tolist() == [0, 0, 5, 0, 0, 7]
+    assert second.versions.tolist() == [-1, -1, 5, -1, -1, 7]
+    assert second.behavior_logprobs[2] == -5.0
+    assert [[t.reward for t in made.turns] for made in (first, second)] == [[1.0, 2.0], [4.0]]
+    assert (first.metrics, second.metrics) == ({"calls": 3}, {})
+    assert {(t.reward, t.role, *t.rewards.items()) for t in (first, second)} == {(0.5, "solver", ("right", 1.0))}
+
+
+def test_more_tokens_than_can_be_trained_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arl.workflow.conversation.MAX_EPISODE_TOKENS", 9)
+    root = turn(None, [5])
+    leaves = [turn(root, [6]), turn(root, [7])]
+    assert len(trajectories([root, leaves[0]], 1.0)) == 1
+    with pytest.raises(TrajectoryError, match="the episode is 2 trajectories of 12 tokens together, and at most 9 can"):
+        trajectories([root, *leaves], 1.0)
+
+
+def test_turns_of_another_temperature_are_a_trajectory_of_their_own_with_all_they_saw() -> None:
+    first = turn(None, [5])
+    second = turn(first, [6], temperature=0.5)
+    third = turn(second, [7])
+    warm, cool = trajectories([first, second, third], 1.0, metrics={"n": 1})
+    assert (warm.temperature, trained(warm)) == (1.0, [5, 7])
+    assert (cool.temperature, trained(cool)) == (0.5, [6])
+    assert cool.token_ids.tolist() == warm.token_ids[: len(cool.token_ids)].tolist() == [0, 0, 5, 0, 0, 6]
+    assert (warm.metrics, cool.metrics) == ({"n": 1}, {})
+
+
+def test_the_trajectory_whose_last_turn_a_length_limit_ended_is_truncated() -> None:
+    root = turn(None, [5], is_cut=True)
+    leaves = [turn(root, [6]), turn(root, [7], is_cut=True), turn(root, [8])]
+    assert [t.is_truncated for t in trajectories([root, *leaves], 0.0)] == [False, True, False]
+    assert [t.is_truncated for t in trajectories([root, *leaves], 0.0, cut_after=leaves[0])] == [True, True, False]
+
+
+def test_an_episode_without_a_sampled_turn_has_no_trajectory() -> None:
+    with pytest.raises(TrajectoryError, match="nothing was sampled"):
+        trajectories([], 1.0)
+
+
+def test_a_turn_that_was_forgotten_is_seen_by_what_follows_it_and_not_trained() -> None:
+    root = turn(None, [5])
+    forgotten = turn(root, [6])
+    (made,) = trajectories([root, turn(forgotten, [7])], 1.0)
+    assert made.token_ids.tolist() == [0, 0, 5, 0, 0, 6, 0, 0, 7]
+    assert trained(made) == [5, 7]

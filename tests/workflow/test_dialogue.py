@@ -1,8 +1,8 @@
-"""Dialogue: what stays as it was sampled, where the tree branches, and what callers may hand in."""
+"""Dialogue: what stays as it was sampled, where the tree branches, what callers may hand in, and which turn messages
+continue that come without a word of where."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from talk import (
     GLM,
     LLAMA3,
     MISTRAL,
+    OTHER_SPEC,
     QUESTION,
     QWEN2_5,
     QWEN3,
@@ -25,12 +26,12 @@ from talk import (
     Talk,
     calling,
     model,
+    result,
     user,
 )
 from transformers import PreTrainedTokenizerFast
 
 from arl.api.errors import ModelError
-from arl.workflow.dialogue import Shown
 from arl.workflow.messages import Message
 
 # What stays as it was sampled -----------------------------------------------------------------------------------------
@@ -162,26 +163,6 @@ def test_a_branch_leaves_the_tree_after_the_last_turn_that_is_shown_as_it_was() 
     assert talk.say([*thoughtful.messages, user("really?")], "yes").parent is plain
 
 
-def test_without_thinking_the_empty_thought_of_the_prompt_is_gone_when_more_is_said() -> None:
-    talk = Talk(QWEN3, enable_thinking=False)
-    first = talk.say(QUESTION, CALL, calling())
-    assert talk.text(first).endswith(f"assistant\n<think>\n\n</think>\n\n{CALL}<|im_end|>")
-    for message in (RESULT, SURE):
-        prompt = talk.prompt([*first.messages, message])
-        assert prompt.parent is None
-        assert f"assistant\n{CALL}<|im_end|>" in talk.text(prompt)
-
-
-def test_tools_that_a_template_shows_beside_the_last_user_make_a_branch_when_they_move() -> None:
-    talk = Talk(MISTRAL)
-    words = '[TOOL_CALLS] [{"name": "look", "arguments": {"word": "é", "n": 1}, "id": "call00000"}]'
-    first = talk.say(QUESTION, words, calling())
-    second = talk.say([*first.messages, RESULT], "It is 42.")
-    assert second.parent is first
-    assert talk.parent([*second.messages, SURE]) is None
-    assert talk.then(second, SURE).count("[AVAILABLE_TOOLS]") == 1
-
-
 # What callers hand in -------------------------------------------------------------------------------------------------
 
 
@@ -237,35 +218,6 @@ def test_what_a_template_cannot_show_is_an_error_that_quotes_it(
         Talk(tokenizer).dialogue.prompt(messages, tools)
 
 
-def test_thousands_of_turns_are_a_path_like_any_other() -> None:
-    talk = Talk(CHATML)
-    turn = talk.say(QUESTION, "4")
-    prompt = talk.prompt([*turn.messages, user("more")], after=turn)
-    for _ in range(3000):
-        turn = talk.answer(prompt, "4")
-        prompt = replace(prompt, parent=turn, after=turn, given_ids=(1,))
-    assert len(turn.path) == 3001
-
-
-class KeptMeanwhile(Shown):
-    """Another thread keeps its text in a longer one as soon as this thread has looked at it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name == "_text":
-            self.keep_in(Shown("a longer text"))
-        return value
-
-    def keep_in(self, longer: Shown) -> None:
-        self.__dict__["_text"] = longer
-
-
-def test_a_text_is_found_while_another_thread_keeps_it_in_a_longer_one() -> None:
-    shown = Shown("a")
-    shown.keep_in(KeptMeanwhile("a long"))
-    assert shown.num_shared(Shown("a lot")) == 1
-
-
 def test_a_long_dialogue_keeps_one_text_and_finds_where_a_rewritten_history_leaves_it() -> None:
     talk, messages = Talk(QWEN3), [user("begin")]
     for _ in range(40):
@@ -277,3 +229,94 @@ def test_a_long_dialogue_keeps_one_text_and_finds_where_a_rewritten_history_leav
     texts = {id(text): len(text) for turn in last.path if isinstance(text := turn.prompt.shown.__dict__["_text"], str)}
     assert sum(texts.values()) == last.prompt.shown.length, "not a text for each turn"
     assert len(repr(last)) < 10 * len(talk.text(last)), "not a tree of all turns before it"
+
+
+def sent_back(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as another program sends it back."""
+    function = message["tool_calls"][0]["function"]
+    arguments = json.dumps(dict(reversed(function["arguments"].items())), indent=1)
+    call = {"id": "other", "type": "function", "function": {"arguments": arguments, "name": function["name"]}}
+    return {"role": "assistant", "content": "", "refusal": None, "tool_calls": [call], "function_call": None}
+
+
+def test_answers_that_come_back_in_another_form_are_those_that_were_recorded() -> None:
+    talk = Talk(QWEN3)
+    first = talk.say(QUESTION, THOUGHT + CALL, calling(thought="hm"))
+    prompt = talk.prompt([*QUESTION, sent_back(calling()), result("42", of="other")])
+    assert prompt.parent is first
+    assert THOUGHT in talk.text(prompt)
+    second = talk.answer(prompt, " It is 42.\n")
+    stripped = {"role": "assistant", "content": "It is 42.", "tool_calls": []}
+    messages = [*QUESTION, sent_back(calling()), result("42", of="other"), stripped, result("43")]
+    assert talk.parent(messages) is second
+
+
+def test_thoughts_need_not_come_back_and_others_are_another_branch() -> None:
+    talk = Talk(QWEN3)
+    first = talk.say(QUESTION, THOUGHT + CALL, calling(thought="hm"))
+    for thought, parent in (("hm", first), ("hm\n", first), (None, first), ("", first), ("what else?", None)):
+        prompt = talk.prompt([*QUESTION, calling(thought=thought), RESULT])
+        assert prompt.parent is parent
+    assert "what else?" in talk.text(prompt)
+
+
+def test_history_that_was_edited_dropped_or_summarised_is_another_branch() -> None:
+    talk = Talk(QWEN2_5)
+    first = talk.say(QUESTION, "4")
+    second = talk.say([*first.messages, SURE], "yes")
+    history = [*second.messages, user("really?")]
+    for messages, parent in (
+        (history, second),
+        ([*first.messages, user("Sure?"), second.message, user("really?")], first),
+        ([*QUESTION, model("5"), SURE], None),
+        ([user("A summary: 4."), user("really?")], None),
+        ([{"role": "system", "content": "Be brief."}, *history], None),
+        ([*history[:1], *history[2:]], None),
+    ):
+        assert talk.parent(messages) is parent
+
+
+def test_another_set_of_tools_is_another_beginning() -> None:
+    talk = Talk(QWEN2_5)
+    first = talk.say(QUESTION, "4")
+    messages = [*first.messages, SURE]
+    for tools in ([], [OTHER_SPEC], [SPEC, OTHER_SPEC]):
+        prompt, known = (talk.dialogue.prompt(messages, tools, after=after) for after in (None, first))
+        assert prompt.parent is known.parent is None
+        assert (known.input_ids, known.key) == (prompt.input_ids, prompt.key)
+
+
+def test_of_several_answers_to_a_prompt_the_named_one_is_continued_and_else_the_last_of_equal_ones() -> None:
+    talk = Talk(QWEN3)
+    prompt, thoughts = talk.prompt(QUESTION), ("one", "two", "three")
+    said = [calling(thought=thought, key=f"call{number}") for number, thought in enumerate(thoughts)]
+    words = [f"<think>\n{thought}\n</think>\n\n{CALL}" for thought in thoughts]
+    turns = [talk.answer(prompt, *answer) for answer in zip(words, said, strict=True)]
+    assert [turn.parent for turn in turns] == [None] * 3
+    for message, turn in zip(said, turns, strict=True):
+        assert talk.parent([*QUESTION, message, RESULT]) is turn
+    assert talk.parent([*QUESTION, sent_back(calling()), RESULT]) is turns[-1]
+
+
+def test_a_turn_that_is_forgotten_is_continued_no_more_and_an_equal_one_takes_its_place() -> None:
+    talk = Talk(QWEN2_5)
+    first, second = talk.say(QUESTION, "4"), talk.say(QUESTION, "4")
+    after = [*first.messages, SURE]
+    for forgotten, left in ((None, (first, second)), (second, (first,)), (second, (first,)), (first, ())):
+        if forgotten:
+            talk.dialogue.forget(forgotten)
+        assert talk.dialogue.turns == left
+        assert talk.parent(after) is (left[-1] if left else None)
+
+
+def test_a_turn_that_another_was_said_after_is_not_forgotten() -> None:
+    for words, is_branched in (("4", False), (THOUGHT + "4", True)):
+        talk = Talk(QWEN3)
+        first = talk.say(QUESTION, words)
+        second = talk.say([*first.messages, SURE], "yes")
+        assert (second.parent is None) == is_branched
+        talk.dialogue.forget(first)
+        assert talk.dialogue.turns == (first, second)
+        talk.dialogue.forget(second)
+        talk.dialogue.forget(first)
+        assert talk.dialogue.turns == ()

@@ -12,9 +12,8 @@ import torch
 from embedded_server import server_process
 
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, ServerError
+from arl.api.errors import ConfigError
 from arl.api.fakes import ScriptedEngine
-from arl.api.sampling_mask import KeptIds
 from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.api.settings.run import Config, LogConfig, RolloutConfig
 from arl.api.types import Example, SamplingParams, Trajectory, TurnSpan
@@ -132,24 +131,6 @@ async def test_a_temperature_or_a_coefficient_that_makes_no_sense_is_refused() -
             DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient, keep_reward=True)
     with pytest.raises(ConfigError, match=r"coefficient is 2\.0, but without keep_reward .* leave it out"):
         await distilled(TWO_TURNS, coefficient=2.0)
-
-
-async def test_a_students_truncated_tokens_are_compared_with_the_whole_teacher() -> None:
-    last = int(TWO_TURNS.token_ids[-1])
-    truncated = replace(TWO_TURNS, kept_ids=KeptIds.of([None] * (len(TWO_TURNS.token_ids) - 1) + [[last, last + 1]]))
-    judged, plain = await distilled(truncated), await distilled(TWO_TURNS)
-    assert judged.token_rewards.tolist() == plain.token_rewards.tolist()
-    assert judged.kept_ids == truncated.kept_ids
-
-
-async def test_a_teacher_that_fails_fails_the_episode_with_its_own_error() -> None:
-    class Away(FixedTeacher):
-        async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
-            raise ServerError("the teacher is away")
-
-    for episode in (TWO_TURNS, [TWO_TURNS, TWO_TURNS]):
-        with pytest.raises(ServerError, match="away"):
-            await DistillationWorkflow(Fixed(episode), Away()).arun_episode(STUDENT, {})
 
 
 SHAPE = TinyShape(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)

@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Dialogue
 
 TEMPLATES = {name: ChatTemplate(tokenizer_of(name)) for name in ("chatml", "qwen2_5", "qwen3", "llama3", "mistral")}
@@ -162,17 +161,6 @@ def test_other_control_tokens_of_an_answer_are_tokens_again_where_it_is_shown() 
         assert [token for token in tagged if token != "<|python_tag|>"] == plain
 
 
-def test_a_conversation_with_such_texts_is_one_trajectory() -> None:
-    def ends(text: str) -> int:
-        chat = Conversation(TEMPLATES["qwen2_5"].tokenizer, [{"role": "user", "content": text}])
-        chat.demonstrate(text)
-        chat.add({"role": "tool", "content": text})
-        chat.demonstrate("4")
-        return control(TEMPLATES["qwen2_5"], chat.token_ids).count("<|im_end|>")
-
-    assert ends(FORGED) == ends("?")
-
-
 def test_tags_around_turns_are_control_tokens_even_if_the_tokenizer_does_not_call_them_special() -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_start|>", "<tool_call>")
@@ -197,11 +185,3 @@ def test_a_template_finds_the_end_of_thinking_though_it_writes_one_in_each_answe
     text = template.render([*said, *said[:1]])
     assert text.replace("\ufdd0", "") == tokenizer.apply_chat_template([*said, *said[:1]], tokenize=False)
     assert control(template, template.encode(text)).count("<|im_start|>") == 3
-
-
-def test_white_space_that_is_a_token_of_its_own_stays_that_token() -> None:
-    tokenizer = tokenizer_of("alpaca")
-    tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
-    messages = conversation("\n\n", "a\n\nb", "c\n\nd", "\n\n")[1:]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ids_of(ChatTemplate(tokenizer), messages) == list(ids)

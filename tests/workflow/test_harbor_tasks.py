@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from workflow.harbor_tasks import CONFIG, DOCKERFILE, write_task
+from workflow.harbor_tasks import DOCKERFILE, write_task
 
 from arl.api.errors import DatasetError
-from arl.workflow.harbor.dockerfile import plain_image
-from arl.workflow.harbor.harbor_task import HarborTask, harbor_tasks
+from arl.workflow.harbor_task import HarborTask, harbor_tasks, plain_image
 
 
 def test_a_dataset_has_a_row_for_each_task_in_the_order_of_paths(tmp_path: Path) -> None:
@@ -110,12 +109,6 @@ def test_what_takes_an_image_is_named_when_the_sandbox_has_none(tmp_path: Path, 
     with pytest.raises(DatasetError, match="takes Docker") as refused:
         task.plain_image()
     assert f"needs `{line}`" in str(refused.value)
-
-
-def test_a_ready_made_image_takes_docker(tmp_path: Path) -> None:
-    config = f'{CONFIG}docker_image = "my/image:1"\n'
-    with pytest.raises(DatasetError, match="the image my/image:1, which takes Docker"):
-        HarborTask.read(write_task(tmp_path / "t", config=config)).plain_image()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from arl.api.fakes import ScriptedEngine
 from arl.api.types import SamplingParams, Trajectory
 from arl.engine.tiny import tiny_tokenizer
 from arl.run.finetuning.warm_starts import tool_call
-from arl.sandbox import CommandOutcome
-from arl.workflow.harbor.harbor_task import harbor_tasks
-from arl.workflow.harbor.harbor_workflow import HarborWorkflow, told
+from arl.workflow.harbor_task import harbor_tasks
+from arl.workflow.harbor_workflow import HarborWorkflow
 
 TOKENIZER = tiny_tokenizer()
 SOLVED = "wc -l < notes.txt > answer"
@@ -164,17 +163,3 @@ async def test_a_task_that_needs_an_image_runs_in_its_container(
     assert build[-1] == str(task / "environment")
     (started,) = (" ".join(call) for call in asked if call[:2] == ["run", "--detach"])
     assert "--network none --memory 268435456" in started
-
-
-async def test_without_docker_a_task_that_needs_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (row,) = harbor_tasks(write_task(tmp_path / "t", dockerfile=f"{DOCKERFILE}RUN make\n"))
-    with pytest.raises(SandboxError, match="docker is not installed"):
-        workflow(sandbox="auto").check_example(row)
-
-
-def test_the_model_reads_which_limit_ended_a_command() -> None:
-    ended = CommandOutcome(output="", exit_code=None, ended_by="memory")
-    assert told(ended, 100) == "[the command was ended: too much memory; the files are as they were before it]"
-    cut = CommandOutcome(output="abc", num_dropped=7, exit_code=0)
-    assert told(cut, 100) == "abc\n[cut here: 7 more bytes]"

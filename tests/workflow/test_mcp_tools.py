@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-import httpx2
 import pytest
 from PIL import Image as Pictures
 from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
@@ -19,11 +17,9 @@ from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
 from arl.api.errors import ConfigError, ServerError
 from arl.api.images import Image
 from arl.api.version import install_command
-from arl.runtime.http.server import bind
-from arl.workflow import mcp_tools
 from arl.workflow.call_formats import ToolCall
-from arl.workflow.content import image_part, text_part
 from arl.workflow.mcp_tools import MCPTools
+from arl.workflow.messages import image_part, text_part
 from arl.workflow.tool_agent import ToolAgentWorkflow
 from arl.workflow.tools import Tool, ToolLimits, ToolResult, arun_tools
 
@@ -173,21 +169,6 @@ async def test_a_start_that_is_cancelled_leaves_no_process_and_no_task(
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_the_end_of_a_session_waits_only_so_long_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client that mcp ends a session with."""
-    monkeypatch.setattr(mcp_tools, "_END_S", 0.05)
-    made: list[httpx2.AsyncClient] = []
-    monkeypatch.setattr(
-        "mcp.client.streamable_http.streamable_http_client", lambda _, http_client: made.append(http_client)
-    )
-    with bind("127.0.0.1", 0) as silent:
-        async with AsyncExitStack() as stack:
-            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            await mcp_tools._connect_http(url, {}, mcp_tools._LastWords(), stack)
-            with pytest.raises(httpx2.ReadTimeout):
-                await made[0].delete(url)
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,30 @@
-"""Messages in the one form that templates take."""
+"""Messages in the one form that templates take: texts and images, in the forms of OpenAI, transformers, Anthropic and
+Python."""
 
+import base64
 import copy
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pictures
+from sighted import noise
 
-from arl.workflow.messages import HistoryKeys, Message, history_key, normalised, tools_key
+from arl.api.errors import ImageError, ModelError
+from arl.api.images import Image
+from arl.workflow.messages import (
+    HistoryKeys,
+    Message,
+    content_of,
+    history_key,
+    image_part,
+    images_in,
+    normalised,
+    text_part,
+    tools_key,
+    with_read_images,
+)
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
@@ -63,22 +82,6 @@ def test_other_histories_have_other_keys(other: Message) -> None:
     assert key({"role": "assistant", "tool_calls": [changed]}) != key({"role": "assistant", "tool_calls": [CALL]})
 
 
-def test_keys_of_one_history_do_not_mix_with_those_that_another_thread_asks_for() -> None:
-    messages, other = [{"role": "user", "content": "?"}], HistoryKeys()
-    other.of(messages, [{"function": {"name": "hear"}}])
-
-    class Shared(HistoryKeys):
-        def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
-            if name == "_last":
-                self._last = other._last  # by the other thread, as soon as this one has looked
-            return value
-
-    keys = Shared()
-    first = keys.of(messages, ())
-    assert keys.of(messages, ()) == first == [history_key(tools_key(()), messages)]
-
-
 def test_keys_of_a_history_that_is_sent_again_are_those_of_its_messages_even_if_they_were_changed() -> None:
     keys, tools = HistoryKeys(), [{"function": {"name": "look"}}]
     call = {"function": {"name": "look", "arguments": {"n": 1}}}
@@ -97,3 +100,116 @@ def test_keys_of_a_history_that_is_sent_again_are_those_of_its_messages_even_if_
     tools[0]["function"]["name"] = "hear"
     assert keys.of(messages, tools) == expected()
     assert keys.of(messages[:1], tools) == expected()[:1]
+
+
+PICTURE = noise(20, 16, 0)
+IN_BASE64 = base64.b64encode(PICTURE.data).decode()
+TEXT = {"type": "text", "text": "what?"}
+
+
+def said(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": list(parts)}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "a.png"
+    path.write_bytes(PICTURE.data)
+    return path
+
+
+def forms(file: Path) -> list[dict[str, Any]]:
+    return [
+        {"type": "image_url", "image_url": {"url": PICTURE.data_url, "detail": "auto"}},
+        {"type": "image_url", "image_url": PICTURE.data_url},
+        {"type": "image_url", "image_url": {"url": f"file://{file}"}},
+        {"type": "image", "url": str(file)},
+        {"type": "image", "path": str(file)},
+        {"type": "image", "base64": IN_BASE64},
+        {"type": "image", "image": str(file)},
+        {"type": "image", "image": file},
+        {"type": "image", "image": PICTURE.data},
+        {"type": "image", "image": PICTURE},
+        {"type": "image", "image": PICTURE.picture()},
+        {"type": "image", "image": {"bytes": PICTURE.data, "path": None}},
+        {"type": "image", "image": PICTURE, "text": None, "url": None},
+        {"image": PICTURE},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IN_BASE64}},
+    ]
+
+
+def test_all_forms_of_an_image_are_one(file: Path) -> None:
+    made = [normalised(said(form, TEXT))["content"] for form in forms(file)]
+    assert made == [[image_part(PICTURE), text_part("what?")]] * len(made)
+    assert len({history_key(b"", [said(form, TEXT)]) for form in forms(file)}) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        said(TEXT, image_part(PICTURE)),
+        said(image_part(PICTURE)),
+        said(image_part(PICTURE), image_part(PICTURE), TEXT),
+        said(image_part(noise(20, 16, 1)), TEXT),
+        said(image_part(PICTURE), TEXT, role="tool"),
+        said(TEXT),
+        {"role": "user", "content": f"what?image{PICTURE.digest}"},
+    ],
+)
+def test_histories_with_other_images_have_other_keys(other: Any) -> None:
+    assert history_key(b"", [other]) != history_key(b"", [said(image_part(PICTURE), TEXT)])
+
+
+def test_the_keys_of_a_history_that_is_sent_again_are_those_of_the_files_of_now(tmp_path: Path) -> None:
+    file, keys = tmp_path / "screen.png", HistoryKeys()
+    messages = [said({"type": "image", "path": str(file)})]
+    for picture in (PICTURE, noise(20, 16, 1), PICTURE):
+        file.write_bytes(picture.data)
+        keys.of(messages, ())
+        assert keys.of(messages, ()) == keys.of([said(image_part(picture))], ())
+
+
+def test_a_message_without_images_stays_as_it_is() -> None:
+    for message in ({"role": "user", "content": "a"}, said(TEXT, "b"), {"role": "assistant", "content": None}):
+        assert with_read_images(message) is message
+    assert images_in([with_read_images(said(TEXT, {"image": PICTURE.data_url}))]) == [PICTURE]
+
+
+def damaged() -> bytes:
+    file = io.BytesIO()
+    Pictures.new("RGB", (64, 64)).save(file, "JPEG")
+    return file.getvalue()[:-200]
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "reason"),
+    [
+        ({"type": "image"}, ImageError, "has the fields type; give its image in one of image, image_url, "),
+        ({"type": "image", "image": PICTURE, "url": "a.png"}, ImageError, "fields type, image, url; give its image"),
+        ({"type": "image", "image": PICTURE, "max_pixels": 64}, ImageError, "nothing that changes its size"),
+        ({"type": "image", "image": 7}, ImageError, "an image is of type int"),
+        ({"type": "image_url", "image_url": {}}, ImageError, "an image is of type NoneType"),
+        ({"type": "image", "path": "/no/such.png"}, ImageError, "cannot read the image /no/such.png: No such file"),
+        ({"type": "image", "url": "https://a.test/b.png"}, ImageError, "fetches nothing from the web"),
+        ({"type": "image", "base64": "%%"}, ImageError, "base64 cannot be read"),
+        ({"type": "image", "image": damaged()}, ImageError, "cannot read the image"),
+        ({"type": "image", "image": Pictures.new("I;16", (8, 8))}, ImageError, "more than 8 bits a channel"),
+        ({"type": "image", "image": Pictures.new("L", (10_000, 5_001))}, ImageError, "at most 50,000,000 are read"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, ImageError, "source is of type 'file'"),
+        ({"type": "video", "video": "a.mp4"}, ModelError, "part of type 'video'; only text and images"),
+        ({"type": "input_audio", "input_audio": {}}, ModelError, "part of type 'input_audio'"),
+        ({"type": "text", "text": "a", "image": PICTURE}, ModelError, "has text and image; the model sees one after"),
+        ({"text": "a", "video": "a.mp4"}, ModelError, "has text and video"),
+        ({}, ModelError, "part of type None"),
+        (3, ModelError, "part of type 'int'"),
+    ],
+)
+def test_a_part_that_cannot_be_shown_is_an_error(part: Any, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        content_of(said(TEXT, part))
+
+
+def test_an_assistant_says_no_images() -> None:
+    with pytest.raises(ModelError, match="an assistant's message has an image"):
+        content_of(said(image_part(PICTURE), role="assistant"))
+    assert Image.of(PICTURE) is PICTURE

@@ -18,9 +18,9 @@ from arl.api.types import SamplingParams, Trajectory
 from arl.data.image_processor import ImageProcessor
 from arl.engine.tiny import IMAGE_PAD, VisionFamily
 from arl.workflow.compacting import CompactingConversation, Compaction
-from arl.workflow.content import images_in
 from arl.workflow.conversation import Conversation, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
+from arl.workflow.messages import images_in
 
 SEES: VisionFamily = "qwen3_vl"
 PAD = seeing(SEES).get_vocab()[IMAGE_PAD]
@@ -57,13 +57,6 @@ def test_a_prompt_is_what_transformers_makes_of_the_messages(
     family: VisionFamily, options: dict[str, Any], messages: list[Any]
 ) -> None:
     check_sees(Talk(seeing(family), **options).dialogue.prompt(messages), family, messages, **options)
-
-
-def test_a_tools_image_is_seen_in_its_result() -> None:
-    messages = [*ASKED, calling(), seen("a crop: ", TALL, role="tool")]
-    prompt = Talk(seeing(SEES)).prompt(messages)
-    check_sees(prompt, SEES, messages, tools=[SPEC])
-    assert [one.image for one in prompt.all_images] == [SMALL, WIDE, TALL]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,17 +123,6 @@ def test_a_branch_has_the_images_of_its_own_messages() -> None:
     long, new = check_trajectories(talk.dialogue, [first, second, third])
     assert [one.image for one in long.images] == [SMALL, WIDE, TALL]
     assert [one.image for one in new.images] == [SMALL, WIDE, TALL, SMALL]
-
-
-def test_where_sampled_tokens_are_kept_in_view_new_images_follow_them() -> None:
-    dialogue = Dialogue(Talk(seeing(SEES)).dialogue.template, rewriting="keep")
-    words = seeing(SEES).encode(f"{THOUGHT}a cat<|im_end|>")
-    turn = dialogue.record(dialogue.prompt(ASKED), response_of(words))
-    prompt = dialogue.prompt([*ASKED, turn.message, seen("sure? ", TALL)], after=turn)
-    assert prompt.parent is turn
-    ids, _ = their_tokens(SEES, [seen("sure? ", TALL)])
-    assert list(prompt.input_ids) == [*turn.token_ids, *seeing(SEES).encode("\n"), *ids]
-    assert [one.image for one in prompt.all_images] == [SMALL, WIDE, TALL]
 
 
 def test_where_sampled_tokens_are_kept_in_view_images_are_numbered_on() -> None:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,10 @@ from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer, served_model
 from arl.rewards.adapt import InlineReward
-from arl.workflow.call_formats import HERMES, ParsedAnswer, ToolCall
-from arl.workflow.content import image_part, text_part
-from arl.workflow.team import Member, Team, TeamSettings
+from arl.workflow.call_formats import ParsedAnswer, ToolCall
+from arl.workflow.messages import image_part, text_part
 from arl.workflow.tool_agent import ToolAgentWorkflow
-from arl.workflow.tool_results import content_of_result
-from arl.workflow.tools import Tool, ToolLimits, arun_tools
+from arl.workflow.tools import Tool, ToolLimits, arun_tools, content_of_result
 
 SEES = seeing("qwen3_vl")
 
@@ -72,14 +69,6 @@ async def test_a_result_has_its_texts_and_images(tool: Any, arguments: dict[str,
     (result,) = await arun_tools([ToolCall(name=tool.__name__, arguments=arguments)], [Tool.of(tool)])
     assert (result.content, result.failure) == (content, None)
     assert result.message["content"] == content
-
-
-@pytest.mark.parametrize("tool", [screenshot, awaited])
-async def test_images_of_async_tools_are_read_beside_the_event_loop(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    readers = list[bool]()
-    monkeypatch.setattr(Image, "of", lambda given: readers.append(current_thread() is main_thread()) or given)
-    await arun_tools([ToolCall(name=tool.__name__, arguments={})], [Tool.of(tool)])
-    assert readers == [False]
 
 
 @dataclass
@@ -139,15 +128,6 @@ async def test_an_agent_sees_its_question_and_what_its_tools_return() -> None:
     first, second = (pad.format("<|image_pad|>" * (placed.stop - placed.start)) for placed in made.images[1:])
     results = (f"<tool_response>\n{shown}\n</tool_response>" for shown in (first, "this: " + second + '{"n":1}'))
     assert "user\n" + "\n".join(results) + "<|im_end|>" in seen
-
-
-async def test_a_member_of_a_team_sees_images_of_messages_and_tools() -> None:
-    engine = ScriptedEngine.saying(SEES, calling("screenshot"), "a cat")
-    eye = Member(name="eye", tools=[Tool.of(screenshot)])
-    team = Team(engine, [eye], TeamSettings(tokenizer=SEES, call_format=HERMES))
-    assert await team.ask("eye", [{"role": "user", "content": [image_part(SMALL), "?"]}]) == "a cat"
-    (made,) = team.trajectories(1.0)
-    assert [placed.image for placed in made.images] == [SMALL, WIDE]
 
 
 @pytest.fixture(scope="module", params=SEEING_FAMILIES)

@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -259,17 +258,6 @@ async def test_only_so_many_calls_of_one_turn_are_answered() -> None:
     results = await arun_tools(calls, [FETCH], ToolLimits(max_calls=2))
     assert [result.failure for result in results] == [None, None, "refused"]
     assert results[2].content == "error: at most 2 calls are answered in one turn"
-
-
-async def test_a_tool_runs_with_the_episodes_context_variables() -> None:
-    name: ContextVar[str] = ContextVar("name")
-    name.set("mine")
-
-    def look() -> str:
-        """Look."""
-        return name.get()
-
-    assert (await called(Tool.from_function(look))).content == "mine"
 
 
 PLACE = {"type": "object", "title": "Place", "properties": {"name": {"type": "string"}}, "required": ["name"]}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arl.api.grammar import SCHEMAS_BY_NAME, Grammar, unenforced
+from arl.api.grammar import Grammar, schemas_in, unenforced
 from arl.api.sampling_mask import SetTable
 from arl.api.version import install_command
 from arl.runtime.http.bodies import RequestError
@@ -29,8 +29,6 @@ _MAX_CACHED = 256
 _MAX_WHITESPACE = 20
 """Characters between two parts of a JSON: a line end and some levels of indentation. Without a bound, a weak model may
 write white space until its tokens are used up."""
-_VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Keywords whose values are data, not schemas."""
 
 
 class Grammars:
@@ -103,28 +101,12 @@ def check_grammar(grammar: Grammar) -> None:
 
 def check_schema(schema: Any) -> None:
     """Raise RequestError for a constraint that xgrammar would ignore."""
-    for part, path in _parts_of(schema):
+    for part, steps in schemas_in(schema):
         reasons = [f"{keyword} {reason}" for keyword, reason in unenforced(part).items()]
         reasons += [f"{name} is empty" for name in ("anyOf", "oneOf", "allOf") if part.get(name) == []]
         if reasons:
+            path = "/".join(("#", *map(str, steps)))
             raise RequestError(f"the JSON schema at {path} cannot be honoured: {'; '.join(reasons)}")
-
-
-def _parts_of(schema: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """The schema and every schema inside it, with its place."""
-    left: list[tuple[Any, str, bool]] = [(schema, "#", False)]
-    while left:
-        value, path, is_map = left.pop()
-        if isinstance(value, list):
-            left += [(one, f"{path}/{i}", False) for i, one in enumerate(value)]
-        elif isinstance(value, dict):
-            if not is_map:
-                yield value, path
-            left += [
-                (one, f"{path}/{name}", not is_map and name in SCHEMAS_BY_NAME)
-                for name, one in value.items()
-                if is_map or name not in _VALUES
-            ]
 
 
 def _schemas_in(tag: Any) -> Iterator[Any]:

@@ -42,7 +42,7 @@ from arl.api.types import NOT_SAMPLED, Example
 from arl.workflow.chat_template import ChatTemplate, template_of
 from arl.workflow.conversation import paths_of
 from arl.workflow.dialogue import Dialogue, Rewriting, images_of
-from arl.workflow.example_images import IMAGE_COLUMNS, with_images
+from arl.workflow.images import IMAGE_COLUMNS, with_images
 from arl.workflow.messages import Message, ToolSpecs
 
 if TYPE_CHECKING:

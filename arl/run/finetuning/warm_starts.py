@@ -21,7 +21,7 @@ from arl.run.finetuning.examples import finetune, to_demonstrations, write_model
 from arl.run.learner import load_train_engine
 from arl.training.display import progress, waiting
 from arl.workflow.chat_template import ChatTemplate, template_of
-from arl.workflow.content import texts_of
+from arl.workflow.messages import texts_of
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
 _SEPARATOR = re.compile(r"(<\|\w+\|>|</?\w+>|\d| [-+*/=] |\b[a-z]\b|[-+*/=().])")

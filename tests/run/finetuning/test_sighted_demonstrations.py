@@ -15,7 +15,7 @@ from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape, TinyVision, write_tiny_vision_model
 from arl.run.finetuning.examples import Examples, Preference, finetune, to_demonstrations, to_preferences, to_sequence
 from arl.run.finetuning.warm_starts import warm_start
-from arl.workflow.content import image_part
+from arl.workflow.messages import image_part
 
 SEES, SEES_TOO = seeing("qwen3_vl"), seeing("qwen2_5_vl")
 SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)

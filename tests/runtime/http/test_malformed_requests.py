@@ -24,7 +24,7 @@ from workflow.scripted_answers import TOKENIZER, saying
 
 from arl.api.settings.endpoint import EndpointConfig
 from arl.api.types import SamplingParams
-from arl.endpoint import episodes_api
+from arl.endpoint import served_workflow
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -325,7 +325,7 @@ async def episodes(_: Path) -> AsyncIterator[Door]:
     posts = [Sound(method="POST", path=path, body=body, headers=BEARER) for path, body in paths.items()]
     counts = Sound(method="GET", path="/episodes", headers=BEARER)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(episodes_api, "_WRONG_KEY_S", 0.0)
+        patched.setattr(served_workflow, "_WRONG_KEY_S", 0.0)
         async with ServedWorkflow(proxy=proxy, on_open=urls.append):
             yield Door(port=int(urls[0].removesuffix("/episodes").rpartition(":")[2]), sound=[counts, *posts])
 

@@ -1,11 +1,15 @@
 """Harbor's tasks on disk: task.toml, instruction.md, environment/ and tests/, and the dataset that they make.
 
-The format is Harbor's own, https://www.harborframework.com/docs/tasks: versions 1.0 to 1.4 of its schema.
+The format is Harbor's own, https://www.harborframework.com/docs/tasks: versions 1.0 to 1.4 of its schema. Of a task's
+Dockerfile, a sandbox without images can give files, variables and a working directory.
 """
 
 from __future__ import annotations
 
+import json
+import posixpath
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +19,6 @@ from typing import Any
 
 from arl.api.errors import DatasetError
 from arl.api.types import Example
-from arl.workflow.harbor.dockerfile import PlainImage, plain_image
 
 CONFIG, INSTRUCTION, TESTS, ENVIRONMENT = "task.toml", "instruction.md", "tests", "environment"
 _CANARY = re.compile(r"^(<!--|#).*canary.*$", re.IGNORECASE)
@@ -99,7 +102,18 @@ def harbor_tasks(directory: str | Path) -> list[Example]:
     and `metadata`. Raises DatasetError for a directory without tasks, and for a task that arl cannot play.
     """
     root = Path(directory).expanduser().absolute()
-    rows = [_row(HarborTask.read(config.parent)) for config in sorted(root.rglob(CONFIG))]
+    tasks = [HarborTask.read(config.parent) for config in sorted(root.rglob(CONFIG))]
+    rows: list[Example] = [
+        {
+            "task": task.name,
+            "path": str(task.directory),
+            "instruction": task.instruction,
+            "agent_timeout_s": task.agent_timeout_s,
+            "verifier_timeout_s": task.verifier_timeout_s,
+            "metadata": dict(task.metadata),
+        }
+        for task in tasks
+    ]
     if not rows:
         raise DatasetError(f"there is no task below {root}: no directory with a {CONFIG}")
     return rows
@@ -111,23 +125,15 @@ def task_at(path: str) -> HarborTask:
     return HarborTask.read(path)
 
 
-def _row(task: HarborTask) -> Example:
-    return {
-        "task": task.name,
-        "path": str(task.directory),
-        "instruction": task.instruction,
-        "agent_timeout_s": task.agent_timeout_s,
-        "verifier_timeout_s": task.verifier_timeout_s,
-        "metadata": dict(task.metadata),
-    }
-
-
 def _task(path: Path, config: Mapping[str, Any], instruction: str) -> HarborTask:
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     agent_timeout = config.get("agent", {}).get("timeout_sec")
+    network = environment.get("network_mode", "public" if environment.get("allow_internet", True) else "no-network")
+    lines = instruction.split("\n")  # without those at the top that mark a benchmark, which Harbor does not show either
+    first = next((i for i, line in enumerate(lines) if not _CANARY.match(line.strip())), len(lines))
     return HarborTask(
         directory=path,
-        instruction=_without_canary(instruction),
+        instruction="\n".join(lines[first:]).strip("\n"),
         agent_timeout_s=None if agent_timeout is None else float(agent_timeout),
         verifier_timeout_s=float(verifier.get("timeout_sec", 600.0)),
         verifier_env=_literal(path, verifier.get("env", {})),
@@ -137,7 +143,7 @@ def _task(path: Path, config: Mapping[str, Any], instruction: str) -> HarborTask
         cpus=environment.get("cpus"),
         memory_mb=_megabytes(environment, "memory"),
         storage_mb=_megabytes(environment, "storage"),
-        allows_network=_allows_network(environment),
+        allows_network=network == "public",
         metadata=config.get("metadata", {}),
     )
 
@@ -164,13 +170,6 @@ def _refuse(path: Path, config: Mapping[str, Any]) -> None:
         raise DatasetError(f"the task {path} has no {TESTS}/test.sh, so it cannot be rewarded")
 
 
-def _without_canary(text: str) -> str:
-    """The text without the lines at its top that mark it as a benchmark's, which Harbor does not show either."""
-    lines = text.split("\n")
-    first = next((i for i, line in enumerate(lines) if not _CANARY.match(line.strip())), len(lines))
-    return "\n".join(lines[first:]).strip("\n")
-
-
 def _literal(path: Path, env: Mapping[str, Any]) -> dict[str, str]:
     """The variables. One that Harbor would take from the host is refused: it may be a secret."""
     for name, value in env.items():
@@ -188,6 +187,84 @@ def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
     return int(float(text.strip()[:-1]) * _SIZES[text.strip()[-1].upper()])
 
 
-def _allows_network(environment: Mapping[str, Any]) -> bool:
-    mode = environment.get("network_mode", "public" if environment.get("allow_internet", True) else "no-network")
-    return mode == "public"
+# What a Dockerfile asks for.
+
+PLAIN_IMAGES = ("ubuntu", "debian", "python", "buildpack-deps", "bash")
+"""Images that stand for an ordinary Linux, so that this machine's programs will do."""
+_IGNORED = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "MAINTAINER", "SHELL", "STOPSIGNAL", "HEALTHCHECK")
+"""Instructions about how a container starts: a terminal's commands do not depend on them."""
+_CONTINUED = re.compile(r"\\[ \t]*\n")
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainImage:
+    """A Dockerfile's result, without the image that it begins with."""
+
+    workdir: str = "/"
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    sources: dict[str, Path] = field(default_factory=dict[str, Path])
+    """Absolute path in the image -> the file that lies there."""
+    needs: list[str] = field(default_factory=list[str])
+    """What only an image can give: the instructions that were left out."""
+
+
+def plain_image(dockerfile: Path) -> PlainImage:
+    """Read a Dockerfile. What cannot be done without an image goes to `needs`. Raises DatasetError."""
+    image = PlainImage()
+    text = "\n".join(line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#"))
+    for line in filter(str.strip, _CONTINUED.sub(" ", text).splitlines()):
+        word, _, arguments = line.strip().partition(" ")
+        word, arguments = word.upper(), arguments.strip()
+        try:
+            _apply(image, word, arguments, dockerfile)
+        except ValueError as error:
+            raise DatasetError(f"{dockerfile}: cannot read `{word} {arguments}`: {error}") from error
+    return image
+
+
+def _apply(image: PlainImage, word: str, arguments: str, dockerfile: Path) -> None:
+    match word:
+        case "WORKDIR" if "$" not in arguments:
+            image.workdir = posixpath.normpath(posixpath.join(image.workdir, arguments.strip("\"'")))
+        case "ENV" if "$" not in arguments and "=" not in arguments.split()[0]:  # the old form, `ENV name value`
+            name, _, value = arguments.partition(" ")
+            image.env[name] = value.strip()
+        case "ENV" if "$" not in arguments:
+            image.env |= dict(part.split("=", 1) for part in shlex.split(arguments))
+        case "COPY" | "ADD" if _is_plain(word, arguments):
+            image.sources |= _copied(arguments, image.workdir, dockerfile.parent)
+        case "FROM" if arguments.split(":")[0] in PLAIN_IMAGES and " " not in arguments:
+            pass
+        case _ if word not in _IGNORED:
+            image.needs.append(f"{word} {arguments}")
+
+
+def _is_plain(word: str, arguments: str) -> bool:
+    """Whether it copies files as they are. Owners and modes make no difference: everything is the agent's."""
+    flags = [part for part in arguments.split() if part.startswith("--")]
+    is_fetched = word == "ADD" and re.search(r"://|\.tar|\.tgz|\.zip", arguments)
+    others = [flag for flag in flags if not flag.startswith(("--chown", "--chmod", "--link"))]
+    return not is_fetched and not others and "$" not in arguments and "<<" not in arguments
+
+
+def _copied(arguments: str, workdir: str, context: Path) -> dict[str, Path]:
+    """The files that a COPY puts into the image. Raises ValueError if there are none."""
+    words = json.loads(arguments) if arguments.startswith("[") else shlex.split(arguments)
+    *patterns, target = (word for word in words if not word.startswith("--"))
+    sources: list[Path] = []
+    for pattern in patterns:
+        relative = posixpath.normpath(pattern.lstrip("/"))
+        found = [context] if relative == "." else sorted(context.glob(relative))
+        if not found or relative.startswith(".."):
+            raise ValueError(f"there is no {pattern} in {context}")
+        sources += found
+    place = posixpath.normpath(posixpath.join(workdir, target))
+    is_directory = target.endswith(("/", ".")) or len(sources) > 1
+    files: dict[str, Path] = {}
+    for source in sources:
+        if source.is_dir():
+            below = (file for file in sorted(source.rglob("*")) if file.is_file())
+            files |= {posixpath.join(place, file.relative_to(source).as_posix()): file for file in below}
+        else:
+            files[posixpath.join(place, source.name) if is_directory else place] = source
+    return files

@@ -1,6 +1,5 @@
 """Images of examples: from their columns to their places in the messages, and into episodes."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,16 @@ import numpy as np
 import pytest
 from scripted_answers import TOKENIZER
 from scripted_launch import small
-from sighted import noise
-from sighted_chats import SMALL, WIDE, seeing, their_tokens
+from sighted_chats import SMALL, WIDE, seeing
 
 from arl.api.errors import ArlError, DatasetError, ImageError
-from arl.api.fakes import ScriptedEngine
 from arl.api.images import Image
-from arl.data.lazy_rows import fingerprint
 from arl.engine.tiny import TinyVision, write_tiny_vision_model
 from arl.rewards.adapt import InlineReward
 from arl.run.launch import launch
 from arl.workflow.agent import SingleTurnWorkflow
-from arl.workflow.content import image_part, images_in, text_part
-from arl.workflow.placing import check_places_as
+from arl.workflow.images import check_places_as
+from arl.workflow.messages import image_part, images_in, text_part
 
 SEEING = seeing("qwen2_5_vl")
 
@@ -119,37 +115,10 @@ def test_an_example_that_does_not_fit_is_an_error_that_quotes_it(
         agent().check_example(row)
 
 
-async def test_an_episode_shows_them() -> None:
-    engine = ScriptedEngine.saying(SEEING, "a cat")
-    (made,) = await agent().arun_episode(engine, {"question": "<image>: what?", "image": SMALL.picture()})
-    ids, images = their_tokens("qwen2_5_vl", asked(SMALL, ": what?"))
-    assert list(engine.requests[0].input_ids) == ids
-    assert [one.image for one in made.images] == images == [SMALL]
-
-
-def test_rows_with_pictures_survive_pickling_and_have_a_fingerprint() -> None:
-    rows = [{"question": f"{i}?", "image": noise(16, 16, i).picture()} for i in range(3)]
-    copies = pickle.loads(pickle.dumps(rows))
-    for row, copy in zip(rows, copies, strict=True):
-        assert agent().messages(copy) == agent().messages(row)
-    assert fingerprint(copies) == fingerprint(rows)
-    assert len(fingerprint(rows)) == 3
-
-
 async def test_a_run_of_a_text_model_whose_first_example_has_an_image_does_not_start(tmp_path: Path) -> None:
     rows = [{"question": "what?", "image": SMALL}]
     with pytest.raises(ImageError, match="the first example: a message of role 'user' has an image, and the chat"):
         async with launch(small(tmp_path / "run"), workflow=agent(TOKENIZER), dataset=rows):
-            pass
-    assert not (tmp_path / "run").exists()
-
-
-async def test_a_run_whose_first_example_has_an_unreadable_image_does_not_start(tmp_path: Path) -> None:
-    rows = [{"question": "what?", "image": str(tmp_path / "none.png")}]
-    with pytest.raises(
-        ImageError, match=r"the first example: image 0 of .*: cannot read the image .*none\.png: No such"
-    ):
-        async with launch(small(tmp_path / "run"), workflow=agent(), dataset=rows):
             pass
     assert not (tmp_path / "run").exists()
 

@@ -26,14 +26,11 @@ from arl.sandbox.bubblewrap import BubblewrapSandbox
 from arl.sandbox.bubblewrap_terminal import BubblewrapTerminal, CommandOutcome, Terminal
 from arl.sandbox.contract import Limits
 from arl.sandbox.docker import DockerImages
-from arl.workflow.agent import with_system
-from arl.workflow.harbor.dockerfile import PlainImage
-from arl.workflow.harbor.harbor_task import HarborTask, task_at
+from arl.workflow.agent import ToolEpisode, with_system
+from arl.workflow.harbor_task import HarborTask, PlainImage, task_at
 from arl.workflow.messages import Message
 from arl.workflow.tool_agent import ToolAgentWorkflow
-from arl.workflow.tool_episode import ToolEpisode
-from arl.workflow.tool_results import cut
-from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, cut
 
 DIRECTORIES = ("/app", "/workspace", "/work", "/data", "/logs", "/tests", "/solution")
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
@@ -222,7 +219,12 @@ class Shell:
         if outcome.ended_by != "exit":
             return Score(0.0, metrics=metrics)
         rewards = rewards_of(outcome.files, task.name)
-        return Score(_main(rewards, task.name), parts=rewards, metrics=metrics)
+        if "reward" not in rewards and len(rewards) > 1:
+            raise EnvironmentFailedError(
+                f"the tests of the task {task.name} left the numbers {', '.join(rewards)}, and none is called reward; "
+                "override ascore_episode to make a reward of them"
+            )
+        return Score(rewards.get("reward", next(iter(rewards.values()))), parts=rewards, metrics=metrics)
 
 
 def told(outcome: CommandOutcome, max_chars: int) -> str:
@@ -266,15 +268,3 @@ def rewards_of(files: Mapping[str, bytes], name: str) -> dict[str, float]:
             f"the tests of the task {name} left {path} with {text[:200]!r}; it must hold numbers"
         )
     return rewards
-
-
-def _main(rewards: Mapping[str, float], name: str) -> float:
-    """The reward: the number of that name, or the only one."""
-    if "reward" in rewards:
-        return rewards["reward"]
-    if len(rewards) == 1:
-        return next(iter(rewards.values()))
-    raise EnvironmentFailedError(
-        f"the tests of the task {name} left the numbers {', '.join(rewards)}, and none is called reward; override "
-        "ascore_episode to make a reward of them"
-    )
