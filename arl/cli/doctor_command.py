@@ -19,7 +19,7 @@ from arl.run.experiment import Experiment
 from arl.run.inputs import given_tasks
 
 if TYPE_CHECKING:
-    from arl.observe.doctor.checked import Checked, Diagnosis
+    from arl.observe.doctor.causes import Checked, Diagnosis
 
 ABOUT = (
     "Start the servers and the train engine of the experiment in FILE as a run would, send fixed prompts through both, "
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="engine.kind=sglang: also load the doctor's weights into the given servers, then their own again",
+        help="also load the doctor's weights into servers that arl did not start, then their own again",
     )
     parser.add_argument("--task", metavar="NAME", help="of a script with several tasks: whose prompts to send")
     options, settings = parse(parser, argv)

@@ -1,9 +1,8 @@
 """The doctor: compares what servers sample with what the trainer computes, and names the cause of a difference.
 
-probes.py                    the fixed texts
-server_probe.py, trainer_probe.py, reference_model.py    what a server, the train engine and transformers say of them
-evidence.py, mixtures.py     pure functions: numbers in, the cause that explains them out
-causes.py, checked.py        the causes that it knows, each with its mend; and the result of a check
-*_checks.py                  the checks, each a coroutine from a Visit to a Checked
-examination.py               their order, and which checks depend on which
+causes.py           the causes that it knows, each with its mend; the result of a check, and of all
+visit.py            what checks use: the server, the run's settings, the fixed texts
+trainer_probe.py    what the train engine says of the same tokens
+checks.py           the checks, each a coroutine from a Visit to a Checked
+examination.py      their order, and which checks depend on which
 """

@@ -1,8 +1,10 @@
-"""The causes that the doctor can name, and how to mend each."""
+"""The causes that the doctor can name and how to mend each; and the results of checks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,40 +37,17 @@ CONTEXT = Cause(
     mend="Set the server's --context-length (engine.context_length) to what prompts and answers need, and leave out "
     "--allow-auto-truncate.",
 )
-TRAIN_ENGINE = Cause(
-    name="train engine",
-    means="The train engine computes different logprobs than plain transformers does with the weights that it "
-    "publishes.",
-    mend="Run the doctor without train.dtype, train.compile and train.tensor_parallel to see which of them causes it, "
-    "and report it.",
-)
 NOT_LOADED = Cause(
     name="load without effect",
     means="The server answered that it loaded the weights, but still computes with the previous version.",
     mend="See the server's log of the load. Use another weights.transport, or restart the server.",
 )
-PARTS_NOT_UPDATED = Cause(
-    name="parts not updated",
-    means="Some layers still have the weights of the previous version.",
-    mend="Look at the server's weight loader for these names; a server that keeps copies of weights must make them "
-    "again at each load. Use another weights.transport, or restart the server for each version.",
-)
-PACKED = Cause(
-    name="packed linear layers",
-    means="Embeddings and norms are new, but the linear layers are those of the previous version: the server packed "
-    "them when it started, and a load fills the originals, which it no longer reads.",
-    mend="Turn the packing of linear weights off (vLLM on a CPU does it), or use SGLang or the embedded server.",
-)
-TIED_HEAD = Cause(
-    name="tied head not updated",
-    means="Embedding and head share one tensor in the trained model, and only one of them was updated.",
-    mend="Look at tie_word_embeddings in the server's config.json: it must equal the trained model's.",
-)
-SHARD = Cause(
-    name="shard not updated",
-    means="One rank's part of each weight is of the previous version.",
-    mend="See the log of that rank of the server, and whether weight updates reach all of its processes (--tp-size, "
-    "--dp-size); else publish with another weights.transport.",
+LOADED_IN_PART = Cause(
+    name="load in part",
+    means="The server took only a part of the update: some weights are still those of the previous version.",
+    mend="Usual parts are linear layers that the server packed when it started (vLLM on a CPU), a tied head or "
+    "embedding (tie_word_embeddings must equal the trained model's), and the shards of one rank (--tp-size, "
+    "--dp-size): see the server's log of the load. Use another weights.transport, or restart the server.",
 )
 BASE_SERVED = Cause(
     name="base model instead of adapter",
@@ -89,50 +68,25 @@ UNKNOWN_ADAPTER = Cause(
 OTHER_WEIGHTS = Cause(
     name="other weights",
     means="The server computes with weights that belong to no version of this trainer.",
-    mend="Start it with the run's model and without quantization. If a run trains it now, wait until that run ends.",
+    mend="Start it with the run's model, without quantization and without --kv-cache-dtype. If a run trains it now, "
+    "wait until that run ends.",
 )
 PRECISION = Cause(
     name="precision",
     means="The difference has the size of bfloat16's rounding, but server and trainer should compute in float32.",
-    mend="Set the server's --dtype (engine.dtype) and train.dtype to float32; or declare bfloat16 for both, and "
-    "correct for what is left (algorithm.preset icepop or mis).",
-)
-KEYS_AND_VALUES = Cause(
-    name="keys and values",
-    means="The server stores keys and values in another dtype than its model's.",
-    mend="Start the server without --kv-cache-dtype.",
-)
-CHUNKED_PREFILL = Cause(
-    name="chunked prefill",
-    means="Tokens after the first chunk of a long prompt are computed with wrong positions, or without the tokens "
-    "before them.",
-    mend="Start the server with --chunked-prefill-size -1, or above the longest prompt.",
-)
-BATCH_VARIANCE = Cause(
-    name="batch variance",
-    means="A request's logprobs depend on the other requests in its batch, by more than rounding.",
-    mend="Start the server with --enable-deterministic-inference, or with another --attention-backend.",
-)
-PREFIX_CACHE = Cause(
-    name="prefix cache",
-    means="Under one version of the weights, tokens after a cached prefix get other logprobs than without the cache.",
-    mend="Start the server with --disable-radix-cache, and report it to the server's developers.",
-)
-STALE_CACHE = Cause(
-    name="stale prefix cache",
-    means="After a load the server continues from keys and values of the previous version.",
-    mend="Use a server that keeps requests of different extra_key apart and flushes the cache with a load, or set "
-    "engine.pause_mode to retract, or start it with --disable-radix-cache.",
+    mend="Set the server's --dtype (engine.dtype) and train.dtype to float32, without --kv-cache-dtype; or declare "
+    "bfloat16 for both, and correct for what is left (algorithm.preset icepop or mis).",
 )
 LOGPROB_TEMPERATURE = Cause(
     name="logprobs of another temperature",
     means="The server returns logprobs of logits that it divided by a temperature other than the request's.",
     mend="Leave SGLANG_RETURN_ORIGINAL_LOGPROB unset; with vLLM set --logprobs-mode processed_logprobs.",
 )
-SAMPLED_TEMPERATURE = Cause(
-    name="sampled at another temperature",
-    means="The returned logprobs are right, but the tokens are sampled at another temperature.",
-    mend="Use a server that samples at the request's temperature: look at its plugins and at what was changed in it.",
+SAMPLED_OTHERWISE = Cause(
+    name="sampled otherwise",
+    means="The returned logprobs are right, but the tokens do not follow them: they are sampled at another "
+    "temperature, or only among the likeliest tokens.",
+    mend="Use a server that samples as the request says: look at its plugins and at what was changed in it.",
 )
 TRUNCATION = Cause(
     name="undeclared truncation",
@@ -144,17 +98,6 @@ KEPT_IDS = Cause(
     name="truncated sampling",
     means="With the run's top_p, top_k or min_p, the returned logprobs are not those over the kept ids.",
     mend="Use SGLang 0.5.23 or newer or the embedded server, or top_p 1, top_k -1 and min_p 0.",
-)
-STOP_STRINGS = Cause(
-    name="stop strings",
-    means="A response does not end at its stop string, or lacks the stop string's tokens.",
-    mend="Use stop_token_ids in place of stop, or a server that keeps the tokens of a stop string.",
-)
-END_OF_SEQUENCE = Cause(
-    name="end of sequence",
-    means="The server ends responses at other tokens than those in the trained model's files.",
-    mend="Make eos_token_id agree in config.json, generation_config.json and the tokenizer of the server's model, or "
-    "name the tokens in stop_token_ids.",
 )
 LABEL = Cause(
     name="version label",
@@ -190,3 +133,71 @@ UNEXPLAINED = Cause(
 
 CAUSES = {cause.name: cause for cause in list(globals().values()) if isinstance(cause, Cause)}
 """By name."""
+
+Outcome = Literal["ok", "fault", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The result of one check of one server."""
+
+    check: str
+    outcome: Outcome
+    server: str = ""
+    measured: str = ""
+    """What was measured; if the check was skipped, why."""
+    threshold: str = ""
+    """The limit, and its reason."""
+    cause: Cause | None = None
+    """Set for a fault."""
+    detail: str = ""
+    """Details of this fault: which layer, which temperature."""
+
+    def row(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = {"check": self.check, "server": self.server, "outcome": self.outcome}
+        found |= {"measured": self.measured, "threshold": self.threshold}
+        if self.cause is not None:
+            found |= {"cause": self.cause.name, "means": self.cause.means, "detail": self.detail}
+            found |= {"mend": self.cause.mend}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The results of all checks, in their order."""
+
+    checked: Sequence[Checked]
+
+    @property
+    def faults(self) -> list[Checked]:
+        return [one for one in self.checked if one.outcome == "fault"]
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.faults
+
+    @property
+    def verdict(self) -> str:
+        """One or two sentences. The first fault counts, because later ones may follow from it."""
+        done = sum(one.outcome == "ok" for one in self.checked)
+        skipped = sum(one.outcome == "skipped" for one in self.checked)
+        if self.is_healthy:
+            return f"sampler and trainer agree: {done} checks passed, {skipped} were skipped"
+        first = self.faults[0]
+        assert first.cause is not None
+        others = list(dict.fromkeys(one.cause.name for one in self.faults[1:] if one.cause not in (None, first.cause)))
+        also = f" Then: {', '.join(others)}." if others else ""
+        detail = f" {first.detail.rstrip('.')}." if first.detail else ""
+        allowed = f" (allowed: {first.threshold})" if first.threshold else ""
+        found = f"{first.cause.means}{detail} Measured: {first.measured}{allowed}."
+        return f"cause: {first.cause.name}. {found} To mend it: {first.cause.mend}{also}"
+
+    def json_object(self) -> dict[str, Any]:
+        cause = self.faults[0].cause if self.faults else None
+        return {
+            "healthy": self.is_healthy,
+            "cause": cause and cause.name,
+            "verdict": self.verdict,
+            "checks": [one.row() for one in self.checked],
+        }

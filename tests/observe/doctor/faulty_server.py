@@ -24,9 +24,8 @@ from torch import nn
 from arl.api.types import SamplingParams
 from arl.engine.local import app as server_app
 from arl.engine.local.generate import Generation, Inflight
-from arl.engine.local.grammars import Grammars
 from arl.engine.local.model_thread import Scheduler
-from arl.engine.local.sampler import BatchSampler, Filter, Samples, StopStrings
+from arl.engine.local.sampler import BatchSampler, Filter, Samples
 from arl.engine.local.sequences import Job
 
 
@@ -128,12 +127,6 @@ def one_layer_not_updated(ward: Ward) -> Iterator[None]:
 
 
 @fault
-def a_layer_and_the_final_norm_not_updated(ward: Ward) -> Iterator[None]:
-    with loads_only(ward, lambda name, held, new: held if ".layers.0." in name or name == "model.norm.weight" else new):
-        yield
-
-
-@fault
 def packed_linear_layers(ward: Ward) -> Iterator[None]:
     """As vLLM on a CPU: new embeddings and norms, old linear layers."""
     with loads_only(ward, lambda name, held, new: held if ".layers." in name and new.dim() == 2 else new):
@@ -145,19 +138,6 @@ def tied_head_not_updated(ward: Ward) -> Iterator[None]:
     head = nn.Linear(1, 1, bias=False)
     head.weight = nn.Parameter(ward.runner._head.weight.detach().clone())
     with patch.object(ward.runner, "_head", head):
-        yield
-
-
-@fault
-def second_ranks_shard_not_updated(ward: Ward) -> Iterator[None]:
-    def change(name: str, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        if new.dim() < 2:
-            return new
-        dim = 1 if "o_proj" in name or "down_proj" in name else 0
-        half = new.shape[dim] // 2
-        return torch.cat([new.narrow(dim, 0, half), held.narrow(dim, half, new.shape[dim] - half)], dim)
-
-    with loads_only(ward, change):
         yield
 
 
@@ -204,28 +184,6 @@ def labels_change_two_tokens_early(_: Ward) -> Iterator[None]:
         yield
 
 
-@fault
-def stale_prefix_cache(ward: Ward) -> Iterator[None]:
-    """A load keeps old keys and values, and requests find them whatever their extra_key."""
-    add = ward.batch.add
-
-    def without_key(job: Job) -> None:
-        job.extra_key = ""
-        add(job)
-
-    with patch.object(ward.batch, "flush", lambda: None), patch.object(ward.batch, "add", without_key):
-        yield
-    ward.batch.flush()
-
-
-@fault
-def damaged_prefix_cache(ward: Ward) -> Iterator[None]:
-    restore = ward.runner.cache.restore
-    with patch.object(ward.runner.cache, "restore", lambda row, kv, length: restore(row, 1.05 * kv, length)):
-        yield
-    ward.batch.flush()
-
-
 def resampled(change: Callable[[BatchSampler, torch.Tensor, Any], Any]) -> AbstractContextManager[object]:
     """`change(sampler, logits, sample)` samples; `sample` is the sampler's own way."""
     own = BatchSampler.sample
@@ -245,15 +203,6 @@ def of_tokens(logits: torch.Tensor, samples: Samples) -> Samples:
 @fault
 def logprobs_of_temperature_1(_: Ward) -> Iterator[None]:
     with resampled(lambda own, logits, sample: of_tokens(logits, sample(own))):
-        yield
-
-
-@fault
-def logprobs_of_twice_the_temperature(_: Ward) -> Iterator[None]:
-    def change(own: BatchSampler, logits: torch.Tensor, sample: Any) -> Samples:
-        return of_tokens(logits / (2 * (1.0 if own.temperature is None else own.temperature)), sample(own))
-
-    with resampled(change):
         yield
 
 
@@ -303,35 +252,6 @@ def top_p_with_renormalised_logprobs(ward: Ward) -> Iterator[None]:
 
 
 @fault
-def logits_that_depend_on_the_batch(ward: Ward) -> Iterator[None]:
-    forward = ward.runner.forward
-
-    def other(step: Any) -> Any:
-        logits, given = forward(step)
-        many = len(logits) > 1 or len(step.chunks) > 1
-        return (logits * 1.01, [1.01 * value for value in given]) if many else (logits, given)
-
-    with patch.object(ward.runner, "forward", other):
-        yield
-
-
-@fault
-def positions_shifted_behind_the_first_chunk(ward: Ward) -> Iterator[None]:
-    fused = ward.runner._fused
-    first = ward.scheduler.prefill_tokens
-
-    class Shifted:
-        refresh, final = fused.refresh, fused.final
-
-        def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
-            shifted = (positions + 3 * (positions >= first)).clamp(max=ward.runner.context_length - 1)
-            return fused(token_ids, shifted, *rest)
-
-    with patch.object(ward.runner, "_fused", Shifted()):
-        yield
-
-
-@fault
 def routes_of_the_token_before(ward: Ward) -> Iterator[None]:
     meta_info = ward.generation._meta_info
 
@@ -344,35 +264,6 @@ def routes_of_the_token_before(ward: Ward) -> Iterator[None]:
         return info
 
     with patch.object(ward.generation, "_meta_info", shifted):
-        yield
-
-
-@fault
-def stop_strings_ignored(_: Ward) -> Iterator[None]:
-    with patch.object(StopStrings, "find", lambda *_: None):
-        yield
-
-
-@fault
-def tokens_of_the_stop_string_left_out(ward: Ward) -> Iterator[None]:
-    meta_info = ward.generation._meta_info
-
-    def trimmed(job: Job, *rest: Any) -> Any:
-        if isinstance((job.finish_reason or {}).get("matched"), str):
-            for column in (job.output_ids, job.output_logprobs, job.versions):
-                del column[-4:]
-        return meta_info(job, *rest)
-
-    with patch.object(ward.generation, "_meta_info", trimmed):
-        yield
-
-
-@fault
-def wrong_end_of_sequence(ward: Ward) -> Iterator[None]:
-    tokenizer = ward.generation._tokenizer
-    ids = frozenset([tokenizer.get_vocab()["<|endoftext|>"]])
-    grammars = Grammars(tokenizer, ward.runner.vocab_size, ids)
-    with patch.object(ward.runner, "eos_ids", ids), patch.object(ward.generation, "_grammars", grammars):
         yield
 
 

@@ -14,7 +14,7 @@ from arl.api.settings.run import Config
 from arl.api.types import SamplingParams
 from arl.engine.model_files import load_tokenizer
 from arl.engine.tiny import TinyShape
-from arl.observe.doctor.checked import Checked, Diagnosis
+from arl.observe.doctor.causes import Checked, Diagnosis
 from arl.rewards.adapt import InlineReward
 from arl.run.doctor import opened_examination
 from arl.workflow.agent import SingleTurnWorkflow
@@ -31,30 +31,20 @@ NAMED = {
     "prompts_cut_to_128_tokens": "context length",
     "weights_of_another_model": "other weights",
     "load_without_effect": "load without effect",
-    "one_layer_not_updated": "parts not updated",
-    "a_layer_and_the_final_norm_not_updated": "parts not updated",
-    "packed_linear_layers": "packed linear layers",
-    "tied_head_not_updated": "tied head not updated",
-    "second_ranks_shard_not_updated": "shard not updated",
+    "one_layer_not_updated": "load in part",
+    "packed_linear_layers": "load in part",
+    "tied_head_not_updated": "load in part",
     "load_rounds_to_bfloat16": "precision",
     "load_fails": "load failed",
     "label_of_the_version_before": "version label",
     "labels_change_two_tokens_early": "version label inside a response",
-    "stale_prefix_cache": "stale prefix cache",
-    "damaged_prefix_cache": "prefix cache",
     "logprobs_of_temperature_1": "logprobs of another temperature",
-    "logprobs_of_twice_the_temperature": "logprobs of another temperature",
-    "sampled_at_temperature_1": "sampled at another temperature",
-    "top_k_40_that_nobody_asked_for": "undeclared truncation",
+    "sampled_at_temperature_1": "sampled otherwise",
+    "top_k_40_that_nobody_asked_for": "sampled otherwise",
     "top_p_with_renormalised_logprobs": "undeclared truncation",
     "kept_ids_with_logprobs_of_all_ids": "truncated sampling",
-    "logits_that_depend_on_the_batch": "batch variance",
-    "positions_shifted_behind_the_first_chunk": "chunked prefill",
-    "stop_strings_ignored": "stop strings",
-    "tokens_of_the_stop_string_left_out": "stop strings",
     "bfloat16_in_the_place_of_float32": "precision",
     "routes_of_the_token_before": "routing",
-    "wrong_end_of_sequence": "end of sequence",
     "base_model_instead_of_adapter": "base model instead of adapter",
     "first_adapter_for_every_name": "another adapter",
     "unknown_adapters_answered_by_the_base_model": "unknown adapter accepted",
@@ -69,14 +59,9 @@ IN_SGLANG = {
         "load_fails",
         "label_of_the_version_before",
         "labels_change_two_tokens_early",
-        "stale_prefix_cache",
-        "damaged_prefix_cache",
         "sampled_at_temperature_1",
         "top_k_40_that_nobody_asked_for",
         "top_p_with_renormalised_logprobs",
-        "logits_that_depend_on_the_batch",
-        "positions_shifted_behind_the_first_chunk",
-        "stop_strings_ignored",
     ],
     "adapters": [
         "base_model_instead_of_adapter",
@@ -91,11 +76,9 @@ SETTINGS_OF_SGLANG = {
     "--context-length 60": "context length",
     "--allow-auto-truncate": "context length",
     "--dtype bfloat16": "precision",
-    "--kv-cache-dtype fp8_e4m3": "keys and values",
     "SGLANG_RETURN_ORIGINAL_LOGPROB=1": "logprobs of another temperature",
     "a tokenizer with one token more": "tokenizer",
     "a model directory with another layer": "other weights",
-    "another `eos_token_id` in the model directory": "end of sequence",
 }
 """Faults that settings and files of stock SGLang make."""
 OF_ADAPTERS = [name for name in NAMED if "adapter" in name]

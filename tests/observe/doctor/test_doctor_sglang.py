@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from arl.api.settings.engines import AdapterWeightsConfig, LoRAConfig, SGLangEngineConfig, TrainConfig
 from arl.api.settings.run import Config
 from arl.engine.model_files import load_tokenizer
-from arl.observe.doctor.checked import Diagnosis
+from arl.observe.doctor.causes import Diagnosis
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -61,26 +61,22 @@ def test_healthy_sglang_is_not_accused(model: Path, tmp_path: Path) -> None:
     diagnosis = diagnosed(model, tmp_path, *DENSE, "--preferred-sampling-params", defaults, served=served)
     assert diagnosis.is_healthy, diagnosis.verdict
     skipped = [one.check for one in diagnosis.checked if one.outcome == "skipped"]
-    assert skipped == ["routing"]
+    assert skipped == ["routing", "truncation"]
 
 
-def test_keys_and_values_in_eight_bits_and_logprobs_before_the_temperature_are_named(
+def test_another_template_a_short_context_bfloat16_and_logprobs_before_the_temperature_are_named(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    diagnosis = diagnosed(model, tmp_path, *DENSE, "--kv-cache-dtype", "fp8_e4m3")
-    assert causes(diagnosis) == ["keys and values", "logprobs of another temperature"], diagnosis.verdict
-
-
-def test_another_template_a_short_context_and_bfloat16_are_named(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     options = ("--context-length", "60", "--dtype", "bfloat16", "--chat-template", str(template))
     diagnosis = diagnosed(model, tmp_path, *options)
-    assert causes(diagnosis) == ["chat template", "context length", "precision"], diagnosis.verdict
+    expected = ["chat template", "context length", "precision", "logprobs of another temperature"]
+    assert causes(diagnosis) == expected, diagnosis.verdict
 
 
-def test_another_tokenizer_cut_prompts_another_layer_and_another_end_are_named(model: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_cut_prompts_and_another_layer_are_named(model: Path, tmp_path: Path) -> None:
     served = shutil.copytree(model, tmp_path / "served")
     weights = load_file(served / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"] += 0.1 * torch.randn(
@@ -88,15 +84,10 @@ def test_another_tokenizer_cut_prompts_another_layer_and_another_end_are_named(m
     )
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
     tokenizer: Any = copy.deepcopy(load_tokenizer(str(model)))
-    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    changed(served / "config.json", eos_token_id=end)
-    changed(served / "generation_config.json", eos_token_id=end)
     tokenizer.add_tokens(["brown fox"])
-    tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(served)
     diagnosis = diagnosed(model, tmp_path, *DENSE, "--allow-auto-truncate", served=served)
-    expected = ["tokenizer", "context length", "other weights", "end of sequence"]
-    assert causes(diagnosis) == expected, diagnosis.verdict
+    assert causes(diagnosis) == ["tokenizer", "context length", "other weights"], diagnosis.verdict
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ CHANGES: dict[str, dict[str, Change]] = {}
 """By "module:function": the changes, each by the name of its fault."""
 HELD: dict[str, Any] = {}
 """What a fault remembers. Each fault is planted in a process once."""
-FIRST_CHUNK = 128
 
 
 def planted() -> str:
@@ -113,9 +112,7 @@ def with_old_head(own: Change, self: Any, ids: Any, hidden: Any, head: Any, *res
     return own(self, ids, hidden, HELD["head"], *rest)
 
 
-# Versions and caches
-
-REQUEST = "sglang.srt.managers.scheduler:Scheduler.handle_generate_request"
+# Versions
 
 
 @fault("label_of_the_version_before", "sglang.srt.managers.scheduler:Scheduler.record_weight_version_change")
@@ -131,26 +128,6 @@ def lagging(own: Change, self: Any, new_version: str | None) -> None:
 def early(own: Change, events: Any, current_version: str, num_output_tokens: int) -> Any:
     early = [type(one)(one.old_version, max(one.num_output_tokens - 2, 0)) for one in events]
     return own(early, current_version, num_output_tokens)
-
-
-@fault("stale_prefix_cache", "sglang.srt.managers.scheduler:Scheduler.flush_cache")
-def not_flushed(*_: Any, **__: Any) -> bool:
-    return True
-
-
-@fault("stale_prefix_cache", REQUEST)
-def without_key(own: Change, self: Any, request: Any, **more: Any) -> Any:
-    request.extra_key = None
-    return own(self, request, **more)
-
-
-@fault("damaged_prefix_cache", "sglang.srt.managers.schedule_batch:Req.init_next_round_input")
-def damaged(own: Change, self: Any, tree_cache: Any = None, *rest: Any) -> None:
-    own(self, tree_cache, *rest)
-    if tree_cache is not None and self.prefix_len:
-        places = tree_cache.path_device_indices(self.last_node)
-        for layer in tree_cache.token_to_kv_pool_allocator.get_kvcache().v_buffer:
-            layer[places] *= 1.05
 
 
 # Sampling
@@ -179,25 +156,6 @@ def in_top_p(own: Change, self: Any, probs: Any, info: Any, *rest: Any) -> Any:
     return own(self, probs, info, *rest)
 
 
-@fault("stop_strings_ignored", "sglang.srt.managers.schedule_batch:Req._check_str_based_finish")
-def unstopped(*_: Any, **__: Any) -> bool:
-    return False
-
-
-# What is computed
-
-
-@fault("logits_that_depend_on_the_batch", "sglang.srt.layers.logits_processor:LogitsProcessor.forward")
-def of_batch(own: Change, self: Any, ids: Any, hidden: Any, head: Any, batch: Any, *rest: Any) -> Any:
-    return own(self, ids, hidden * (1.01 if batch.batch_size > 1 else 1.0), head, batch, *rest)
-
-
-@fault("positions_shifted_behind_the_first_chunk", "sglang.srt.model_executor.model_runner:ModelRunner.forward")
-def shifted(own: Change, self: Any, batch: Any, *rest: Any, **more: Any) -> Any:
-    batch.positions = batch.positions + 3 * (batch.positions >= FIRST_CHUNK)
-    return own(self, batch, *rest, **more)
-
-
 # Adapters
 
 ADAPTER = "sglang.srt.managers.tokenizer_manager:TokenizerManager._resolve_lora_path"
@@ -208,7 +166,7 @@ async def base_model(_: Change, __: Any, request: Any) -> None:
     request.lora_path = request.lora_id = None
 
 
-@fault("first_adapter_for_every_name", REQUEST)
+@fault("first_adapter_for_every_name", "sglang.srt.managers.scheduler:Scheduler.handle_generate_request")
 def first_adapter(own: Change, self: Any, request: Any, **more: Any) -> Any:
     if request.lora_id is not None:
         request.lora_id = HELD.setdefault("adapter", request.lora_id)
