@@ -27,8 +27,7 @@ from arl.api.version import __version__
 from arl.api.workflow import Curriculum, RolloutWorkflow, Task, TaskCurriculum
 from arl.data.lazy_rows import NamedRows, StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
-from arl.observe.events.cpu_watch import CpuWatch, num_cores
-from arl.observe.events.writer import EventLog
+from arl.observe.events.writer import CpuWatch, EventLog, num_cores
 from arl.observe.tracking.fan_out import Trackers
 from arl.observe.tracking.ready_made import check_trackers
 from arl.rollout.buffer import Replay, ReplayBuffer

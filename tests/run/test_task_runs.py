@@ -160,7 +160,7 @@ async def test_a_group_keeps_its_task_on_its_way_and_arl_view_finds_its_episodes
     found = table.find({"task": "high", "limit": "1000"})["rows"]
     assert {row["task"] for row in found} == {"high"}
     assert len(found) == sum(episode.task == "high" for episode in record.episodes)
-    assert record.began[0].tasks == ["low", "high"]
+    assert record.lives[1].tasks == ["low", "high"]
     assert set(record.to_arrow("episodes").column("task").to_pylist()) == {"low", "high"}
 
 

@@ -143,7 +143,7 @@ async def test_a_life_that_goes_back_undoes_what_was_trained_after_its_checkpoin
         checkpoint.rmdir()
     await run(tmp_path, steps=5, **SETTINGS)
     record = read_run(tmp_path)
-    assert [life.version for life in record.began] == [0, 2]
+    assert [life.version for life in record.lives.values()] == [0, 2]
     trained = {step: {e.life for e in record.episodes if e.step == step and not e.is_undone} for step in range(1, 6)}
     assert all(trained.values())
     assert all(len([e for e in record.episodes if e.step == step and not e.is_undone]) == 6 for step in trained)

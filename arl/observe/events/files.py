@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,13 @@ class SegmentFiles:
         self._open.clear()
 
     def _file(self, table: TableName, head: bytes) -> _Open:
-        self._begin_life()
+        """The open segment of the table, or the next one."""
+        while not self._life:  # take the next number that no other process has taken, by making its first file
+            self._directory.mkdir(parents=True, exist_ok=True)
+            life = 1 + max((name.life for name in segments(self._directory)), default=0)
+            with suppress(FileExistsError):
+                self._create(SegmentName(life, 1, "events"), SCHEMAS["events"].serialize().to_pybytes())
+                self._life = life
         if own := self._open.get(table):
             is_there = (self._directory / own.name.file).exists()  # or somebody has deleted the log
             if is_there and own.end < min(_SEGMENT_BYTES[table], self._most_bytes // 8) and own.head == head:
@@ -123,35 +129,22 @@ class SegmentFiles:
             self._next[table] = own.name.segment + 1  # also if it cannot be opened yet
         self._directory.mkdir(parents=True, exist_ok=True)
         self._make_room()
-        self._create(SegmentName(self._life, self._next.get(table, 1), table), head)
-        return self._open[table]
+        return self._create(SegmentName(self._life, self._next.get(table, 1), table), head)
 
-    def _create(self, name: SegmentName, head: bytes) -> None:
+    def _create(self, name: SegmentName, head: bytes) -> _Open:
         self._open[name.table] = _Open(name, (self._directory / name.file).open("xb"), head)
-
-    def _begin_life(self) -> None:
-        """Take the next number that no other process has taken, by making its first file."""
-        if self._life:
-            return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        life = max((name.life for name in segments(self._directory)), default=0)
-        while not self._life:
-            life += 1
-            with suppress(FileExistsError):
-                self._create(SegmentName(life, 1, "events"), SCHEMAS["events"].serialize().to_pybytes())
-                self._life = life
+        return self._open[name.table]
 
     def _make_room(self) -> None:
         """Delete the oldest segments, tokens before calls before events, until the rest fits. Open ones stay."""
         sizes = {name: (self._directory / name.file).stat().st_size for name in segments(self._directory)}
         total, are_open = sum(sizes.values()), {own.name for own in self._open.values()}
-        for table in reversed(TABLES):
-            for name in sizes:
-                if total <= self._most_bytes * 7 // 8:
-                    return
-                if name.table == table and name not in are_open:
-                    (self._directory / name.file).unlink(missing_ok=True)
-                    total -= sizes[name]
+        for name in sorted(sizes, key=lambda name: (-TABLES.index(name.table), name)):
+            if total <= self._most_bytes * 7 // 8:
+                return
+            if name not in are_open:
+                (self._directory / name.file).unlink(missing_ok=True)
+                total -= sizes[name]
 
 
 # Reading
@@ -189,8 +182,6 @@ class LogFiles:
 
         most: ends after the batch that makes it so many; the next call goes on.
         """
-        if next(self.directory.glob("*.zst"), None):
-            self._complain(f"{self.directory} was written by an older arl, in files that this arl cannot read")
         number, left = 0, dict[SegmentName, int]()
         for name in segments(self.directory):
             if name.table == "events":
@@ -227,7 +218,7 @@ class LogFiles:
             if name.table != "calls" or life not in (None, name.life):
                 continue
             known = self._known.setdefault(name, [])
-            for begin, end, batch in self._batches(name, known[-1].end if known else 0, only=["t"]):
+            for begin, end, batch in self._batches(name, known[-1].end if known else 0):
                 if len(t := batch.column("t").to_numpy(zero_copy_only=False)):
                     known.append(_CallBatch(begin, end, t.min(), t.max()))
             for one in known:
@@ -235,7 +226,7 @@ class LogFiles:
                     try:
                         yield name, self._batch_at(name, one.begin)
                     except RunFileError as error:
-                        self._complain(str(error))
+                        self.problems.setdefault(str(error))
 
     def tokens(self, life: int, segment: int, offset: int) -> pa.RecordBatch:
         """The batch of tokens there. Raises RunFileError for one that was deleted, or is damaged."""
@@ -260,16 +251,11 @@ class LogFiles:
         records, flaws = records_in(batch)
         for flaw in flaws:
             path = self.directory / name.file
-            self._complain(f"{path} holds a record that this arl does not know, and leaves out: {flaw}")
+            self.problems.setdefault(f"{path} holds a record that this arl does not know, and leaves out: {flaw}")
         return records
 
-    def _batches(
-        self, name: SegmentName, start: int, only: Sequence[str] | None = None
-    ) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """The batches from byte `start` on, each with its begin and end. One that is not whole yet is no problem.
-
-        only: unpack these columns alone.
-        """
+    def _batches(self, name: SegmentName, start: int) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """The batches from byte `start` on, each with its begin and end. One that is not whole yet is no problem."""
         path, offset = self.directory / name.file, 0
         try:
             with pa.OSFile(str(path)) as file:
@@ -279,21 +265,20 @@ class LogFiles:
                 while (offset := file.tell()) < size:
                     message = _message(path, file)
                     try:
-                        batch = _decoded(message, schema, only)
+                        batch = _decoded(message, schema)
                     except _DAMAGES as error:
-                        self._complain(f"{path} is damaged at byte {offset}: {error}; later records can be read")
+                        self.problems.setdefault(
+                            f"{path} is damaged at byte {offset}: {error}; later records can be read"
+                        )
                         continue
                     yield offset, file.tell(), batch
         except FileNotFoundError:
             return  # deleted meanwhile
         except RunFileError as error:
-            self._complain(str(error))
+            self.problems.setdefault(str(error))
         except _DAMAGES as error:
             if not _CUT_SHORT.search(str(error)):
-                self._complain(f"{path} is damaged at byte {offset}: {error}; what follows is left out")
-
-    def _complain(self, sentence: str) -> None:
-        self.problems.setdefault(sentence)
+                self.problems.setdefault(f"{path} is damaged at byte {offset}: {error}; what follows is left out")
 
 
 def _schema_of(path: Path, table: TableName, file: pa.NativeFile) -> pa.Schema:
@@ -319,12 +304,7 @@ def _message(path: Path, file: pa.NativeFile) -> pa.Message:
     return pa.ipc.read_message(file)
 
 
-def _decoded(message: pa.Message, schema: pa.Schema, only: Sequence[str] | None = None) -> pa.RecordBatch:
-    if only is None:
-        batch = pa.ipc.read_record_batch(message, schema)
-    else:
-        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in only])
-        stream = b"".join((schema.serialize(), message.serialize()))
-        batch = pa.ipc.open_stream(stream, options=options).read_next_batch()
+def _decoded(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
+    batch = pa.ipc.read_record_batch(message, schema)
     batch.validate(full=True)
     return batch

@@ -35,18 +35,30 @@ class ImageStore:
 
     def keep(self, images: Iterable[Image]) -> None:
         """Write those that are not there. When it returns, all would survive a power cut. Raises OSError."""
-        new = {image.digest: image for image in images if not self._is_kept(image)}
+        paths = {image: self._named(image.digest, _SUFFIXES[image.kind]) for image in images}
+        new = {image: path for image, path in paths.items() if image.digest not in self._kept or not path.exists()}
         if not new:
             return
-        paths = [self._path_of(image) for image in new.values()]
-        for path, image in zip(paths, new.values(), strict=True):
-            if _holds(path, image):
-                _force_to_disk(path)  # somebody else may only just have written it
-            else:
-                self._write(path, image)
-        for directory in {*(path.parent for path in paths), self.directory, self.directory.parent}:
+        for image, path in new.items():
+            with suppress(FileNotFoundError):
+                if path.read_bytes() == image.data:
+                    _force_to_disk(path)  # somebody else may only just have written it
+                    continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = self.directory / f"{_ASIDE}{image.digest}-{os.getpid()}-{threading.get_ident()}"
+            try:
+                with aside.open("wb") as file:
+                    file.write(image.data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                aside.replace(path)
+            except OSError:
+                with suppress(OSError):
+                    aside.unlink()
+                raise
+        for directory in {*(path.parent for path in new.values()), self.directory, self.directory.parent}:
             _force_to_disk(directory)
-        self._kept |= new.keys()
+        self._kept |= {image.digest for image in new}
 
     def image(self, digest: str, width: int, height: int) -> Image:
         """Read an image. Raises ImageError if its file is missing, damaged or cannot be read."""
@@ -78,36 +90,8 @@ class ImageStore:
             with suppress(OSError):
                 path.unlink()
 
-    def _is_kept(self, image: Image) -> bool:
-        """Also looks for the file, which somebody may have deleted."""
-        return image.digest in self._kept and self._path_of(image).exists()
-
-    def _path_of(self, image: Image) -> Path:
-        return self._named(image.digest, _SUFFIXES[image.kind])
-
     def _named(self, digest: str, suffix: str) -> Path:
         return self.directory / digest[:2] / f"{digest}{suffix}"
-
-    def _write(self, path: Path, image: Image) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.directory / f"{_ASIDE}{image.digest}-{os.getpid()}-{threading.get_ident()}"
-        try:
-            with aside.open("wb") as file:
-                file.write(image.data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        except OSError:
-            with suppress(OSError):
-                aside.unlink()
-            raise
-
-
-def _holds(path: Path, image: Image) -> bool:
-    try:
-        return path.read_bytes() == image.data
-    except FileNotFoundError:
-        return False
 
 
 def _force_to_disk(path: Path) -> None:

@@ -1,12 +1,15 @@
-"""Records of a run's groups, episodes and tokens."""
+"""Records of a run's groups, episodes and tokens; and as tables of Arrow and pandas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 
 from arl.api.events import TrainedSummary, TrajectorySummary
 from arl.api.images import Image, placement_flaw
@@ -142,3 +145,80 @@ def logged_images(row: TokenRow, store: ImageStore) -> list[LoggedImage]:
     if flaw := placement_flaw(images, row.tokens):
         raise ValueError(flaw)
     return images
+
+
+# Tables
+
+_Column = tuple[str, Callable[[Any], Any]]
+
+EPISODE_COLUMNS: dict[str, _Column] = {
+    "life": ("int64", attrgetter("life")),
+    "episode": ("string", attrgetter("episode")),
+    "group": ("int64", lambda e: e.group.group if e.group else None),
+    "task": ("string", attrgetter("task")),
+    "epoch": ("int64", lambda e: e.group.epoch if e.group else None),
+    "row": ("int64", lambda e: e.group.row if e.group else None),
+    "step": ("int64", attrgetter("step")),
+    "how": ("string", attrgetter("how")),
+    "outcome": ("string", lambda e: e.group.outcome if e.group else None),
+    "reward": ("float64", attrgetter("reward")),
+    "began": ("float64", attrgetter("began")),
+    "ended": ("float64", attrgetter("ended")),
+    "attempts": ("int64", attrgetter("attempts")),
+    "error": ("string", attrgetter("error")),
+    "message": ("string", attrgetter("message")),
+    "trajectories": ("int64", lambda e: len(e.trajectories)),
+    "tokens": ("int64", attrgetter("num_tokens")),
+    "trained_tokens": ("int64", lambda e: sum(part.trained for part in e.trajectories)),
+    "turns": ("int64", attrgetter("num_turns")),
+    "oldest": ("int64", attrgetter("oldest")),
+    "newest": ("int64", attrgetter("newest")),
+    "staleness": ("int64", attrgetter("staleness")),
+    "advantage": ("float64", lambda e: _mean(part.advantage for part in e.trained)),
+    "entropy": ("float64", lambda e: _mean(part.entropy for part in e.trained)),
+    "is_undone": ("bool", attrgetter("is_undone")),
+    "example": ("string", lambda e: None if e.group else json_text(e.example)),
+}
+
+GROUP_COLUMNS: dict[str, _Column] = {
+    **{name: ("int64", attrgetter(name)) for name in ("life", "group", "epoch", "row", "stamp", "step")},
+    **{name: ("float64", attrgetter(name)) for name in ("admitted", "ended", "taken")},
+    **{name: ("string", attrgetter(name)) for name in ("outcome", "reason", "detail")},
+    "episodes": ("int64", lambda group: len(group.episodes)),
+    "replayed": ("int64", lambda group: len(group.replayed)),
+    "reward": ("float64", lambda group: _mean(e.reward for e in group.episodes if e.reward is not None)),
+    "example": ("string", lambda group: json_text(group.example)),
+}
+
+
+def table_of(columns: Mapping[str, _Column], records: Sequence[Any]) -> pa.Table:
+    return pa.table(
+        {name: [get(record) for record in records] for name, (_, get) in columns.items()},
+        schema=pa.schema([(name, pa.type_for_alias(kind)) for name, (kind, _) in columns.items()]),
+    )
+
+
+def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """The type of a column is that of its values; of values without a common one, it has their texts."""
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys(["version", *(name for row in rows for name in row)]):
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pa.array(values)
+        except (pa.ArrowException, OverflowError, TypeError):
+            columns[name] = pa.array([None if value is None else str(value) for value in values])
+    return pa.table(columns)
+
+
+def mean_of(kind: str, name: str) -> Callable[[EpisodeRecord], float | None]:
+    """Over the trajectories that have it."""
+    return lambda e: _mean(getattr(part, kind)[name] for part in e.trajectories if name in getattr(part, kind))
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None
+
+
+def json_text(value: Any) -> str | None:
+    return None if value is None else msgspec.json.encode(value).decode()

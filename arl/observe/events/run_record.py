@@ -6,21 +6,38 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import pyarrow as pa
 
 from arl.api import events
 from arl.api.errors import RunFileError
 from arl.api.events import Event
 from arl.api.html import run_html
-from arl.observe.events import tables
-from arl.observe.events.batches import token_row
+from arl.api.version import install_command
+from arl.observe.events.batches import FIELDS, records_in, token_row
 from arl.observe.events.files import LogFiles
 from arl.observe.events.image_store import ImageStore
-from arl.observe.events.records import EpisodeRecord, GroupRecord, TokenRecord, logged_images
+from arl.observe.events.records import (
+    EPISODE_COLUMNS,
+    GROUP_COLUMNS,
+    EpisodeRecord,
+    GroupRecord,
+    TokenRecord,
+    json_text,
+    logged_images,
+    mean_of,
+    table_of,
+    table_of_rows,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
+
+Table = Literal["episodes", "groups", "steps", "evaluations", "calls", "events"]
+_LIFE = pa.field("life", pa.int64())
+_EVENTS = pa.schema([_LIFE, ("t", pa.float64()), ("event", pa.string()), ("record", pa.string())])
+_CALLS = pa.schema([_LIFE, *FIELDS["calls"].items(), ("parts", pa.string())])
 
 
 class RunRecord:
@@ -61,11 +78,6 @@ class RunRecord:
         for rows in (self._steps, self._evaluations):
             rows.read()
         return [*self.files.problems, *(rows.problem for rows in (self._steps, self._evaluations) if rows.problem)]
-
-    @property
-    def began(self) -> list[events.RunBegan]:
-        """The RunBegan records of `lives`."""
-        return list(self.lives.values())
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -150,21 +162,55 @@ class RunRecord:
         }
         return run_html("Run", facts, self.steps, self.evaluations)
 
-    def batches(self, table: tables.Table) -> Iterator[pa.RecordBatch]:
-        """A table in pieces of one schema, for logs that are larger than memory. docs/viewing.md lists the tables.
+    def to_pandas(self, table: Table) -> pd.DataFrame:
+        """A table as a DataFrame. Raises as `to_arrow` does, and ImportError without pandas."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError(f"to_pandas needs pandas: {install_command('examples')}") from None
+        whole = {pa.int64(): pd.Int64Dtype()}  # pandas' own integers cannot be missing: they would become floats
+        return self.to_arrow(table).to_pandas(types_mapper=whole.get)
 
-        "tokens" has a row for each token of the trajectories whose tokens are kept. Raises ValueError for an unknown
-        table.
-        """
-        return tables.batches(self, table)
+    def to_arrow(self, table: Table) -> pa.Table:
+        """A table. Raises ValueError for an unknown one."""
+        match table:
+            case "episodes":
+                columns = dict(EPISODE_COLUMNS)
+                for kind in ("rewards", "metrics"):
+                    parts = (part for e in self.episodes for part in e.trajectories)
+                    for name in dict.fromkeys(name for part in parts for name in getattr(part, kind)):
+                        columns[f"{kind}/{name}"] = ("float64", mean_of(kind, name))
+                return table_of(columns, self.episodes)
+            case "groups":
+                return table_of(GROUP_COLUMNS, self.groups)
+            case "steps":
+                return table_of_rows(self.steps)
+            case "evaluations":
+                return table_of_rows(self._evaluation_rows())
+            case "calls":
+                batches = []
+                for name, batch in self.files.call_batches():
+                    parts = [json_text(getattr(call, "parts", None) or None) for call in records_in(batch)[0]]
+                    columns = [batch.column(column) for column in FIELDS["calls"]]
+                    columns = [pa.array([name.life] * len(batch), pa.int64()), *columns, pa.array(parts, pa.string())]
+                    batches.append(pa.RecordBatch.from_arrays(columns, schema=_CALLS))
+                return pa.Table.from_batches(batches, _CALLS)
+            case "events":
+                told = [(life, record.t, type(record).__name__, json_text(record)) for life, record in self.system]
+                columns = [list(column) for column in zip(*told, strict=True)] or [[]] * len(_EVENTS)
+                return pa.table(dict(zip(_EVENTS.names, columns, strict=True)), schema=_EVENTS)
+            case _:
+                raise ValueError(f"there is no table {table}; give one of {', '.join(get_args(Table))}")
 
-    def to_arrow(self, table: tables.Table) -> pa.Table:
-        """The same in one piece. Raises as `batches` does."""
-        return tables.to_arrow(self, table)
-
-    def to_pandas(self, table: tables.Table) -> pd.DataFrame:
-        """The same as a DataFrame. Raises as `batches` does, and ImportError without pandas."""
-        return tables.to_pandas(self, table)
+    def _evaluation_rows(self) -> list[dict[str, Any]]:
+        """A row for each evaluation, and one with a `name` for each named dataset of it."""
+        rows: list[dict[str, Any]] = []
+        for row in self.evaluations:
+            named = row.get("by_name")
+            parts = named.items() if isinstance(named, dict) else ()
+            rows += [row, *({"name": name, **part} for name, part in parts if isinstance(part, dict))]
+        rows = [{**row["metrics"], **row} if isinstance(row.get("metrics"), dict) else row for row in rows]
+        return [{name: row[name] for name in row if name not in ("metrics", "by_name")} for row in rows]
 
     def _add(self, life: int, record: Event) -> None:
         match record:
@@ -185,7 +231,10 @@ class RunRecord:
                         episode.places[number] = (life, record.segment, record.offset, place)
                         self._changed.add(episode.index)
             case events.AttemptFailed():
-                self._note_attempt(life, record)
+                if episode := self._episodes.get((life, record.episode)):
+                    episode.attempts = record.attempt
+                    episode.error, episode.message = record.error, record.message
+                    self._changed.add(episode.index)
                 self.system.append((life, record))
             case _:
                 self._note(life, record)
@@ -250,12 +299,6 @@ class RunRecord:
         episode.reward, episode.error, episode.message = record.reward, record.error, record.message
         episode.trajectories = record.trajectories
         self._changed.add(episode.index)
-
-    def _note_attempt(self, life: int, record: events.AttemptFailed) -> None:
-        if episode := self._episodes.get((life, record.episode)):
-            episode.attempts = record.attempt
-            episode.error, episode.message = record.error, record.message
-            self._changed.add(episode.index)
 
     def _train(self, life: int, record: events.BatchTrained) -> None:
         self._saved[record.version] = life, record.t  # or later, if a record says when
@@ -338,25 +381,24 @@ class _Rows:
     def read(self) -> list[dict[str, Any]]:
         try:
             now = self._path.stat()
-            if (now.st_size, now.st_mtime_ns) != self._seen:
-                self._take(self._path.read_bytes().split(b"\n"))
-                self._seen = now.st_size, now.st_mtime_ns
+            if (now.st_size, now.st_mtime_ns) == self._seen:
+                return self._rows
+            lines = self._path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
             self.problem = f"{self._path} cannot be read: {error.strerror}"
             return []
-        return self._rows
-
-    def _take(self, lines: list[bytes]) -> None:
-        """The last one may be being written."""
+        self._seen = now.st_size, now.st_mtime_ns
         found = [_row(line) for line in lines]
         self._rows = [row for row in found if row is not None]
         strange = sum(row is None and bool(line.strip()) for row, line in zip(found[:-1], lines, strict=False))
         self.problem = f"damaged lines of {self._path} are left out: {strange}" if strange else ""
+        return self._rows
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
+    """None also for the last line, which may be being written."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

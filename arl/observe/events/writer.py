@@ -1,4 +1,5 @@
-"""EventLog: writes the records of a run to run_dir/events, and images that they name, on a thread of its own.
+"""EventLog: writes the records of a run to run_dir/events, and images that they name, on a thread of its own; and
+CpuWatch, which reads the CPU time of a run's processes for it.
 
     emit, keep (any thread, nobody waits) --> three queues --every half second--> batches --> segments, old ones deleted
     flush (a checkpoint waits)            --> at once, and to the disk
@@ -15,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -28,10 +31,9 @@ from zlib import crc32
 
 import msgspec
 
-from arl.api.events import FLUSH_S, Event, KeptTokens, Lost, RunEnded, TokenFrame, TokensKept, Warned
+from arl.api.events import FLUSH_S, CpuUsed, Event, KeptTokens, Lost, RunEnded, TokenFrame, TokensKept, Warned
 from arl.api.settings.run import NUM_NOTABLE, EventsConfig, is_sampled
 from arl.observe.events.image_store import ImageStore
-from arl.observe.events.json_values import encodable
 
 if TYPE_CHECKING:
     from arl.observe.events.files import SegmentFiles
@@ -152,28 +154,24 @@ class EventLog:
             while not is_over:
                 self._wake.wait(_EVERY_S)
                 self._wake.clear()
-                is_over = self._is_over.is_set()
-                self._look(is_over)
+                is_over, now = self._is_over.is_set(), time.monotonic()
+                every_s = min(max(_WATCH_SHARE * (now - self._began), _WATCH_S[0]), _WATCH_S[1])
+                if is_over or now - self._watched_at >= every_s:
+                    self._watched_at = now
+                    with suppress(Exception):
+                        if seen := self._watch():
+                            self.emit(seen)
                 flushes = _all_of(self._flushes)  # before what they wait for
-                if (is_written := self._tried(files, to_disk=bool(flushes), is_all=is_over)) is None:
+                is_written = self._tried(files, to_disk=bool(flushes), is_all=is_over)
+                if is_written is None:
                     self._flushes.extendleft(flushes)
                 else:
-                    _answer(flushes, is_written)
+                    for flushed in flushes:
+                        flushed.set_result(is_written)
         finally:
             files.close()
-            _answer(self._flushes, False)
-
-    def _look(self, is_over: bool) -> None:
-        now = time.monotonic()
-        if is_over or now - self._watched_at >= min(max(_WATCH_SHARE * (now - self._began), _WATCH_S[0]), _WATCH_S[1]):
-            self._watched_at = now
-            try:
-                seen = self._watch()
-            except Exception:
-                log.debug("a watch of the event log failed", exc_info=True)
-            else:
-                if seen:
-                    self.emit(seen)
+            for flushed in _all_of(self._flushes):
+                flushed.set_result(False)
 
     def _tried(self, files: SegmentFiles, *, to_disk: bool, is_all: bool) -> bool | None:
         """Whether all that waited is written; None if it still waits."""
@@ -182,23 +180,20 @@ class EventLog:
             if to_disk:
                 files.force_to_disk()
         except Exception as error:  # noqa: BLE001 (nothing here may end the run)
-            return self._failed(error)
+            now = time.monotonic()
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            self._why = f"{type(error).__name__}: {error}"
+            if now - self._told_at >= _QUIET_S:
+                self._told_at = now
+                log.warning("%s cannot be written, and the run goes on without: %s", self.directory, error)
+            if isinstance(error, OSError):
+                if now - self._failing_since < _PATIENCE_S:
+                    return None
+                self._lost_events += len(_all_of(self._events)) + len(_all_of(self._calls))
+                self._forget_tokens(_all_of(self._tokens))
+            return False
         self._failing_since, self._why = None, ""
         return True
-
-    def _failed(self, error: Exception) -> bool | None:
-        now = time.monotonic()
-        if self._failing_since is None:
-            self._failing_since = now
-        self._why = f"{type(error).__name__}: {error}"
-        if now - self._told_at >= _QUIET_S:
-            self._told_at = now
-            log.warning("%s cannot be written, and the run goes on without: %s", self.directory, error)
-        if isinstance(error, OSError):
-            if now - self._failing_since < _PATIENCE_S:
-                return None
-            self._drop()
-        return False
 
     def _write(self, files: SegmentFiles, *, is_all: bool = True) -> None:
         """Write what waits. Of what it cannot write it raises the first error, and an OSError leaves it waiting.
@@ -210,7 +205,7 @@ class EventLog:
         are_many = len(self._calls) >= _MANY_CALLS or self._num_tokens >= _MANY_TOKENS
         if is_all or are_many or now - self._gathered_at >= _GATHER_S:
             self._gathered_at = now
-            steps = [self._write_tokens, self._write_calls, self._write_events]
+            steps = [self._write_tokens, partial(self._write_lines, "calls", self._calls), self._write_events]
         for write in steps:
             try:
                 write(files)
@@ -230,7 +225,8 @@ class EventLog:
                 self._images.keep(frame.images)
                 segment, offset = files.append("tokens", renamed(frame) if frame.is_renamed else frame.frame)
                 self._put(TokensKept(segment=segment, offset=offset, rows=frame.rows))
-                self._uncount([waiting.popleft()])
+                with self._counting:
+                    self._num_tokens -= waiting.popleft().num_tokens
         except OSError:
             self._tokens.extendleft(reversed(waiting))
             raise
@@ -243,20 +239,17 @@ class EventLog:
         if json := _json(record):
             self._events.append(json)
 
-    def _write_calls(self, files: SegmentFiles) -> None:
-        self._write_lines(files, "calls", self._calls)
-
     def _write_events(self, files: SegmentFiles) -> None:
         """With a record of what was lost before."""
         events, episodes = self._lost_events, self._lost_episodes
         why = self._why or "more came than could be written"
         lost = Lost(num_events=events, num_episodes=episodes, why=why) if events or episodes else None
-        self._write_lines(files, "events", self._events, *([_json(lost)] if lost else ()))
+        self._write_lines("events", self._events, files, *([_json(lost)] if lost else ()))
         self._lost_events -= events
         self._lost_episodes -= episodes
 
     def _write_lines(
-        self, files: SegmentFiles, table: Literal["events", "calls"], queue: deque[bytes], *more: bytes
+        self, table: Literal["events", "calls"], queue: deque[bytes], files: SegmentFiles, *more: bytes
     ) -> None:
         from arl.observe.events.batches import packed, records_batch
 
@@ -271,23 +264,10 @@ class EventLog:
             self._lost_events += len(waited)
             raise
 
-    def _drop(self) -> None:
-        """Give up what waits."""
-        self._lost_events += len(_all_of(self._events)) + len(_all_of(self._calls))
-        self._forget_tokens(_all_of(self._tokens))
-
     def _forget_tokens(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
-        self._uncount(blocks)
-        self._lost_episodes += sum(len(block.rows) for block in blocks)
-
-    def _uncount(self, blocks: Collection[KeptTokens | TokenFrame]) -> None:
         with self._counting:
             self._num_tokens -= sum(block.num_tokens for block in blocks)
-
-
-def _answer(flushes: Iterable[Future[bool]], is_written: bool) -> None:
-    for flushed in flushes:
-        flushed.set_result(is_written)
+        self._lost_episodes += sum(len(block.rows) for block in blocks)
 
 
 def _plain(value: Any) -> object:
@@ -304,6 +284,23 @@ def _plain(value: Any) -> object:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def encodable(value: Any) -> Any:
+    """What msgspec's JSON can hold of plain values: half a character becomes a question mark, a huge integer None."""
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case dict():
+            return {encodable(name): encodable(inner) for name, inner in value.items()}
+        case list():
+            return [encodable(inner) for inner in value]
+        case tuple():
+            return tuple(map(encodable, value))
+        case int() if value.bit_length() > 63:
+            return None
+        case _:
+            return value
 
 
 def _json(record: Event) -> bytes:
@@ -373,3 +370,69 @@ class _Warnings(logging.Handler):
             handlers += logger.handlers
             logger = logger.parent if logger.propagate else None
         return handlers[:1] == [self] and all(isinstance(handler, _Warnings) for handler in handlers)
+
+
+# CPU
+
+_PROC = Path("/proc")
+OTHERS = "others"
+
+
+class CpuWatch:
+    """Reads the CPU time of this process, and of those that it started. Make it on the thread of the event loop.
+
+    Each read costs about a millisecond, on the caller's thread. Linux tells; elsewhere there are no records.
+    """
+
+    def __init__(self) -> None:
+        self._loop_clock: int | None = None
+        with suppress(AttributeError, OSError):  # not every system has it
+            self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._names: dict[int, str] = {}
+        """The names of the processes that this one started, by process id."""
+
+    def read(self) -> CpuUsed | None:
+        """None where /proc says nothing."""
+        if not (children := _children("self")) and not (_PROC / "self" / "task").is_dir():
+            return None
+        self._names = {pid: self._names.get(pid) or _name(pid) for pid in children}
+        used = dict.fromkeys(self._names.values(), 0.0)
+        for pid, name in self._names.items():
+            used[name] += _cpu_s(pid)
+        loop = 0.0
+        with suppress(OSError):  # the thread has ended
+            loop = time.clock_gettime(self._loop_clock) if self._loop_clock is not None else 0.0
+        return CpuUsed(controller=time.process_time(), loop=loop, processes=used)
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+
+
+def _children(pid: int | str) -> list[int]:
+    """The children of each of its threads. Empty for a process that has ended, and if /proc does not list them."""
+    found: list[int] = []
+    for listed in (_PROC / str(pid) / "task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found += map(int, listed.read_text().split())
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    """The CPU seconds of a process and of all processes that it started."""
+    seconds = 0.0
+    with suppress(OSError):  # it has ended
+        seconds = time.clock_gettime(((~pid) << 3) | 2)  # as clock_getcpuclockid(3) makes a process's clock
+    return seconds + sum(map(_cpu_s, _children(pid)))
+
+
+def _name(pid: int) -> str:
+    """The process's name, from its command line: a server has a port, and arl's other processes have a log."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return OTHERS
+    if "--port" in words[:-1]:
+        return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+    return next((Path(word).stem for word in words if word.endswith(".log")), OTHERS)

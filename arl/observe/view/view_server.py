@@ -19,7 +19,7 @@ from aiohttp import web
 
 from arl.api.errors import ImageError, RunFileError
 from arl.api.images import kind_of
-from arl.observe.events.json_values import encodable
+from arl.observe.events.writer import encodable
 from arl.observe.view.episode_table import Row, number
 from arl.observe.view.viewed_run import ViewedRun
 from arl.runtime.http.bodies import RequestError

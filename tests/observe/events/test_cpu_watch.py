@@ -10,9 +10,8 @@ import pytest
 
 from arl.api.events import CpuUsed
 from arl.api.settings.run import EventsConfig
-from arl.observe.events.cpu_watch import CpuWatch, num_cores
 from arl.observe.events.run_record import read_run
-from arl.observe.events.writer import EventLog
+from arl.observe.events.writer import CpuWatch, EventLog, num_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 

@@ -6,16 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-import pyarrow as pa
 import pytest
-from made_run import began, life, tokens_of, write_run
+from made_run import began, life, write_run
 
 from arl.api.version import install_command
-from arl.observe.events.run_record import RunRecord, read_run
-from arl.observe.events.tables import Table
-
-TABLES = get_args(Table)
+from arl.observe.events.run_record import RunRecord, Table, read_run
 
 
 @pytest.fixture(scope="module")
@@ -101,53 +96,10 @@ def test_events_are_all_other_records(run: RunRecord) -> None:
     assert (lost["num_events"], lost["why"]) == (3, "full")
 
 
-def test_a_token_has_a_row_with_all_that_is_known_of_it(run: RunRecord) -> None:
-    table = run.to_pandas("tokens")
-    assert len(table) == sum(part.row.tokens for e in run.episodes for part in run.tokens(e))
-    own = table[(table.life == 1) & (table.episode == "0.1") & (table.trajectory == 0)]
-    (known,) = run.tokens(run.episode(1, "0.1"))
-    assert own.position.tolist() == list(range(known.row.tokens))
-    for name, column in known.columns.items():
-        np.testing.assert_array_equal(own[name].to_numpy(), column)
-    mask = own.loss_mask.to_numpy()
-    assert np.isnan(own.advantages.to_numpy()[~mask]).all()
-
-
-def test_an_evaluation_has_tokens_without_what_training_computes(run: RunRecord) -> None:
-    table = run.to_pandas("tokens")
-    held_out = table[table.episode == "e0.0"]
-    assert held_out.token_ids.tolist()[-len(tokens_of("held-out answer")) :] == tokens_of("held-out answer")
-    assert held_out.advantages.isna().all()
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_pieces_have_one_schema_and_make_up_the_table(
-    run: RunRecord, table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run.to_arrow(table)
-    monkeypatch.setattr("arl.observe.events.tables._MOST_ROWS", 2)
-    pieces = list(run.batches(table))
-    assert {str(piece.schema) for piece in pieces} == {str(whole.schema)}
-    assert str(pa.Table.from_batches(pieces).to_pylist()) == str(whole.to_pylist())
-    assert len(pieces) > 1 or table in ("episodes", "groups", "steps", "evaluations")
-
-
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", get_args(Table))
 def test_a_run_without_records_has_empty_tables(tmp_path: Path, table: Table) -> None:
     (tmp_path / "run.lock").touch()
     assert read_run(tmp_path).to_pandas(table).shape[0] == 0
-
-
-def test_tokens_that_were_deleted_or_damaged_are_left_out_and_named(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path))
-    (tmp_path / "events" / "tokens-0001-0001.arrows").unlink()
-    assert set(run.to_pandas("tokens").life) == {2}
-    (damaged,) = tmp_path.glob("events/tokens-*.arrows")
-    damaged.write_bytes(damaged.read_bytes()[:-60])
-    run = read_run(tmp_path)
-    assert run.to_pandas("tokens").empty
-    assert [problem for problem in run.problems if "deleted" in problem]
-    assert [problem for problem in run.problems if "damaged" in problem]
 
 
 def test_whole_numbers_stay_whole_in_pandas_though_some_are_missing(tmp_path: Path) -> None:
