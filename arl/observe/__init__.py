@@ -2,7 +2,7 @@
 
     events/    writes and reads run_dir/events
     view/      the server and page of `arl view`, the screen of `arl top`, `arl.show`
-    tracking/  experiment trackers
+    tracking   experiment trackers
     doctor/    whether servers and trainer agree
     health/    rules that find what looks wrong in a run, for the console, the view and the end of a run
 

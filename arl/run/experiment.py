@@ -24,7 +24,7 @@ from arl.api.tracking import Tracker
 from arl.api.types import Evaluation, StepStats
 from arl.observe.health.digest import Digest
 from arl.observe.health.rules import remarks
-from arl.observe.tracking.ready_made import check_trackers
+from arl.observe.tracking import check_trackers
 from arl.run.inputs import Given, check_choice
 from arl.run.script import run_script
 from arl.runtime.console import is_json, json_console, tell

@@ -28,8 +28,7 @@ from arl.api.workflow import Curriculum, RolloutWorkflow, Task, TaskCurriculum
 from arl.data.lazy_rows import NamedRows, StreamedRows
 from arl.engine.model_files import copy_tokenizer, load_tokenizer, model_digest
 from arl.observe.events.writer import CpuWatch, EventLog, num_cores
-from arl.observe.tracking.fan_out import Trackers
-from arl.observe.tracking.ready_made import check_trackers
+from arl.observe.tracking import Trackers, check_trackers
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner

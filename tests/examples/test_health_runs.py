@@ -11,7 +11,7 @@ from scripted_launch import use_fakes
 from arl import load_tokenizer, read_run
 from arl.api.fakes import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer, write_tiny_model
-from arl.observe.view.findings import findings
+from arl.observe.view.health import findings
 
 TOLD = {
     "healthy": [],

@@ -19,7 +19,7 @@ from arl.api.fakes import ScriptedEngine
 from arl.api.settings.run import EvaluationConfig, LogConfig
 from arl.api.types import Evaluation, Example, Group, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.observe.tracking.ready_made import evaluation_metrics
+from arl.observe.tracking import evaluation_metrics
 from arl.rollout.episode import EpisodeRunner
 from arl.training.display import Display
 from arl.training.evaluator import Evaluator

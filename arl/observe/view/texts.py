@@ -1,10 +1,16 @@
-"""The text of tokens, by the run's own tokenizer."""
+"""The text of tokens, by the run's own tokenizer; and the search for text in all episodes, a slice at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from arl.api.errors import RunFileError
+from arl.observe.events.records import EpisodeRecord
+from arl.observe.events.run_record import RunRecord
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,7 +39,8 @@ class Texts:
         """The text of each row. Ids outside the vocabulary have none."""
         if self._tokenizer is None:
             return [" ".join(map(str, row)) for row in rows]
-        return self._tokenizer.decode_batch([_valid(row) for row in rows], skip_special_tokens=False)
+        valid = [[token for token in row if 0 <= token < 1 << 32] for row in rows]  # it takes uint32 alone
+        return self._tokenizer.decode_batch(valid, skip_special_tokens=False)
 
     def pieces(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None) -> list[str]:
         """One string for each of the tokens start <= index < stop; joined, they are the text.
@@ -66,22 +73,77 @@ def find_texts(run_dir: Path, settings: dict[str, Any]) -> Texts:
     """With the tokenizer that the run left in its log, or its model's."""
     model = settings.get("model")
     for place in (run_dir / "events", *([Path(model)] if isinstance(model, str) else []), run_dir / "model"):
-        if (tokenizer := _tokenizer(place / "tokenizer.json")) is not None:
-            return Texts(tokenizer)
+        try:
+            if (file := place / "tokenizer.json").is_file():
+                from tokenizers import Tokenizer
+
+                return Texts(Tokenizer.from_file(str(file)))
+        except Exception:  # noqa: BLE001, S110 - tokenizers raises nothing narrower for a file that is none
+            pass
     return Texts(None)
 
 
-def _tokenizer(file: Path) -> Tokenizer | None:
-    try:
-        if not file.is_file():
-            return None
-        from tokenizers import Tokenizer
+class TextSearch:
+    """Episodes whose tokens, example or error hold `text`, upper or lower case, newest first.
 
-        return Tokenizer.from_file(str(file))
-    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower for a file that is none
-        return None
+    Each `scan` looks at some of those that it has not seen; episodes that come or end later are seen later.
+    """
+
+    def __init__(self, run: RunRecord, texts: Texts, text: str) -> None:
+        self._run = run
+        self._texts = texts
+        self._text = text.casefold()
+        self._seen: dict[int, int] = {}
+        """Index of an episode -> how many of its trajectories were looked at."""
+        self.found: set[int] = set()
+        """Indices."""
+        self._rest: Iterator[None] = iter(())
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """How many episodes were searched, of those that can be."""
+        return {"done": len(self._seen), "total": sum(_is_over(episode) for episode in self._run.episodes)}
+
+    def scan(self, seconds: float) -> bool:
+        """Search for a moment; returns whether there is more to see."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if next(self._rest, True):
+                seen, last_first = self._seen, reversed(self._run.episodes)
+                new = [e for e in last_first if _is_over(e) and seen.get(e.index) != len(e.places)]
+                if not new:
+                    return False
+                self._rest = self._look_at(new)
+        return True
+
+    def _look_at(self, new: list[EpisodeRecord]) -> Iterator[None]:
+        """Yields after every few episodes."""
+        frames: defaultdict[tuple[int, int, int], dict[str, EpisodeRecord]] = defaultdict(dict)
+        for number, episode in enumerate(new):
+            about = "\n".join((*map(str, episode.example.values()), episode.error, episode.message))
+            if self._text in about.casefold():
+                self.found.add(episode.index)
+            for life, segment, offset, _ in episode.places.values():
+                frames[life, segment, offset][episode.episode] = episode
+            if not episode.places:
+                self._seen[episode.index] = 0
+            if number % 2000 == 1999:
+                yield
+        for frame, episodes in frames.items():
+            try:
+                batch = self._run.files.tokens(*frame)
+                names = batch.column("episode").to_pylist()
+                for first in range(0, len(names), 64):
+                    token_ids = batch.column("token_ids").slice(first, 64).to_pylist()
+                    for name, text in zip(names[first : first + 64], self._texts.many(token_ids), strict=True):
+                        if (episode := episodes.get(name)) and self._text in text.casefold():
+                            self.found.add(episode.index)
+                    yield
+            except (RunFileError, LookupError, TypeError):
+                pass  # its tokens were deleted or are damaged; the episode's page says so
+            for episode in episodes.values():
+                self._seen[episode.index] = len(episode.places)
 
 
-def _valid(row: Sequence[int]) -> list[int]:
-    """tokenizers takes unsigned 32-bit integers only."""
-    return [token for token in row if 0 <= token < 1 << 32]
+def _is_over(episode: EpisodeRecord) -> bool:
+    return episode.ended is not None or episode.how == "lost"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from arl.api import events
 from arl.observe.events.run_record import RunRecord
-from arl.observe.health.digest import mean
+from arl.observe.health.digest import mean, values
 from arl.observe.view.episode_table import Row
 from arl.observe.view.viewed_run import Ending, ViewedRun
 
@@ -110,18 +109,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes % 60:02}:{int(seconds) % 60:02}" if hours else f"{minutes}:{int(seconds) % 60:02}"
 
 
-def _numbers(rows: Sequence[Row], metric: str) -> list[float]:
-    values = (row.get(metric) for row in rows)
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
-
-
 def _measures(viewed: ViewedRun) -> list[str]:
     """The reward, or the loss of fine-tuning, of each step, and of held-out examples."""
     measure, run = viewed.measure, viewed.run
-    if not (curve := _numbers(run.steps, measure)):
+    if not (curve := values(run.steps, measure)):
         return ["no step is trained yet"]
     lines = [f"{curve[-1]:.3f}  {sparkline(curve)}  {min(curve):.3f} to {max(curve):.3f}"]
-    if held_out := [(row["version"], row[measure]) for row in run.evaluations if _numbers([row], measure)]:
+    if held_out := [(row["version"], row[measure]) for row in run.evaluations if values([row], measure)]:
         version, value = held_out[-1]
         curve = [value for _, value in held_out]
         best = (min if measure == "loss" else max)(held_out, key=lambda one: one[1])
@@ -133,11 +127,11 @@ def _staleness(run: RunRecord) -> str:
     """Of the trained tokens of the last step, against the bound."""
     rollout = run.settings.get("rollout")
     known = {
-        "mean": _numbers(run.steps[-1:], "staleness/mean"),
-        "max": _numbers(run.steps[-1:], "staleness/max"),
-        "allowed": _numbers([rollout] if isinstance(rollout, dict) else [], "max_staleness"),
+        "mean": values(run.steps[-1:], "staleness/mean"),
+        "max": values(run.steps[-1:], "staleness/max"),
+        "allowed": values([rollout] if isinstance(rollout, dict) else [], "max_staleness"),
     }
-    return ", ".join(f"{name} {values[0]:.3g}" for name, values in known.items() if values)
+    return ", ".join(f"{name} {found[0]:.3g}" for name, found in known.items() if found)
 
 
 def _elapsed_s(run: RunRecord, until: float | None) -> float | None:
@@ -145,20 +139,20 @@ def _elapsed_s(run: RunRecord, until: float | None) -> float | None:
     if not run.lives or until is None:
         return None
     newest = run.lives[max(run.lives)]
-    before = _numbers([row for row in run.steps if row["version"] <= newest.version], "time_s")
+    before = values([row for row in run.steps if row["version"] <= newest.version], "time_s")
     return max(until - newest.t, 0.0) + (before[-1] if before else 0.0)
 
 
 def _step_seconds(rows: Sequence[Row]) -> float | None:
     """Between the ends of two steps, on average."""
-    passed = [b - a for a, b in pairwise(_numbers(rows, "time_s")) if b > a]
+    passed = [b - a for a, b in pairwise(values(rows, "time_s")) if b > a]
     return mean(passed) if passed else None
 
 
 def _time_shares(rows: Sequence[Row], step_s: float | None) -> str:
     """How the trainer spent the last steps: waiting for a batch, training, copying the weights to be published."""
     parts = {"waiting": "time/wait_s", "training": "time/train_s", "publishing": "weights/snapshot_s"}
-    spent = {name: mean(values) for name, metric in parts.items() if (values := _numbers(rows, metric))}
+    spent = {name: mean(found) for name, metric in parts.items() if (found := values(rows, metric))}
     whole = max(step_s or 0.0, sum(spent.values()))
     if not whole or not spent:
         return ""
@@ -170,11 +164,11 @@ def _time_shares(rows: Sequence[Row], step_s: float | None) -> str:
 def _speeds(rows: Sequence[Row], step_s: float | None) -> str:
     found = {"seconds a step": step_s} if step_s else {}
     episodes, seconds = (
-        sum(max(b - a, 0.0) for a, b in pairwise(_numbers(rows, metric))) for metric in ("episodes_trained", "time_s")
+        sum(max(b - a, 0.0) for a, b in pairwise(values(rows, metric))) for metric in ("episodes_trained", "time_s")
     )
     if episodes and seconds:
         found["episodes/s"] = episodes / seconds
-    if step_s and (tokens := _numbers(rows, "trained_tokens")):
+    if step_s and (tokens := values(rows, "trained_tokens")):
         found["trained tokens/s"] = mean(tokens) / step_s
     return ", ".join(f"{value:.3g} {name}" if value < 100 else f"{value:,.0f} {name}" for name, value in found.items())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -56,14 +56,16 @@ class ViewServer:
         self._is_over = asyncio.Event()
         guard = _key_for_the_api(api_key) if api_key else _only_from_here
         self.app = web.Application(
-            middlewares=[boundary(_shape, {RunFileError: 404, ImageError: 404, OSError: 503}), guard]
+            middlewares=[
+                boundary(lambda error: {"error": error.message}, {RunFileError: 404, ImageError: 404, OSError: 503}),
+                guard,
+            ]
         )
         self.app.on_response_prepare.append(_add_headers)
         self.app.on_shutdown.append(self._stop)
         self.app.cleanup_ctx.append(self._following)
         routes = self.app.router
         routes.add_get("/api/runs", self._list)
-        routes.add_get("/api/compare-settings", self._compare)
         one = "/api/runs/{run}"
         routes.add_get(f"{one}/episodes", self._episodes)
         routes.add_get(f"{one}/stream", self._stream)
@@ -105,15 +107,6 @@ class ViewServer:
         response = web.Response(body=data, content_type=kind_of(data))
         response.headers["Cache-Control"] = _FOR_EVER
         return response
-
-    async def _compare(self, _: web.Request) -> web.Response:
-        settings = [_flat(await run.ask(lambda run=run: run.run.settings)) for run in self._runs]
-        names = sorted({name for one in settings for name in one})
-        rows = [{"name": name, "values": [one.get(name) for one in settings]} for name in names]
-        known = [k for k, one in enumerate(settings) if one]  # of a run without an event log, none are
-        differing = [row for row in rows if any(row["values"][k] != row["values"][known[0]] for k in known)]
-        names = [run.run_dir.resolve().name for run in self._runs]
-        return _response(_encoded({"runs": names, "settings": differing}))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         run, stream = await self._run(request), EventStream(request)
@@ -165,14 +158,6 @@ def _encoded(content: Any) -> bytes:
         return msgspec.json.encode(encodable(content))
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Row:
-    """Sections are joined to names such as rollout.group_size."""
-    flat: Row = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return flat
-
-
 def _named(request: web.Request, name: str) -> int:
     text = request.match_info[name]
     if not text.isdecimal() or len(text) > 15:
@@ -185,25 +170,18 @@ def _shape(error: RequestError) -> dict[str, str]:
 
 
 async def _file(request: web.Request) -> web.FileResponse:
-    """A file of the page. aiohttp reads it off the event loop."""
-    return web.FileResponse(_page_file(request.match_info["file"] or "index.html"))
-
-
-def _page_file(name: str) -> Path:
-    """Raises RequestError for what is no file within the page's directory."""
+    """A file of the page's directory. aiohttp reads it off the event loop."""
     page = PAGE.resolve()
     with suppress(ValueError, OSError):  # a name that no file can have
-        file = (page / name).resolve()
+        file = (page / (request.match_info["file"] or "index.html")).resolve()
         if file.is_relative_to(page) and file.is_file():
-            return file
+            return web.FileResponse(file)
     raise RequestError("Not Found", 404)
 
 
 async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    is_kept = response.headers.get("Cache-Control") == _FOR_EVER
-    response.headers.update(_HEADERS)
-    if is_kept:
-        response.headers["Cache-Control"] = _FOR_EVER
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
 
 
 def _key_for_the_api(api_key: str) -> Any:

@@ -1,28 +1,32 @@
-"""A run that is looked at: its record, and the one thread that reads on and answers questions about it."""
+"""A run that is looked at: its record, and the one thread that reads on and answers questions about it.
+
+Among the answers: one group, and one episode, its calls, and its tokens in a window.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
+import msgspec
 import numpy as np
 
 from arl.api.errors import RunFileError
+from arl.api.events import AttemptFailed, Event
+from arl.api.tracking import expected_column
+from arl.observe.events.records import EpisodeRecord, LoggedImage, TokenRecord
 from arl.observe.events.run_record import RunRecord
-from arl.observe.view.details import MOST_TOKENS, WINDOW, episode_details, group_details
 from arl.observe.view.episode_table import EpisodeTable, Row, whole
 from arl.observe.view.health import health
-from arl.observe.view.run_clock import RunClock
-from arl.observe.view.text_search import TextSearch
-from arl.observe.view.texts import Texts, find_texts
+from arl.observe.view.texts import Texts, TextSearch, find_texts
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,12 @@ _SCAN_S = 0.1
 """Time to search at once."""
 _FRESH_S = 0.9
 _MOST_SEARCHES = 4
+_WINDOW = 4000
+_MOST_TOKENS = 20_000
+_MOST_SAME = 200
+_MOST_EARLIER = 100
+"""Trajectories that a later one may have branched from."""
+_OWN = ("token_ids", "loss_mask", "versions", "behavior_logprobs")
 
 
 class Ending(NamedTuple):
@@ -58,8 +68,6 @@ class ViewedRun:
         self.run = RunRecord(run_dir)
         self.table = EpisodeTable(self.run)
         self._ending_of = ending_of
-        self._clock = RunClock()
-        self._is_loaded = False
         self._texts: Texts | None = None
         self._searches: dict[str, TextSearch] = {}
         self._unreadable = self._problem = ""
@@ -169,28 +177,22 @@ class ViewedRun:
         return health(self.run, self.now() if self.tick()["is_live"] else None)
 
     def now(self) -> float:
-        """The time, by the clock of the run's machine."""
-        return time.time() if self.run.last is None else self._clock.now(self._host, self.run.last)
-
-    @property
-    def _host(self) -> str:
-        lives = self.run.lives
-        return lives[max(lives)].host if lives else socket.gethostname()
+        """The time. A run on another machine may have written something in this one's future."""
+        return max(time.time(), self.run.last or 0.0)
 
     def group(self, life: int, number: int) -> Row:
-        return group_details(self.run, self.table, self.texts, life, number)
+        return _group_details(self.run, self.table, self.texts, life, number)
 
     def episode(self, life: int, name: str, wanted: Mapping[str, str]) -> Row:
         start = whole(wanted, "start", 0)
-        stop = min(whole(wanted, "stop", start + WINDOW), start + MOST_TOKENS)
+        stop = min(whole(wanted, "stop", start + _WINDOW), start + _MOST_TOKENS)
         only = int(text) if (text := wanted.get("trajectory", "")).lstrip("-").isdecimal() else None
-        return episode_details(self.run, self.table, self.texts, self.run.episode(life, name), (start, stop, only))
+        return _episode_details(self.run, self.table, self.texts, self.run.episode(life, name), (start, stop, only))
 
     def _work(self) -> bool:
         """Read or search a little; returns whether there is more to do."""
         try:
-            if self.run.update(_SLICE) and self._is_loaded and self.run.last is not None:
-                self._clock.note(self._host, self.run.last)
+            self.run.update(_SLICE)
             self.table.refresh()
             self._unreadable = ""
         except OSError as error:
@@ -201,7 +203,6 @@ class ViewedRun:
             self._problem = f"A record in {self.run_dir} cannot be read, and is left out: {error!r}"
         if self.run.files.num_bytes_waiting:
             return True
-        self._is_loaded = True
         newest = next(reversed(self._searches.values()), None)
         return newest is not None and newest.scan(_SCAN_S)
 
@@ -215,7 +216,7 @@ class ViewedRun:
             del self._searches[next(iter(self._searches))]
         search.scan(_SCAN_S)
         found = self.table.find(wanted, np.fromiter(search.found, np.int64))
-        return {**found, "searched": {"done": search.num_searched, "total": search.num_wanted}}
+        return {**found, "searched": search.progress}
 
     def problems(self) -> list[str]:
         """Sentences that say what could not be read."""
@@ -265,3 +266,142 @@ def is_run(path: Path) -> bool:
 
 def _number(value: Any) -> float | None:
     return value if isinstance(value, int | float) else None
+
+
+# Details
+
+
+def _group_details(run: RunRecord, table: EpisodeTable, texts: Texts, life: int, number: int) -> Row:
+    """Raises RunFileError if there is no such group."""
+    group = run.group(life, number)
+    about = {field.name: getattr(group, field.name) for field in fields(group)}
+    about["expected"] = expected_column(group.example)
+    return {**about, "episodes": [{**table.row(e), "answer": _answer(run, texts, e)} for e in group.episodes]}
+
+
+def _episode_details(
+    run: RunRecord, table: EpisodeTable, texts: Texts, episode: EpisodeRecord, window: tuple[int, int, int | None]
+) -> Row:
+    """window: start, stop, and the trajectory that it cuts, or None for all of them."""
+    problem, tokens = "", list[TokenRecord]()
+    try:
+        tokens = run.tokens(episode)
+        if not tokens:
+            problem = _why_none(episode)
+    except RunFileError as error:
+        problem = str(error)
+    siblings = episode.group.episodes if episode.group else []
+    return {
+        **table.row(episode),
+        "example": episode.example,
+        "expected": expected_column(episode.example),
+        "siblings": [
+            {"life": e.life, "episode": e.episode, "how": e.how, "reward": e.reward, "tokens": e.num_tokens}
+            for e in siblings
+        ],
+        "failed_attempts": [
+            _fields_of(record, "t", "attempt", "error", "message", "runs_again")
+            for life, record in run.system
+            if life == episode.life and isinstance(record, AttemptFailed) and record.episode == episode.episode
+        ],
+        "calls": [_call_fields(call) for call in run.calls_of(episode)],
+        "problem": problem,
+        "parts": [_fields_of(part, *part.__struct_fields__) for part in episode.trajectories],
+        "trajectories": [_window(one, texts, window) for one in tokens],
+        "branches": _branches(tokens),
+        "same_example": _same_example(run, table, episode),
+    }
+
+
+def _call_fields(call: Event) -> Row:
+    seconds = getattr(call, "seconds", 0.0)
+    return {"event": type(call).__name__, "began": call.t - seconds, **_fields_of(call, *call.__struct_fields__)}
+
+
+def _fields_of(record: msgspec.Struct, *names: str) -> Row:
+    """With those fields, too, that have their default."""
+    return {name: getattr(record, name) for name in names}
+
+
+def _why_none(episode: EpisodeRecord) -> str:
+    if episode.ended is None:
+        return ""
+    if episode.trajectories:
+        return "The tokens of this episode were not kept: see the settings log.events."
+    return "This episode returned no trajectory, and nothing that it saw before was kept."
+
+
+def _answer(run: RunRecord, texts: Texts, episode: EpisodeRecord) -> str:
+    try:
+        tokens = [one for one in run.tokens(episode) if one.row.turns]
+    except RunFileError:
+        return ""
+    if not tokens:
+        return ""
+    start, stop, _ = tokens[-1].row.turns[-1]
+    return texts.whole(tokens[-1].columns["token_ids"][start : min(stop, start + _MOST_TOKENS)].tolist())
+
+
+def _window(tokens: TokenRecord, texts: Texts, window: tuple[int, int, int | None]) -> Row:
+    row, columns = tokens.row, tokens.columns
+    start, stop, only = window
+    stop = min(stop, row.tokens) if only in (None, row.number) else 0
+    start = min(start, stop)
+    token_ids = columns["token_ids"].tolist()
+    return {
+        **_fields_of(row, "number", "role", "reward", "rewards", "metrics", "temperature", "is_truncated", "turns"),
+        "num_tokens": row.tokens,
+        "start": start,
+        "stop": stop,
+        "images": [_fields(one) for one in tokens.images if one.start < stop and one.stop > start],
+        "pieces": texts.pieces(token_ids, start, stop),
+        "token_ids": token_ids[start:stop],
+        "loss_mask": columns["loss_mask"][start:stop].astype(int).tolist(),
+        "versions": columns["versions"][start:stop].tolist(),
+        "behavior_logprobs": _short(columns["behavior_logprobs"][start:stop]),
+        "columns": {name: _short(column[start:stop]) for name, column in columns.items() if name not in _OWN},
+    }
+
+
+def _fields(image: LoggedImage) -> Row:
+    return {name: getattr(image, name) for name in ("digest", "width", "height", "start", "stop")}
+
+
+def _short(values: np.ndarray) -> list[float]:
+    """Six digits: float32 has no more."""
+    return [float(f"{value:.6g}") for value in values.tolist()]
+
+
+def _branches(tokens: list[TokenRecord]) -> list[Row]:
+    """Where each trajectory leaves the earlier one of its role with which it has the most tokens in common."""
+    found: list[Row] = []
+    for place, second in enumerate(tokens):
+        earlier = [one for one in tokens[:place][-_MOST_EARLIER:] if one.row.role == second.row.role]
+        if earlier:
+            common = [_num_common(one, second) for one in earlier]
+            first = earlier[int(np.argmax(common))].row
+            found.append(
+                {"role": first.role, "first": first.number, "second": second.row.number, "differs_at": max(common)}
+            )
+    return found
+
+
+def _num_common(a: TokenRecord, b: TokenRecord) -> int:
+    length = min(a.row.tokens, b.row.tokens)
+    differ = np.flatnonzero(a.columns["token_ids"][:length] != b.columns["token_ids"][:length])
+    same = int(differ[0]) if len(differ) else length
+    others = (min(x.start, y.start) for x, y in zip(a.images, b.images, strict=False) if _fields(x) != _fields(y))
+    return min(same, next(others, same))
+
+
+def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -> list[dict[str, Any]]:
+    """The newest of other groups, or of other evaluations."""
+    row = table.row(episode)
+    if row["row"] is None:
+        return []
+    in_group = (table.column("life") == episode.life) & (table.column("group") == row["group"])
+    of_kind = table.having("kind", row["kind"]) & table.having("task", row["task"])
+    same = of_kind & (table.column("row") == row["row"]) & ~in_group
+    found = np.flatnonzero(same)
+    others = [table.row(run.episodes[index]) for index in found[found != episode.index][-_MOST_SAME:]]
+    return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]

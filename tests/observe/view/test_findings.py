@@ -13,13 +13,13 @@ import pytest
 from made_run import PROMPT, T0, began, episode, life, trajectory
 
 import arl.observe.health.rules
-import arl.observe.view.findings
+import arl.observe.view.health
 from arl.api.events import Event, GroupAdmitted, GroupEnded
 from arl.api.settings.run import Config
 from arl.observe.events.run_record import read_run
 from arl.observe.health.digest import Digest
 from arl.observe.health.rules import remarks
-from arl.observe.view.findings import findings
+from arl.observe.view.health import findings
 
 FINE = {"reward_min": 0.0, "reward_max": 1.0, "entropy": 0.5, "truncated": 0.0, "effective_sample_size": 1.0}
 FINE |= {"staleness/mean": 1.0, "behavior_kl_proximal": 1e-3, "event_loop_lag_s": 0.01}
@@ -124,7 +124,7 @@ def test_a_solved_task_without_another_reward_is_no_error(tmp_path: Path) -> Non
 
 def test_settings_that_findings_advise_exist() -> None:
     texts = "".join(
-        Path(module.__file__ or "").read_text() for module in (arl.observe.health.rules, arl.observe.view.findings)
+        Path(module.__file__ or "").read_text() for module in (arl.observe.health.rules, arl.observe.view.health)
     )
     named = set(re.findall(r"\b(?:train|rollout|algorithm|log)\.[a-z_.]*[a-z]", texts))
     assert {"train.optimizer.lr", "log.events.tokens"} < named

@@ -284,18 +284,6 @@ async def test_health_says_what_looks_wrong(browser: Browser) -> None:
     assert any("clipped" in text for text in told)
 
 
-async def test_runs_are_compared_by_the_settings_that_differ(tmp_path: Path) -> None:
-    for name, size in (("one", 4), ("two", 8)):
-        life(tmp_path / name, [began(steps=3, rollout={"group_size": size, "max_staleness": 1})])
-    (tmp_path / "unknown").mkdir()
-    (tmp_path / "unknown" / "run.lock").touch()
-    async with looking_at(tmp_path / "one", tmp_path / "two", tmp_path / "unknown") as browser:
-        await browser.loaded(1)
-        told = await browser.get("/api/compare-settings")
-    assert told["runs"] == ["one", "two", "unknown"]
-    assert told["settings"] == [{"name": "rollout.group_size", "values": [4, 8, None]}]
-
-
 async def test_a_stream_tells_when_something_has_come(tmp_path: Path) -> None:
     life(tmp_path, [began()])
     async with looking_at(tmp_path) as browser, browser.session.get("/api/runs/0/stream") as stream:
