@@ -22,7 +22,7 @@ from arl.api.settings.run import LogConfig
 from arl.api.tracking import TrackedTrajectory, Tracker, expected_column
 from arl.api.types import Evaluation, Group, StepStats, Trajectory
 from arl.api.version import install_command
-from arl.observe.health.line import HealthLine
+from arl.observe.health.rules import HealthLine
 from arl.rollout.episode import Episode
 from arl.rollout.episode_events import Candidate, FirstFailures, shown, told
 from arl.rollout.group import episode_name

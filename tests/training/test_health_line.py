@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arl.api.settings.run import LogConfig
-from arl.observe.health.line import HealthLine
+from arl.observe.health.rules import HealthLine
 from arl.training.metrics_log import RunLog
 
 FINE = {"reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.5, "entropy": 0.5, "truncated": 0.0}

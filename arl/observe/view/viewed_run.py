@@ -11,16 +11,17 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 import numpy as np
 
 from arl.api.errors import RunFileError
-from arl.api.events import AttemptFailed, Event
+from arl.api.events import AttemptFailed
 from arl.api.tracking import expected_column
 from arl.observe.events.records import EpisodeRecord, LoggedImage, TokenRecord
 from arl.observe.events.run_record import RunRecord
@@ -165,7 +166,9 @@ class ViewedRun:
     def steps(self, since: float | None) -> Row:
         rows = [row for row in self.run.steps if since is None or row["version"] > since]
         names = list(dict.fromkeys(name for row in rows for name in row if name != "remark"))
-        columns = {name: [_number(row.get(name)) for row in rows] for name in names}
+        columns = {
+            name: [value if isinstance(value := row.get(name), int | float) else None for row in rows] for name in names
+        }
         return {"names": names, "columns": columns, "evaluations": self.run.evaluations}
 
     def staleness(self) -> Row:
@@ -181,13 +184,88 @@ class ViewedRun:
         return max(time.time(), self.run.last or 0.0)
 
     def group(self, life: int, number: int) -> Row:
-        return _group_details(self.run, self.table, self.texts, life, number)
+        """A group, and its episodes with their answers. Raises RunFileError if there is none."""
+        group = self.run.group(life, number)
+        about = {field.name: getattr(group, field.name) for field in fields(group)}
+        episodes = [{**self.table.row(e), "answer": self._answer(e)} for e in group.episodes]
+        return {**about, "expected": expected_column(group.example), "episodes": episodes}
+
+    def _answer(self, episode: EpisodeRecord) -> str:
+        with suppress(RunFileError):
+            if tokens := [one for one in self.run.tokens(episode) if one.row.turns]:
+                start, stop, _ = tokens[-1].row.turns[-1]
+                token_ids = tokens[-1].columns["token_ids"][start : min(stop, start + _MOST_TOKENS)]
+                return self.texts.whole(token_ids.tolist())
+        return ""
 
     def episode(self, life: int, name: str, wanted: Mapping[str, str]) -> Row:
+        """An episode, its calls, and its tokens in a window. Raises RunFileError if there is none."""
+        episode = self.run.episode(life, name)
         start = whole(wanted, "start", 0)
         stop = min(whole(wanted, "stop", start + _WINDOW), start + _MOST_TOKENS)
         only = int(text) if (text := wanted.get("trajectory", "")).lstrip("-").isdecimal() else None
-        return _episode_details(self.run, self.table, self.texts, self.run.episode(life, name), (start, stop, only))
+        problem, tokens = "", list[TokenRecord]()
+        try:
+            tokens = self.run.tokens(episode)
+            if not tokens and episode.trajectories and episode.ended is not None:
+                problem = "The tokens of this episode were not kept: see the settings log.events."
+            elif not tokens and episode.ended is not None:
+                problem = "This episode returned no trajectory, and nothing that it saw before was kept."
+        except RunFileError as error:
+            problem = str(error)
+        siblings = episode.group.episodes if episode.group else []
+        calls = [
+            {"event": type(call).__name__, "began": call.t - getattr(call, "seconds", 0.0)} | _all_fields(call)
+            for call in self.run.calls_of(episode)
+        ]
+        return {
+            **self.table.row(episode),
+            "example": episode.example,
+            "expected": expected_column(episode.example),
+            "siblings": [{"life": e.life, "episode": e.episode, "how": e.how, "reward": e.reward} for e in siblings],
+            "failed_attempts": [
+                _all_fields(record)
+                for life, record in self.run.system
+                if life == episode.life and isinstance(record, AttemptFailed) and record.episode == episode.episode
+            ],
+            "calls": calls,
+            "problem": problem,
+            "parts": list(map(_all_fields, episode.trajectories)),
+            "trajectories": [self._window(one, start, stop if only in (None, one.row.number) else 0) for one in tokens],
+            "branches": _branches(tokens),
+            "same_example": self._same_example(episode),
+        }
+
+    def _window(self, tokens: TokenRecord, start: int, stop: int) -> Row:
+        row, columns = tokens.row, tokens.columns
+        stop = min(stop, row.tokens)
+        start = min(start, stop)
+        token_ids = columns["token_ids"].tolist()
+        own = ("number", "role", "reward", "rewards", "metrics", "temperature", "is_truncated", "turns")
+        return {
+            **{name: getattr(row, name) for name in own},
+            "num_tokens": row.tokens,
+            "start": start,
+            "stop": stop,
+            "images": [_of_image(one) for one in tokens.images if one.start < stop and one.stop > start],
+            "pieces": self.texts.pieces(token_ids, start, stop),
+            "token_ids": token_ids[start:stop],
+            "loss_mask": columns["loss_mask"][start:stop].astype(int).tolist(),
+            "versions": columns["versions"][start:stop].tolist(),
+            "behavior_logprobs": _short(columns["behavior_logprobs"][start:stop]),
+            "columns": {name: _short(column[start:stop]) for name, column in columns.items() if name not in _OWN},
+        }
+
+    def _same_example(self, episode: EpisodeRecord) -> list[Row]:
+        """The newest of other groups, or of other evaluations."""
+        table, row = self.table, self.table.row(episode)
+        if row["row"] is None:
+            return []
+        in_group = (table.column("life") == episode.life) & (table.column("group") == row["group"])
+        of_kind = table.having("kind", row["kind"]) & table.having("task", row["task"])
+        found = np.flatnonzero(of_kind & (table.column("row") == row["row"]) & ~in_group)
+        others = [table.row(self.run.episodes[index]) for index in found[found != episode.index][-_MOST_SAME:]]
+        return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]
 
     def _work(self) -> bool:
         """Read or search a little; returns whether there is more to do."""
@@ -264,106 +342,12 @@ def is_run(path: Path) -> bool:
     return os.path.isdir(path) and any(os.path.exists(path / name) for name in names)
 
 
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) else None
+def _all_fields(record: msgspec.Struct) -> Row:
+    """With those, too, that have their default."""
+    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-# Details
-
-
-def _group_details(run: RunRecord, table: EpisodeTable, texts: Texts, life: int, number: int) -> Row:
-    """Raises RunFileError if there is no such group."""
-    group = run.group(life, number)
-    about = {field.name: getattr(group, field.name) for field in fields(group)}
-    about["expected"] = expected_column(group.example)
-    return {**about, "episodes": [{**table.row(e), "answer": _answer(run, texts, e)} for e in group.episodes]}
-
-
-def _episode_details(
-    run: RunRecord, table: EpisodeTable, texts: Texts, episode: EpisodeRecord, window: tuple[int, int, int | None]
-) -> Row:
-    """window: start, stop, and the trajectory that it cuts, or None for all of them."""
-    problem, tokens = "", list[TokenRecord]()
-    try:
-        tokens = run.tokens(episode)
-        if not tokens:
-            problem = _why_none(episode)
-    except RunFileError as error:
-        problem = str(error)
-    siblings = episode.group.episodes if episode.group else []
-    return {
-        **table.row(episode),
-        "example": episode.example,
-        "expected": expected_column(episode.example),
-        "siblings": [
-            {"life": e.life, "episode": e.episode, "how": e.how, "reward": e.reward, "tokens": e.num_tokens}
-            for e in siblings
-        ],
-        "failed_attempts": [
-            _fields_of(record, "t", "attempt", "error", "message", "runs_again")
-            for life, record in run.system
-            if life == episode.life and isinstance(record, AttemptFailed) and record.episode == episode.episode
-        ],
-        "calls": [_call_fields(call) for call in run.calls_of(episode)],
-        "problem": problem,
-        "parts": [_fields_of(part, *part.__struct_fields__) for part in episode.trajectories],
-        "trajectories": [_window(one, texts, window) for one in tokens],
-        "branches": _branches(tokens),
-        "same_example": _same_example(run, table, episode),
-    }
-
-
-def _call_fields(call: Event) -> Row:
-    seconds = getattr(call, "seconds", 0.0)
-    return {"event": type(call).__name__, "began": call.t - seconds, **_fields_of(call, *call.__struct_fields__)}
-
-
-def _fields_of(record: msgspec.Struct, *names: str) -> Row:
-    """With those fields, too, that have their default."""
-    return {name: getattr(record, name) for name in names}
-
-
-def _why_none(episode: EpisodeRecord) -> str:
-    if episode.ended is None:
-        return ""
-    if episode.trajectories:
-        return "The tokens of this episode were not kept: see the settings log.events."
-    return "This episode returned no trajectory, and nothing that it saw before was kept."
-
-
-def _answer(run: RunRecord, texts: Texts, episode: EpisodeRecord) -> str:
-    try:
-        tokens = [one for one in run.tokens(episode) if one.row.turns]
-    except RunFileError:
-        return ""
-    if not tokens:
-        return ""
-    start, stop, _ = tokens[-1].row.turns[-1]
-    return texts.whole(tokens[-1].columns["token_ids"][start : min(stop, start + _MOST_TOKENS)].tolist())
-
-
-def _window(tokens: TokenRecord, texts: Texts, window: tuple[int, int, int | None]) -> Row:
-    row, columns = tokens.row, tokens.columns
-    start, stop, only = window
-    stop = min(stop, row.tokens) if only in (None, row.number) else 0
-    start = min(start, stop)
-    token_ids = columns["token_ids"].tolist()
-    return {
-        **_fields_of(row, "number", "role", "reward", "rewards", "metrics", "temperature", "is_truncated", "turns"),
-        "num_tokens": row.tokens,
-        "start": start,
-        "stop": stop,
-        "images": [_fields(one) for one in tokens.images if one.start < stop and one.stop > start],
-        "pieces": texts.pieces(token_ids, start, stop),
-        "token_ids": token_ids[start:stop],
-        "loss_mask": columns["loss_mask"][start:stop].astype(int).tolist(),
-        "versions": columns["versions"][start:stop].tolist(),
-        "behavior_logprobs": _short(columns["behavior_logprobs"][start:stop]),
-        "columns": {name: _short(column[start:stop]) for name, column in columns.items() if name not in _OWN},
-    }
-
-
-def _fields(image: LoggedImage) -> Row:
+def _of_image(image: LoggedImage) -> Row:
     return {name: getattr(image, name) for name in ("digest", "width", "height", "start", "stop")}
 
 
@@ -378,11 +362,8 @@ def _branches(tokens: list[TokenRecord]) -> list[Row]:
     for place, second in enumerate(tokens):
         earlier = [one for one in tokens[:place][-_MOST_EARLIER:] if one.row.role == second.row.role]
         if earlier:
-            common = [_num_common(one, second) for one in earlier]
-            first = earlier[int(np.argmax(common))].row
-            found.append(
-                {"role": first.role, "first": first.number, "second": second.row.number, "differs_at": max(common)}
-            )
+            at, first = max(((_num_common(one, second), one.row) for one in earlier), key=lambda pair: pair[0])
+            found.append({"role": first.role, "first": first.number, "second": second.row.number, "differs_at": at})
     return found
 
 
@@ -390,18 +371,5 @@ def _num_common(a: TokenRecord, b: TokenRecord) -> int:
     length = min(a.row.tokens, b.row.tokens)
     differ = np.flatnonzero(a.columns["token_ids"][:length] != b.columns["token_ids"][:length])
     same = int(differ[0]) if len(differ) else length
-    others = (min(x.start, y.start) for x, y in zip(a.images, b.images, strict=False) if _fields(x) != _fields(y))
-    return min(same, next(others, same))
-
-
-def _same_example(run: RunRecord, table: EpisodeTable, episode: EpisodeRecord) -> list[dict[str, Any]]:
-    """The newest of other groups, or of other evaluations."""
-    row = table.row(episode)
-    if row["row"] is None:
-        return []
-    in_group = (table.column("life") == episode.life) & (table.column("group") == row["group"])
-    of_kind = table.having("kind", row["kind"]) & table.having("task", row["task"])
-    same = of_kind & (table.column("row") == row["row"]) & ~in_group
-    found = np.flatnonzero(same)
-    others = [table.row(run.episodes[index]) for index in found[found != episode.index][-_MOST_SAME:]]
-    return [{name: o[name] for name in ("life", "episode", "step", "reward", "evaluation", "how")} for o in others]
+    images = zip(a.images, b.images, strict=False)
+    return min(same, next((min(x.start, y.start) for x, y in images if _of_image(x) != _of_image(y)), same))
