@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -272,10 +273,7 @@ async def check_truncation(visit: Visit) -> Checked:
     name, asked = "truncation", visit.subject.sampling
     if asked is None or not asked.is_filtered:
         return visit.skipped(name, "the run samples among all tokens")
-    sampling = SamplingParams(
-        temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, min_p=asked.min_p, max_new_tokens=32,
-        ignore_eos=True,
-    )  # fmt: skip
+    sampling = replace(asked, max_new_tokens=32, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)
     responses = await visit.sample_all([*visit.prompts] * _REPEATED, sampling)
     apart = gap([one.logprobs for one in responses], await visit.trainer.of_sampled(responses))
     if apart <= visit.limit:

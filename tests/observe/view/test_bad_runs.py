@@ -23,7 +23,7 @@ from arl.api.events import (
     TrajectorySummary,
     TurnEnded,
 )
-from arl.observe.events.batches import SCHEMA_KEY, SCHEMAS, packed, records_batch, unpacked
+from arl.observe.events.batches import SCHEMAS, packed, unpacked
 
 PATHS = ("steps", "staleness", "episodes", "episodes?text=x", "health")
 
@@ -44,24 +44,6 @@ async def test_a_run_without_an_event_log_shows_its_steps_and_says_so(tmp_path: 
         assert (await browser.get("/api/runs/0/steps"))["columns"]["reward"] == [0.5]
 
 
-async def test_an_empty_log_is_no_problem(tmp_path: Path) -> None:
-    (tmp_path / "events").mkdir()
-    (tmp_path / "run.lock").touch()
-    async with looking_at(tmp_path) as browser:
-        assert await ask_all(browser) == []
-
-
-async def test_a_torn_end_costs_what_is_torn(tmp_path: Path) -> None:
-    part = trajectory(PROMPT, "whole")
-    life(tmp_path, [began(), *episode("e0.0", T0, [part])])
-    file = tmp_path / "events" / "events-0001-0001.arrows"
-    head = SCHEMAS["events"].serialize().to_pybytes()
-    file.write_bytes(file.read_bytes() + packed(records_batch("events", [b"{}"])).removeprefix(head)[:-3])
-    async with looking_at(tmp_path) as browser:
-        assert await ask_all(browser) == []
-        assert await browser.names() == ["1/e0.0"]
-
-
 async def test_a_damaged_batch_costs_its_records(tmp_path: Path) -> None:
     for number in range(3):
         life(tmp_path, [began(), *episode(f"e{number}.0", T0, [trajectory(PROMPT, "x")])])
@@ -71,16 +53,6 @@ async def test_a_damaged_batch_costs_its_records(tmp_path: Path) -> None:
         (problem,) = await ask_all(browser)
         assert "events-0002-0001.arrows is damaged at byte" in problem
         assert await browser.names("descending=0") == ["1/e0.0", "3/e2.0"]
-
-
-async def test_a_log_of_a_newer_arl_says_update(tmp_path: Path) -> None:
-    life(tmp_path, [began(), *episode("e0.0", T0, [trajectory(PROMPT, "x")])])
-    newer = SCHEMAS["events"].with_metadata({SCHEMA_KEY: "99"})
-    (tmp_path / "events" / "events-0002-0001.arrows").write_bytes(newer.serialize().to_pybytes())
-    async with looking_at(tmp_path) as browser:
-        (problem,) = await ask_all(browser)
-        assert "newer arl, in schema 99" in problem
-        assert await browser.names() == ["1/e0.0"]
 
 
 @pytest.mark.parametrize("how", ["deleted", "damaged"])

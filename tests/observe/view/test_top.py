@@ -23,7 +23,7 @@ from rich.table import Table
 from arl.__main__ import main
 from arl.api.events import EpisodeBegan, Event, GroupAdmitted, KeptTokens, ServerJoined, Warned
 from arl.observe.view.health import health
-from arl.observe.view.top import duration, plain, sparkline, top
+from arl.observe.view.top import top
 from arl.observe.view.viewed_run import Ending, EndingOf, ViewedRun
 
 STALLED = "nothing has moved for 600 s: no batch, no answer, no weights. What waits:\n  4 x a server's answer"
@@ -169,25 +169,6 @@ def test_fine_tuning_has_a_frame_with_its_losses(tmp_path: Path) -> None:
     assert "held out 0.300 at version 4" in text
     assert "reward" not in text
     assert "event log" not in text
-
-
-def test_a_sparkline_has_a_block_for_each_value_or_for_the_mean_of_several() -> None:
-    assert sparkline([0.0, 1.0, 0.5], 10) == "▁█▅"
-    assert sparkline([0, 0, 1, 1], 2) == "▁█"
-    assert sparkline([3.0, 3.0], 10) == "▅▅"
-    assert sparkline([], 10) == ""
-    assert len(sparkline(list(range(1000)), 7)) == 7
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05"), (200_000, "2 d 7 h"), (172_799, "47:59:59")]
-)
-def test_durations_are_short(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
-
-
-def test_plain_text_is_one_line() -> None:
-    assert plain("a\n\tb \x00 c\u2028d") == "a b c d"
 
 
 def test_once_prints_a_frame_and_so_does_a_stdout_that_is_no_terminal(
