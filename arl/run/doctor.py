@@ -35,7 +35,7 @@ from arl.engine.model_files import load_tokenizer, served_model
 from arl.run.engines import weight_transport
 from arl.run.learner import load_train_engine
 from arl.run.servers import connect, open_servers
-from arl.runtime.http.connections import Connections
+from arl.runtime.http.client import Connections
 from arl.runtime.threads import TrainThread, offload
 from arl.training.run_dir import LOCK, holder_of, is_locked, make_run_dir
 
@@ -124,17 +124,18 @@ class ServerProbe:
         self._timeout_s = timeout_s
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        return await self._client.tokens_of(text)
+        return await self._tokens({"prompt": text})
 
     async def rendered(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None
     ) -> list[int] | None:
-        body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": True, "add_special_tokens": False}
-        if options:
-            body["chat_template_kwargs"] = dict(options)
+        body = {"messages": list(messages), "add_generation_prompt": True}
+        return await self._tokens({**body, "chat_template_kwargs": dict(options)} if options else body)
+
+    async def _tokens(self, body: dict[str, Any]) -> list[int] | None:
         try:
-            return (await self._client.look_up("tokenize", body)).get("tokens")
-        except ServerError:
+            return (await self._client.look_up("tokenize", {**body, "add_special_tokens": False})).get("tokens")
+        except ServerError:  # it has no tokenizer, or no chat template
             return None
 
     async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> Sequence[float]:
