@@ -75,7 +75,7 @@ async def opened_examination(
         )
     await offload(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
-        scratch = await offload(_scratch, config.run_dir)
+        scratch = await offload(lambda: Path(tempfile.mkdtemp(prefix="doctor-", dir=config.run_dir)).absolute())
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         opened = await open_servers(config, stack, config.run_dir / "logs" / "doctor")
         if opened.files is not None:  # a run may train in the same run_dir
@@ -194,10 +194,6 @@ class ServerProbe:
             raise ServerError(f"{self.address} gave no answer within {self._timeout_s:g} s") from None
 
 
-def _scratch(run_dir: Path) -> Path:
-    return Path(tempfile.mkdtemp(prefix="doctor-", dir=run_dir)).absolute()
-
-
 async def _own_model(client: ServerClient, greeting: Greeting) -> Path:
     """The directory of the weights that the server was started with. Raises ConfigError if it holds a run's."""
     if greeting.label.isdecimal():
@@ -223,8 +219,13 @@ async def _given_back(client: ServerClient, model: Path, label: str) -> None:
 
 
 def _subject(config: Config, workflow: RolloutWorkflow, engine: TrainEngine) -> Subject:
+    from transformers import AutoConfig
+
     from arl.observe.doctor.visit import Subject
 
+    stored_as = str(getattr(AutoConfig.from_pretrained(config.model), "dtype", None))
+    # By the settings: what a server that somebody else started says of itself is no excuse for a difference.
+    serves_exactly = not isinstance(config.engine, LocalEngineConfig) or config.engine.dtype == "float32"
     tokenizer: Any = load_tokenizer(config.model)
     of_workflow: Any = getattr(workflow, "tokenizer", None) or tokenizer
     options: Mapping[str, Any] | None = getattr(workflow, "template_options", None)
@@ -247,19 +248,8 @@ def _subject(config: Config, workflow: RolloutWorkflow, engine: TrainEngine) -> 
         sampling=sampling if isinstance(sampling, SamplingParams) else None,
         model_context=limit,
         context_length=of_local if is_local else None,
-        is_exact=config.train.dtype == "float32" and _is_stored_exactly(config) and _serves_exactly(config),
+        is_exact=config.train.dtype == "float32" and stored_as in ("torch.float32", "None") and serves_exactly,
         replays_truncation=config.engine.replay_truncation,
         routing=served_model(config.model, replay_routing=config.engine.replay_routing).routing,
         adapters=isinstance(config.weights, AdapterWeightsConfig),
     )
-
-
-def _is_stored_exactly(config: Config) -> bool:
-    from transformers import AutoConfig
-
-    return str(getattr(AutoConfig.from_pretrained(config.model), "dtype", None)) in ("torch.float32", "None")
-
-
-def _serves_exactly(config: Config) -> bool:
-    """By the settings. What a server that somebody else started says of itself is no excuse for a difference."""
-    return not isinstance(config.engine, LocalEngineConfig) or config.engine.dtype == "float32"
