@@ -5,7 +5,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -176,9 +175,3 @@ def server_process(model: str, *options: str) -> Iterator[ServerProcess]:
             yield process
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

@@ -1,6 +1,5 @@
 """The promises of docs/security.md that no other test holds; its table names the others."""
 
-import argparse
 import ast
 import asyncio
 import os
@@ -25,7 +24,7 @@ from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.run.servers import serve
 from arl.runtime.http import server as module
 from arl.runtime.http.bodies import BodyError, RequestBody, parse
-from arl.runtime.http.server import add_key_option, bind, body_of, key_of, serving
+from arl.runtime.http.server import bind, body_of, key_of, serving
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""
@@ -85,14 +84,6 @@ def test_no_key_is_taken_from_the_command_line() -> None:
     assert [setting.name for setting in settings_of(Config) if setting.name.endswith("key")] == []
     with pytest.raises(ValueError, match="arguments has an API key"):
         SGLangProcessesConfig(arguments=("--api-key=secret",))
-
-
-def test_a_key_is_no_option_of_a_server() -> None:
-    parser = argparse.ArgumentParser()
-    add_key_option(parser, "ANY_KEY")
-    assert parser.parse_args(["--api-key-file", "key"]).api_key_file == Path("key")
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--api-key", "secret"])
 
 
 def test_keys_are_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from embedded_server import free_port
+from free_port import free_port
 from protocol_client import Answer, Client
 
 from arl.api.engine import WeightGroup

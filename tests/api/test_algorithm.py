@@ -18,31 +18,17 @@ LABELS = {**WHOLE, "loss": {"kind": "kto"}, "advantage": {"kind": "labels"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
     ({"critic": {}}, "critic is set, but advantage.kind=returns does not use it"),
-    (
-        {"reward_model": {}, "advantage": {"kind": "rejection"}},
-        "reward_model is set, but advantage.kind=rejection does",
-    ),
-    (
-        {"reward_model": {}, "advantage": {"separate_rewards": True}},
-        "`reward`, which advantage.separate_rewards ignores",
-    ),
-    ({"reward_model": {"update": "during"}}, "reward_model.update is 'during'"),
-    ({"reward_model": {"beta": 0}}, "reward_model.beta is 0"),
+    ({"reward_model": {}, "advantage": {"kind": "rejection"}}, "advantage.kind=rejection does not use its process"),
+    ({"reward_model": {}, "advantage": {"separate_rewards": True}}, "which advantage.separate_rewards ignores"),
     ({"proximal": "bypassed"}, "to weigh by; set weights=[] and rejections=[]"),
     (
         {"proximal": "bypassed", "weights": [], "rejections": [{"level": "sequence", "upper": 2}]},
         "rejections has a part of level sequence, but with proximal=bypassed",
     ),
-    (
-        {"weights": []},
-        "weights is empty, but with proximal=recomputed a token counts by exp(p - b); use weights",
-    ),
+    ({"weights": []}, "weights is empty, but with proximal=recomputed a token counts by exp(p - b); use weights"),
     ({"weights": [{"level": "token"}, {"level": "none"}]}, "a part of level none beside others"),
     ({"weights": [{"level": "token"}, {"level": "token", "upper": 2}]}, "has two parts of level token, whose product"),
     ({"weights": [{"level": "none", "upper": 2}]}, "weights[0]: level is none, whose weight is 1; it takes no bounds"),
-    ({"weights": [{"upper": 2}]}, "weights[0].level is missing"),
-    ({"weights": {"level": "token"}}, "weights is {'level': 'token'}; it must be a list"),
-    ({"weights": ["tokens"]}, "weights[0].level is 'tokens': Input should be 'token', 'sequence', 'geometric' or"),
     ({"rejections": ["token"]}, "rejections[0]: 'token' was given for a part of a list; each part is a mapping, such"),
     (
         {"proximal": "approximated", "minibatches": 2, "selection": {"kind": "second_moment"}},
@@ -60,10 +46,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator is k1 in the loss, whose gradient ignores the ref"),
     ({"kl": IN_REWARD, "overlong": {"mask_truncated": True}}, "what overlong.mask_truncated leaves out has no KL"),
     ({"kl": IN_REWARD, "dynamic_sampling": True}, "a group of equal rewards is not equal"),
-    (
-        {"rejections": [{"level": "token", "lower": 6, "upper": 5}]},
-        "[0]: lower is 6.0; it must be at most upper, which",
-    ),
     ({"weights": [{"level": "token", "lower": 6, "upper": 5}]}, "lower is 6.0; it must be at most upper, which is 5.0"),
     ({"rejections": [{"level": "token"}]}, "neither lower nor upper is set, so nothing is rejected"),
     ({"rejections": [{"level": "geometric", "upper": 2, "veto": True}]}, "level=geometric rejects whole trajectories"),
@@ -71,10 +53,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rejections": [{"level": "sequence", "upper": 2, "outward": True}]},
         "outward is set, which looks at the advantage of single tokens",
     ),
-    (
-        {"rejections": [{"level": "token", "upper": 2, "outward": True, "veto": True}]},
-        "use level=token without veto",
-    ),
+    ({"rejections": [{"level": "token", "upper": 2, "outward": True, "veto": True}]}, "level=token without veto"),
     (
         {"rejections": [{"level": "token", "lower": 1.5, "upper": 2, "outward": True}]},
         "bounds 1.5 and 2.0; 1, where p is b, must lie between them",
@@ -82,29 +61,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"reward_weights": {"right": 2.0}}}, "reward_weights is set, but separate_rewards is not"),
     ({"advantage": {"kind": "max_likelihood"}, "kl": IN_REWARD}, "advantage.kind=max_likelihood compares rewards as"),
     ({"overlong": {"penalty": 0.5}}, "penalty is 0.5, but max_tokens is not set; set it too"),
-    ({"overlong": {"buffer_tokens": 5}}, "buffer_tokens is 5, but max_tokens is not set; set it too"),
     ({"overlong": {"buffer_tokens": 5, "max_tokens": 4}}, "it must be at most max_tokens, 4"),
-    ({"loss": {"kind": "grpo"}}, "loss.kind is 'grpo'; allowed there: ppo, gspo, gmpo, cispo, "),
     ({"loss": {"kind": "gspo", "dual_clip": 3.0}}, "dual_clip is 3.0, which is for kind=ppo; kind is gspo"),
     ({"loss": {"kind": "sapo", "dual_clip": 3.0}}, "loss.dual_clip is not a setting with loss.kind=sapo; allowed"),
     ({"kl": {"estimator": "k2"}}, "kl.estimator is k2, but kl.coefficient is 0"),
-    ({"kl": {"place": "reward"}}, "kl.place is reward, but kl.coefficient is 0"),
-    ({"kl": {"update_every": 5}}, "kl.update_every is 5, but kl.coefficient is 0"),
     ({"sequence_tokens": 9}, "sequence_tokens is 9, but aggregation=token_mean does not divide by it"),
     ({"loss": {"clip_high": 0.3}}, "loss.clip_high is 0.3, which holds tokens back by c - p, but with one update per"),
-    ({"loss": {"dual_clip": 3.0}}, "loss.dual_clip is 3.0, which holds tokens back by c - p"),
     ({"advantage": {"kind": "pairs"}}, "loss.kind is ppo, advantage.kind pairs; dpo and pairs need each other"),
     ({"loss": {"kind": "kto"}}, "loss.kind is kto, advantage.kind returns; kto and labels need each other"),
     ({**PAIRS, "aggregation": "token_mean"}, "loss.kind=dpo is one number for each pair, whatever its length; use agg"),
-    ({**LABELS, "aggregation": "group_mean"}, "loss.kind=kto is one number for each episode, whatever its length"),
-    (
-        {**PAIRS, "weights": ["token"]},
-        "weights has a part of level token, but loss.kind=dpo is one number for each pair",
-    ),
-    (
-        {**LABELS, "rejections": [{"level": "token", "upper": 2}]},
-        "rejections has a part of level token, but loss.kind=",
-    ),
+    ({**PAIRS, "weights": ["token"]}, "a part of level token, but loss.kind=dpo is one number for each pair"),
     ({**PAIRS, "selection": {"kind": "second_moment"}}, "which chooses among losses of tokens, but loss.kind=dpo has"),
     ({**LABELS, "kl": IN_REWARD}, "advantage.kind=labels compares rewards as they are"),
     ({**LABELS, "proximal": "approximated", "minibatches": 2}, "whose reference point is a KL at p, and proximal=appr"),
@@ -126,19 +92,15 @@ def test_contradicting_settings_are_refused_with_the_reason(settings: dict[str, 
 
 ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("rloo", {"kl": {"coefficient": 0}}),
-    ("rloo", {"kl": {"coefficient": 0, "estimator": "k1", "place": "reward"}}),
     ("rloo", {"kl": {"coefficient": 0, "estimator": "k3", "place": "loss"}}),
     ("dapo", {"minibatches": 1}),
     ("gspo", {"minibatches": 1, "loss": {"clip_low": 3e-4, "clip_high": 4e-4}}),
     ("dapo", {"minibatches": 1, "loss": {"clip_low": None, "clip_high": None}}),
     ("dr_grpo", {"aggregation": "token_mean"}),
-    ("dr_grpo", {"aggregation": "token_mean", "sequence_tokens": 1024}),
     ("mis", {"proximal": "bypassed", "weights": [], "rejections": []}),
     ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "epochs": 2}),
     ("decoupled_ppo", {"loss": {"clip_high": 0.3}, "proximal": "bypassed", "weights": [], "rejections": []}),
-    ("decoupled_ppo", {"loss": {"kind": "topr"}}),
     ("decoupled_ppo", {"loss": {"kind": "cispo"}}),
-    ("decoupled_ppo", {"weights": [{"level": "sequence"}]}),
     ("decoupled_ppo", {"weights": ["none"], "rejections": [{"level": "geometric", "lower": 0.99}]}),
     ("decoupled_ppo", {"aggregation": "sequence_sum", "sequence_tokens": 9}),
     ("online_dpo", {"proximal": "recomputed", "weights": [{"level": "sequence", "upper": 2}], "loss": {"beta": 0.3}}),
@@ -245,11 +207,6 @@ def test_a_field_beside_a_preset_changes_that_field_alone() -> None:
     expected = preset("dapo").model_dump()
     expected["loss"]["clip_low"], expected["epochs"] = 0.1, 2
     assert changed.model_dump() == expected
-
-
-def test_a_section_of_another_kind_than_the_presets_has_its_own_defaults() -> None:
-    defaults = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "level": "trajectory"}
-    assert preset("gspo", loss={"kind": "ppo"}).loss.model_dump() == defaults
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,7 @@ from arl.api.settings.sections import settings_without_keys
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),
-    ({"rollout": {"group_size": 0}}, "rollout.group_size", "greater than 0"),
-    ({"rollout": {"max_staleness": -1}}, "rollout.max_staleness", "greater than or equal to 0"),
-    ({"rollout": {"max_failure_rate": 0}}, "rollout.max_failure_rate", "greater than 0"),
     ({"rollout": {"max_failure_rate": 1.5}}, "rollout.max_failure_rate", "less than or equal to 1"),
-    ({"rollout": {"drop_stragglers_after_s": 0}}, "rollout.drop_stragglers_after_s", "greater than 0"),
     ({"rollout": {"episode_timeout_s": "long"}}, "rollout.episode_timeout_s", "valid number"),
     ({"rollout": {"bach_size": 3}}, "rollout.bach_size", "Extra inputs are not permitted"),
     ({"rollout": {"min_group_size": 9}}, "rollout", "min_group_size is 9; it must be at most group_size 8"),
@@ -35,22 +31,13 @@ IMPOSSIBLE = [
         "",
         "servers honour seeds only with --enable-deterministic-inference; add it to engine.arguments",
     ),
-    ({"steps": 0}, "steps", "greater than 0"),
-    ({"model": None}, "model", "valid string"),
     ({"engine": {"kind": "sglang"}}, "engine.sglang", "addresses is empty; name at least one server"),
-    ({"engine": {"pause_mode": "stop"}}, "engine.local.pause_mode", "'in_place', 'retract' or 'abort'"),
     ({"engine": {"kind": "local", "addresses": ["x"]}}, "engine.local.addresses", "Extra inputs are not permitted"),
     ({"algorithm": {"loss": {"clip_low": 1.5}}}, "algorithm.loss.ppo.clip_low", "less than or equal to 1"),
-    ({"algorithm": {"proximal": "skipped"}}, "algorithm.proximal", "'recomputed', 'approximated' or 'bypassed'"),
-    ({"train": {"dtype": "float16"}}, "train.dtype", "'float32' or 'bfloat16'"),
-    ({"train": {"optimizer": {"lr": 0}}}, "train.optimizer.lr", "greater than 0"),
     ({"train": {"optimizer": {"lr": math.inf}}}, "train.optimizer.lr", "finite number"),
     ({"train": {"optimizer": {"betas": (1.0, 0.9)}}}, "train.optimizer.betas.0", "less than 1"),
-    ({"engine": {"request_timeout_s": "nan"}}, "engine.local.request_timeout_s", "finite number"),
-    ({"algorithm": {"loss": {"clip_high": math.inf}}}, "algorithm.loss.ppo.clip_high", "finite number"),
     ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
     ({"weights": {"transport": "pigeon"}}, "weights", "'disk', 'distributed', 'delta'"),
-    ({"weights": {"transport": "distributed", "directory": "x"}}, "weights.distributed.directory", "not permitted"),
     (
         {"weights": {"transport": "delta"}, "engine": {"kind": "sglang", "addresses": ["http://a:1"]}},
         "",
@@ -70,11 +57,7 @@ IMPOSSIBLE = [
     ({"train": {"ray_address": "auto"}}, "", "train.ray_address is set, but train.num_ranks is 1"),
     ({"engine": {"on_ray": True}}, "", "engine.on_ray is set, but train.ray_address is not"),
     ({"engine": {"kind": "vllm_processes", "on_ray": True}}, "engine.vllm_processes", "vLLM asks for no key"),
-    (
-        {"engine": {"kind": "sglang_processes", "on_ray": True, "first_gpu": 1}},
-        "engine.sglang_processes",
-        "Ray chooses",
-    ),
+    ({"engine": {"on_ray": True, "device": "cuda:1"}}, "engine.local", "Ray chooses GPUs"),
     ({"engine": {"on_ray": True, "colocated": True}}, "engine.local", "share this machine's GPUs"),
     ({"train": {"min_ranks": 1}}, "train", "min_ranks is set, but num_ranks is 1"),
     ({"train": {"num_ranks": 2, "min_ranks": 3}}, "train", "min_ranks is 3, but num_ranks is 2"),
@@ -85,11 +68,7 @@ IMPOSSIBLE = [
         "no count from 3 to 3 shares rollout.batch_size=8 evenly",
     ),
     ({"train": {"device": "gpu"}}, "train.device", "use cpu, cuda, or one GPU of several as cuda:1"),
-    (
-        {"train": {"optimizer": {"min_lr_ratio": 0.1}}},
-        "train.optimizer",
-        "min_lr_ratio is set, but schedule is constant",
-    ),
+    ({"train": {"optimizer": {"min_lr_ratio": 0.1}}}, "train.optimizer", "but schedule is constant"),
     ({"engine": {"update_order": "rolling"}}, "engine.local", "update_order is rolling, but num_servers is 1"),
     ({"engine": {"colocated": True, "pause_mode": "in_place"}}, "engine.local", "leave pause_mode out, or set it to"),
     (
@@ -125,7 +104,6 @@ ALLOWED: list[dict[str, Any]] = [
     {"engine": {"kind": "sglang_processes", "num_servers": 2, "update_order": "rolling"}},
     {"engine": {"kind": "sglang", "addresses": ["http://a:1"], "update_order": "rolling"}},  # others may join it
     *({"train": {"device": device}} for device in ("cpu", "cuda", "cuda:1")),
-    {"train": {"optimizer": {"schedule": "constant", "total_steps": None, "min_lr_ratio": 0.0}}},
     {
         "rollout": {"seed_requests": True},
         "engine": {"kind": "sglang_processes", "arguments": ["--enable-deterministic-inference"]},
@@ -136,11 +114,6 @@ ALLOWED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", ALLOWED, ids=str)
 def test_settings_that_only_look_like_a_contradiction_are_allowed(settings: dict[str, Any]) -> None:
     Config.model_validate({"model": "tiny", **settings})
-
-
-def test_settings_cannot_change_during_a_run() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        Config(model="tiny").steps = 3
 
 
 class TunedConfig(Config):

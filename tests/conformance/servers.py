@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import aiohttp
 import pytest
-from embedded_server import environment, free_port
+from embedded_server import environment
+from free_port import free_port
 from protocol_client import DEADLINE_S
 
 from arl.api.settings.engines import ClientConfig, VLLMEngineConfig

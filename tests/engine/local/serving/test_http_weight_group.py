@@ -6,7 +6,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from embedded_server import free_port, server_process
+from embedded_server import server_process
+from free_port import free_port
 from protocol_client import Client
 from reference import logprobs_of
 from safetensors.torch import load_file
