@@ -57,11 +57,6 @@ def test_a_task_that_is_not_there_is_named_with_those_that_are(tasks: Commands) 
     assert "--task is 'middle', and the tasks are: 'low', 'high'" in err
 
 
-def test_a_task_of_a_script_without_tasks_is_refused(script: Commands) -> None:
-    _, _, err = script.run("try", "--task", "low")
-    assert "the tasks are: none, as there is one workflow and one dataset" in err
-
-
 def test_arl_serve_says_that_it_plays_one_workflow(tasks: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARL_ENDPOINT_KEY", "a-key-of-a-test-of-tasks")
     code, _, err = tasks.run("serve")

@@ -26,7 +26,6 @@ from arl.engine.client.servers_file import SERVERS
 from arl.observe.events.run_record import RunRecord
 from arl.run.dry_run import _asked, _own_directories, rehearse
 from arl.run.engines import check_start
-from arl.run.experiment import Experiment, ExperimentConfig
 from arl.run.launch import launch
 from arl.training.run_dir import RunLock
 from arl.training.run_result import how_it_ended
@@ -60,13 +59,6 @@ def test_a_mistake_ends_it_with_code_1(tmp_path: Path, capsys: pytest.CaptureFix
     assert any(part["part"] == "trainer" and part["device"] == "GPU 0" for part in record["parts"])
     assert any("set engine.first_gpu to 1" in mistake for mistake in record["mistakes"])
     assert any("run_dir is /proc/run" in mistake for mistake in record["mistakes"])
-
-
-def test_an_experiment_prepares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    experiment = Experiment(config=ExperimentConfig, prepare=_unreachable)
-    experiment.main(["--dry-run", "--run_dir", str(tmp_path / "run")])
-    assert "nothing was started" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
 
 
 async def _unreachable(config: Config) -> Any:

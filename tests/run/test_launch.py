@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 from agent_script import TOKENIZER, SayDigits
-from embedded_server import server_here, server_process
 from free_port import free_port
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from recovery.invariants import newest_checkpoint, trained_batches
+from recovery.invariants import newest_checkpoint
 from scripted_launch import small, use_scripted_training
 from transformers import AutoTokenizer
 
@@ -28,7 +27,6 @@ from arl.api.settings.algorithm import preset
 from arl.api.settings.run import Config
 from arl.api.types import SamplingParams
 from arl.engine.tiny import write_tiny_model, write_tiny_vision_model
-from arl.observe.events.run_record import read_run
 from arl.rewards import NumericMatch
 from arl.run.engines import _check_room
 from arl.run.inputs import Given, RunTask, given_tasks
@@ -52,8 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NO_TEACHER: Any = None
 
 
-def start(model: Path, run_dir: Path, *flags: str, script: Path = SCRIPT) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(script), "--model", str(model), "--run_dir", str(run_dir), *flags]
+def start(model: Path, run_dir: Path, *flags: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(SCRIPT), "--model", str(model), "--run_dir", str(run_dir), *flags]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
     small = ["--rollout.batch_size", "2", "--rollout.group_size", "2", "--checkpoint.every", "1"]
     return subprocess.Popen(
@@ -172,30 +170,6 @@ def test_after_a_kill_a_rerun_continues_and_after_ctrl_c_and_a_kill_no_process_i
     assert len(rows) == interrupted.version
 
 
-@pytest.mark.runs
-@pytest.mark.timeout(300)
-def test_a_run_of_two_tasks_that_was_killed_goes_on_with_both(model: Path, tmp_path: Path) -> None:
-    script, flags = SCRIPT.with_name("task_script.py"), ("--steps", "8", "--evaluation.every", "4")
-    with start(model, tmp_path, *flags, script=script) as process:
-        read_until(process, "trained 3")
-        process.kill()
-    saved, _ = newest_checkpoint(tmp_path)
-    assert 0 < saved < 8
-    with start(model, tmp_path, *flags, script=script) as process:
-        rest, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, rest
-    assert f"trained {saved + 1}\n" in rest
-    batches = trained_batches(read_run(tmp_path))
-    assert [len(batch) for batch in batches] == [2] * 8
-    assert {(group.task, len(group.episodes)) for batch in batches for group in batch} == {
-        ("digits", 2),
-        ("letters", 3),
-    }
-    last = read_jsonl(tmp_path / "metrics.jsonl")[-1]
-    assert abs(last["task/digits/groups"] - 2 * last["task/letters/groups"]) < 3
-    assert read_jsonl(tmp_path / "evaluations.jsonl")[-1]["by_name"].keys() == {"digits", "letters"}
-
-
 async def begin(run_dir: Path, *, workflow: Any = None, dataset: Any = ({"number": 1},), **settings: Any) -> None:
     """Start a run that cannot start, if only because it has no model."""
     config = small(run_dir, **{"model": str(run_dir / "none"), **settings})
@@ -218,25 +192,6 @@ async def test_a_server_that_is_not_there_is_named(
     engine = {"kind": "sglang", "addresses": ["http://127.0.0.1:9"]}
     with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9"):
         await begin(tmp_path, model=str(model), engine=engine)
-
-
-@pytest.mark.slow
-async def test_a_run_with_fewer_servers_than_its_floor_ends_with_a_checkpoint_of_all_that_it_trained(
-    model: Path, tmp_path: Path
-) -> None:
-    with server_here(str(model)) as stays, server_process(str(model)) as dies:
-        engine = {"kind": "sglang", "addresses": [stays, dies.address], "min_servers": 2, "update_timeout_s": 2.0}
-        config = small(tmp_path, model=str(model), engine=engine, steps=100_000)
-        examples = [{"number": n} for n in range(200)]
-
-        async def train() -> None:
-            async with launch(config, workflow=SayDigits(), dataset=examples) as trainer:
-                async for _ in trainer:
-                    dies.kill()
-
-        with pytest.raises(ServerError, match=r"[01] of 2 servers serve, fewer than engine\.min_servers=2"):
-            await train()
-    assert newest_checkpoint(tmp_path)[0] == read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.api.train_engine import ModelLimits
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
-from arl.engine.tiny import TinyShape, TinyVision, write_tiny_vision_model
+from arl.engine.tiny import TinyShape, TinyVision
 from arl.run.finetuning.examples import Examples, Preference, finetune, to_demonstrations, to_preferences, to_sequence
 from arl.run.finetuning.warm_starts import warm_start
 from arl.workflow.messages import image_part
@@ -74,16 +74,10 @@ def test_reward_models_refuse_images() -> None:
         Examples("rm", pairs, ModelLimits(vocab_size=len(SEES)))
 
 
-def test_images_that_do_not_lie_among_the_tokens_are_an_error_with_the_demonstrations_name(tmp_path: Path) -> None:
+def test_images_that_do_not_lie_among_the_tokens_are_an_error_with_the_demonstrations_name() -> None:
     ((ids, mask, images),) = to_demonstrations([{"messages": [asking(image_part(TALL)), said("a")]}], SEES)
-    engine = FSDPTrainEngine(write_tiny_vision_model(tmp_path / "model", shape=SHAPE, vision=VISION), TrainConfig())
-    try:
-        sequence = to_sequence("demonstration 3", (ids, mask, images), engine.limits)
-        assert sequence.images == tuple(images)
-        with pytest.raises(DatasetError, match="demonstration 3: image 0 has the placeholders"):
-            to_sequence("demonstration 3", (ids[:3], mask[-3:], images), engine.limits)
-    finally:
-        engine.close()
+    with pytest.raises(DatasetError, match="demonstration 3: image 0 has the placeholders"):
+        to_sequence("demonstration 3", (ids[:3], mask[-3:], images), ModelLimits(vocab_size=len(SEES)))
 
 
 def coloured(colour: str) -> dict[str, Any]:

@@ -7,9 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arl.api.types import Example
-from arl.engine.tiny import TinyShape, tiny_tokenizer
+from arl.engine.tiny import TinyShape
 from arl.run.finetuning import warm_starts
-from arl.run.finetuning.examples import to_demonstrations
 from arl.run.finetuning.warm_starts import frequent_phrases, tool_call, warm_start
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
@@ -78,15 +77,6 @@ def test_an_interrupted_warm_start_leaves_no_model(tmp_path: Path, monkeypatch: 
 def test_frequent_phrases_are_what_many_texts_share_between_numbers_and_operators() -> None:
     texts = [f"What is {i} + {i}? <tool_call>" for i in range(100)] + ["Once only 3"]
     assert frequent_phrases(texts, min_share=0.05) == (" + ", "<tool_call>", "? ", "What is ")
-
-
-def test_only_the_assistants_words_are_learned() -> None:
-    tokenizer = tiny_tokenizer()
-    ((token_ids, loss_mask),) = to_demonstrations(lesson(1), tokenizer)
-    learned = [token for token, bit in zip(token_ids, loss_mask, strict=True) if bit]
-    assert tokenizer.decode(learned) == tool_call("increase", number=0) + "<|im_end|>It is 1.<|im_end|>"
-    text = str(tokenizer.decode(list(token_ids)))
-    assert all(part in text for part in ("You may count.", "Add one.", "After 0 comes", "<tool_response>\n1\n"))
 
 
 def test_phrases_of_a_conversation_without_an_opening_and_those_of_the_caller_are_one_token_each(
