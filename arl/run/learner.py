@@ -149,9 +149,18 @@ def load_learner(config: Config, load: Callable[..., TrainEngine] | None = None)
 
     if load is None:
         _check_models_beside(config)
+    if config.train.is_over_ray:
+        from arl.engine.fsdp.ray_engine import check_gpus
+
+        check_gpus(config.train, config.algorithm.trained_models)
     with ExitStack() as stack:
         engines: dict[str, TrainEngine] = {}
-        for role, (model, train, head) in _loads(config).items():
+        for role in config.algorithm.trained_models:
+            model, train, head = config.model, config.train, "value" if role == "critic" else "policy"
+            if role != "policy":
+                section: CriticConfig | RewardModelConfig = getattr(config.algorithm, role)
+                optimizer = train.optimizer.model_copy(update={"lr": section.lr})
+                model, train = section.model or model, train.model_copy(update={"optimizer": optimizer})
             engine: Any = (load or load_train_engine)(model, train, seed=config.seed, head=head)
             stack.callback(engine.close)
             if train.is_over_ray:
@@ -188,20 +197,3 @@ def _check_models_beside(config: Config) -> None:
                 f"{config.model} sees images, and algorithm.{role}.model {model} does not; {remedy}, or train a model "
                 "of texts"
             )
-
-
-def _loads(config: Config) -> dict[str, tuple[str, TrainConfig, Head]]:
-    """Role -> the model, settings and head of its engine."""
-    train, algorithm = config.train, config.algorithm
-    if train.is_over_ray:
-        from arl.engine.fsdp.ray_engine import check_gpus
-
-        check_gpus(train, algorithm.trained_models)
-    loads: dict[str, tuple[str, TrainConfig, Head]] = {"policy": (config.model, train, "policy")}
-    heads: dict[str, Head] = {"critic": "value", "reward_model": "policy"}
-    for role in algorithm.trained_models[1:]:
-        section: CriticConfig | RewardModelConfig = getattr(algorithm, role)
-        optimizer = train.optimizer.model_copy(update={"lr": section.lr})
-        own = train.model_copy(update={"optimizer": optimizer})
-        loads[role] = (section.model or config.model, own, heads[role])
-    return loads

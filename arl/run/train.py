@@ -274,12 +274,8 @@ def _runnable(reward: Any) -> RewardLike:
     if not inspect.isfunction(reward) or inspect.iscoroutinefunction(reward):
         return reward
     check_signature(reward)
-    return reward if _is_importable(reward) else ThreadReward(reward)
-
-
-def _is_importable(function: Any) -> bool:
-    """Whether a worker process finds it without running the script."""
     try:
-        return bool(pickle.dumps(function)) and function.__module__ != "__main__"
+        is_importable = bool(pickle.dumps(reward)) and reward.__module__ != "__main__"
     except (pickle.PicklingError, AttributeError, ImportError):
-        return False
+        is_importable = False
+    return reward if is_importable else ThreadReward(reward)
