@@ -16,7 +16,7 @@ from embedded_server import server_here, server_process
 from mixtures import write_mixture
 from protocol_client import Client
 from reference import Reference
-from servers import Server, VLLMWatch, sglang, sglang_python, vllm, vllm_python
+from servers import Server, VLLMWatch, python_of, stock
 from sighted import SEEING_WIDE, WIDE_VISION, write_sighted
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -32,16 +32,14 @@ SHAPE = TinyShape(
 )  # fmt: skip
 
 
-SGLANG_OPTIONS = {
-    "reward": ("--is-embedding",),
-    "mixture": ("--enable-return-routed-experts",),
-    "lora": (
+OPTIONS = {
+    "sglang-reward": ("--is-embedding",),
+    "sglang-mixture": ("--enable-return-routed-experts",),
+    "sglang-lora": (
         "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8", "--lora-target-modules", "all",
     ),
+    "vllm-lora": ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4"),
 }  # fmt: skip
-
-
-VLLM_OPTIONS = {"lora": ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")}
 ON_EACH_KIND = pytest.mark.parametrize(
     "server",
     [
@@ -173,20 +171,17 @@ def server(
     """
     kind, _, other = request.param.partition("-")
     if kind != "embedded":
-        {"sglang": sglang_python, "vllm": vllm_python}[kind]()
+        python_of(kind)
     is_own = other in ("", "lora")
     if kind == "vllm":
         models = request.getfixturevalue("wide_models")
     model = models.directory_a if is_own else request.getfixturevalue(f"{other}_model")
     limit = ("--context-length", str(CONTEXT_LENGTH if is_own else 1024))
-    if kind == "vllm":
-        limit = ("--max-model-len", limit[1])
+    if kind != "embedded":
+        if kind == "vllm":
+            limit = ("--max-model-len", limit[1])
         log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
-        with vllm(model, log, *limit, *VLLM_OPTIONS.get(other, ())) as running:
-            yield running
-    elif kind == "sglang":
-        log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
-        with sglang(model, log, *limit, *SGLANG_OPTIONS.get(other, ())) as running:
+        with stock(kind, model, log, *limit, *OPTIONS.get(request.param, ())) as running:
             yield running
     elif other == "reward":
         with server_here(str(model), *limit) as url:

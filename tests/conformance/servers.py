@@ -21,10 +21,9 @@ from protocol_client import DEADLINE_S
 
 from arl.api.settings.engines import ClientConfig, VLLMEngineConfig
 
-SGLANG_PYTHON = "ARL_SGLANG_PYTHON"
-"""The environment variable that names the Python interpreter which has SGLang."""
-VLLM_PYTHON = "ARL_VLLM_PYTHON"
-"""The one that has vLLM."""
+Stock = Literal["sglang", "vllm"]
+PYTHONS: dict[Stock, str] = {"sglang": "ARL_SGLANG_PYTHON", "vllm": "ARL_VLLM_PYTHON"}
+"""The environment variables that name the Python interpreters which have SGLang and vLLM."""
 _SCRIPTS = Path(__file__).parents[2] / "scripts"
 _START_TIMEOUT_S = 180.0
 _POLL_S = 0.1
@@ -32,7 +31,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Server:
-    kind: Literal["embedded", "sglang", "vllm"]
+    kind: Literal["embedded"] | Stock
     url: str
 
     def config(self, **settings: Any) -> ClientConfig:
@@ -43,48 +42,22 @@ class Server:
         return ClientConfig(**settings)
 
 
-def sglang_python() -> str:
-    """The interpreter that has SGLang; the test is skipped where none is named."""
-    python = os.environ.get(SGLANG_PYTHON)
-    if not python:
-        pytest.skip("needs SGLang: make test-sglang")
-    return python
-
-
-def vllm_python() -> str:
-    """The interpreter that has vLLM; the test is skipped where none is named."""
-    python = os.environ.get(VLLM_PYTHON)
-    if not python:
-        pytest.skip("needs vLLM: make test-vllm")
+def python_of(kind: Stock) -> str:
+    """The interpreter that has it; the test is skipped where none is named."""
+    if not (python := os.environ.get(PYTHONS[kind])):
+        pytest.skip(f"needs {'SGLang' if kind == 'sglang' else 'vLLM'}: make test-{kind}")
     return python
 
 
 @contextmanager
-def sglang(model: Path, log: Path, *options: str) -> Iterator[Server]:
-    """Stock SGLang, ready to answer. Every process that it started ends with it. Its output goes to `log`."""
-    with _served(_SCRIPTS / "sglang_cpu" / "serve", sglang_python(), model, log, options) as url:
-        yield Server("sglang", url)
-
-
-@contextmanager
-def vllm(model: Path, log: Path, *options: str) -> Iterator[Server]:
-    """Stock vLLM, likewise."""
-    with _served(
-        _SCRIPTS / "vllm_cpu" / "serve", vllm_python(), model, log, ("--enable-server-load-tracking", *options)
-    ) as url:
-        yield Server("vllm", url)
-
-
-@contextmanager
-def _served(serve: Path, python: str, model: Path, log: Path, options: Sequence[str]) -> Iterator[str]:
-    port = free_port()
-    with (
-        log.open("wb") as stream,
-        _group([str(serve), python, str(model), str(port), *options], stream.fileno()) as group,
-    ):
+def stock(kind: Stock, model: Path, log: Path, *options: str) -> Iterator[Server]:
+    """Stock SGLang or vLLM, ready to answer. Every process that it started ends with it. Its output goes to `log`."""
+    port, tracking = free_port(), ["--enable-server-load-tracking"] if kind == "vllm" else []
+    command = [str(_SCRIPTS / f"{kind}_cpu" / "serve"), python_of(kind), str(model), str(port), *tracking, *options]
+    with log.open("wb") as stream, _group(command, stream.fileno()) as group:
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(url, group, log)
-        yield url
+        yield Server(kind, url)
 
 
 @contextmanager

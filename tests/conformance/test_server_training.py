@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 from protocol_client import Client
-from servers import VLLM_PYTHON, Server, vllm_python
+from servers import PYTHONS, Server, python_of
 
 from arl.api.settings.run import Config
 from arl.api.types import SamplingParams
@@ -30,7 +30,7 @@ ON_VLLM = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        VLLM_PYTHON not in os.environ, reason="needs vLLM: make test-vllm"
+        PYTHONS["vllm"] not in os.environ, reason="needs vLLM: make test-vllm"
     ),  # before the warm start of its model
 ]
 ON_SGLANG = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -50,7 +50,7 @@ def train(model: Path, run_dir: Path, *settings: str, **variables: str) -> "subp
 
 def train_on_vllm(model: Path, run_dir: Path, mode: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     own = (
-        "--engine.kind", "vllm_processes", "--engine.python", vllm_python(), "--engine.gpus_per_server", "0",
+        "--engine.kind", "vllm_processes", "--engine.python", python_of("vllm"), "--engine.gpus_per_server", "0",
         "--engine.arguments", str(VLLM_OPTIONS).replace("'", '"'), "--engine.pause_mode", mode,
     )  # fmt: skip
     return train(model, run_dir, *own, HF_HUB_OFFLINE="1", **variables)

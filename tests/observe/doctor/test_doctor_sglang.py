@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.servers import sglang, sglang_python
+from conformance.servers import python_of, stock
 from mixtures import write_mixture
 from observe.doctor.planted import IN_SGLANG, NAMED, USUAL, diagnosis_of, first_fault, post
 from safetensors.torch import load_file, save_file
@@ -38,8 +38,8 @@ OPTIONS = {
 
 def diagnosed(model: Path, tmp_path: Path, *options: str, served: Path | None = None) -> Diagnosis:
     """served: another directory than the trained model's."""
-    sglang_python()
-    with sglang(served or model, tmp_path / "log", *options) as server:
+    python_of("sglang")
+    with stock("sglang", served or model, tmp_path / "log", *options) as server:
         config = Config(model=str(model), run_dir=tmp_path / "run", engine=SGLangEngineConfig(addresses=(server.url,)))
         return asyncio.run(diagnosis_of(config, USUAL))
 
@@ -115,7 +115,7 @@ def given_back(faulty: FaultySGLang) -> None:
 def faulty(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FaultySGLang]:
-    sglang_python()
+    python_of("sglang")
     directory = tmp_path_factory.mktemp(request.param)
     if request.param == "mixture":
         model = write_mixture(directory / "model", "qwen3_moe")
@@ -125,7 +125,7 @@ def faulty(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(FAULTS))
             patch.setenv("ARL_FAULT", str(planted))
-            server = stack.enter_context(sglang(model, directory / "log", *OPTIONS[request.param]))
+            server = stack.enter_context(stock("sglang", model, directory / "log", *OPTIONS[request.param]))
         yield FaultySGLang(request.param, server.url, model, planted)
 
 
