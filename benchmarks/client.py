@@ -51,17 +51,17 @@ class Instant:
         sizes = {"context_length": 1 << 20, "vocab_size": 1 << 20}
         nothing = {"tokenizer": None, "config": None, "tower": None, "routers": None, "eos_ids": frozenset[int]()}
         adapters = SimpleNamespace(loaded={})
-        memory = SimpleNamespace(released=(), held_bytes=0)
         self.runner = SimpleNamespace(
             is_scorer=False,
             stored_form=SimpleNamespace(shapes={}),
-            occupation=memory,
             adapters=adapters,
+            released=(),
+            held_bytes=0,
             **sizes,
             **nothing,
         )
-        self.is_alive, self.weight_version = True, "default"
-        self.is_paused, self.num_running, self.num_waiting = False, 0, 0
+        self.batch = SimpleNamespace(weight_version="default", num_running=0, num_waiting=0)
+        self.is_alive, self.is_paused, self.prefill_tokens = True, False, 512
         self.deliver: Callable[[list[Job]], None] = lambda jobs: None
 
     def submit(self, job: Job) -> None:
@@ -87,12 +87,12 @@ def serve(args: argparse.Namespace) -> None:
     async def main() -> None:
         allow_many_connections()
         scheduler: Any = Instant()
-        inflight = Inflight(asyncio.get_running_loop())
+        inflight = Inflight(asyncio.get_running_loop(), scheduler)
         scheduler.deliver = inflight.deliver
         if args.json:
             app.FORMAT = None  # the client is told of no frames
         settings = {"model_path": "m", "device": "cpu", "update_timeout_s": 1.0, "context_length": 1 << 20}
-        application = app.build_app(scheduler, inflight, settings, None)
+        application = app.build_app(inflight, settings, None)
         async with serving(application, bind("127.0.0.1", 0)) as port:
             print(port, flush=True)
             await asyncio.Event().wait()

@@ -31,11 +31,12 @@ def server_here(model: str, *options: str) -> Iterator[str]:
 
     async def answer() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        args, inflight = parse_arguments(["--model", model, *options]), Inflight(loop)
-        scheduler = load_scheduler(args, inflight)
-        scheduler.start()
+        args = parse_arguments(["--model", model, *options])
+        scheduler = load_scheduler(args)
+        inflight = Inflight(loop, scheduler)
+        scheduler.start(inflight.deliver)
         try:
-            async with serving(application(args, scheduler, inflight), bind("127.0.0.1", 0)) as port:
+            async with serving(application(args, inflight), bind("127.0.0.1", 0)) as port:
                 started.set_result((port, loop, stop))
                 await stop.wait()
                 scheduler.abort(None)

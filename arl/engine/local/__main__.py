@@ -74,20 +74,20 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_address(args.host, args.port, key_of(args.api_key_file, SERVER_KEY))
 
 
-def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
+def load_scheduler(args: argparse.Namespace) -> Scheduler:
     """The model, ready to start. Raises ModelError if it cannot be loaded."""
-    from arl.engine.local.model_thread import Scheduler, SchedulerSettings
+    from arl.engine.local.model_thread import Scheduler
 
-    settings = SchedulerSettings(
-        device=args.device,
-        dtype=args.dtype,
-        num_threads=args.num_threads,
-        max_running_requests=args.max_running_requests,
-        context_length=args.context_length,
-        weight_version=args.weight_version,
-    )
     try:
-        return Scheduler(args.model, inflight.deliver, settings)
+        return Scheduler(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            num_threads=args.num_threads,
+            max_running_requests=args.max_running_requests,
+            context_length=args.context_length,
+            weight_version=args.weight_version,
+        )
     except ArlError:
         raise
     except Exception as error:  # transformers and safetensors report a broken directory by many exceptions
@@ -95,27 +95,35 @@ def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
         raise ModelError(f"cannot load the model in {args.model}: {error}") from error
 
 
+def application(args: argparse.Namespace, inflight: Inflight) -> web.Application:
+    from arl.engine.local.app import build_app
+
+    settings = {name: value for name, value in vars(args).items() if name not in ("api_key_file", "parent_pid")}
+    settings |= {"model_path": args.model, "context_length": inflight.scheduler.runner.context_length, "tp_size": 1}
+    settings |= {"chunked_prefill_size": inflight.scheduler.prefill_tokens}
+    return build_app(inflight, settings, key_of(args.api_key_file, SERVER_KEY))
+
+
 async def run(args: argparse.Namespace, sock: socket.socket, watch: Watch) -> int:
     """Load the model, answer until told to stop, and leave nothing running. Returns the exit code."""
     from arl.engine.local.generate import Inflight
 
     loop, died = asyncio.get_running_loop(), asyncio.Event()
-    inflight = Inflight(loop)
     gc.disable()  # it would look through all that is imported, several times: a quarter of the start
     try:
-        scheduler = load_scheduler(args, inflight)
+        scheduler = load_scheduler(args)
         gc.freeze()  # what was imported and built stays
     finally:
         gc.enable()
-    stop = watch.stop_event()
+    inflight, stop = Inflight(loop, scheduler), watch.stop_event()
 
     def die() -> None:
         died.set()
         stop.set()
 
-    scheduler.start(on_death=lambda: loop.call_soon_threadsafe(die))
+    scheduler.start(inflight.deliver, on_death=lambda: loop.call_soon_threadsafe(die))
     try:
-        async with serving(application(args, scheduler, inflight), sock) as port:
+        async with serving(application(args, inflight), sock) as port:
             ready = {"event": "ready", "host": args.host, "port": port, "pid": os.getpid()}
             sys.stdout.write(json.dumps({**ready, "model": args.model, "weight_version": args.weight_version}) + "\n")
             sys.stdout.flush()
@@ -125,15 +133,6 @@ async def run(args: argparse.Namespace, sock: socket.socket, watch: Watch) -> in
     finally:
         scheduler.close()
     return int(died.is_set())
-
-
-def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:
-    from arl.engine.local.app import build_app
-
-    settings = {name: value for name, value in vars(args).items() if name not in ("api_key_file", "parent_pid")}
-    settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length, "tp_size": 1}
-    settings |= {"chunked_prefill_size": scheduler.prefill_tokens}
-    return build_app(scheduler, inflight, settings, key_of(args.api_key_file, SERVER_KEY))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,7 @@ from torch import nn
 
 from arl.engine.local.weight_receiver import WeightsError, named
 
-_PREFIX = "base_model.model."
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _UNSUPPORTED = (
     "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
@@ -33,9 +32,6 @@ _UNSUPPORTED = (
 
 _MAX_LOADED = 64
 """Most adapters loaded at once. A run loads a few, and unloads them at its end."""
-
-Tokens = Sequence[tuple["Adapter | None", int]]
-"""Runs of a step's tokens, in order: the adapter, and the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,31 +81,27 @@ class LoadedAdapters:
         """Read peft's files. Raises WeightsError if a part is missing, does not fit, or is not supported."""
         if not os.path.isabs(directory) or not Path(directory).is_dir():
             raise WeightsError(f"lora_path is {directory!r}, which is not an absolute path of a directory here")
-        scale = _scale(Path(directory, _CONFIG))
-        file = Path(directory, _WEIGHTS)
+        scale = _scale(Path(directory, "adapter_config.json"))
+        file = Path(directory, "adapter_model.safetensors")
         try:
             tensors = load_file(file)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"cannot read {file}: {error}") from error
-        layers = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
-        factors = {layer.removeprefix(_PREFIX): self._factors(layer, tensors, scale) for layer in sorted(layers)}
+        layers: dict[str, Factors] = {}
+        for key in sorted(key for key in tensors if key.endswith(_A)):
+            layer = key.removesuffix(_A).removeprefix(_PREFIX)
+            if (module := self._linears.get(layer)) is None or not key.startswith(_PREFIX):
+                raise WeightsError(f"the served model has no linear layer {layer} to adapt")
+            a, b = tensors.pop(key), tensors.pop(key.removesuffix(_A) + _B, None)
+            num_in, num_out = module.in_features, module.out_features
+            if b is None or a.dim() != 2 or a.shape[1] != num_in or b.shape != (num_out, len(a)):
+                told = f"A {list(a.shape)} and B {None if b is None else list(b.shape)}"
+                raise WeightsError(f"{layer} has {told}; it must have A [rank, {num_in}] and B [{num_out}, rank]")
+            like = module.weight
+            layers[layer] = Factors(a.T.to(like).contiguous(), (b.float() * scale).T.to(like).contiguous())
         if unknown := sorted(tensors):
             raise WeightsError(f"{directory} holds {named(unknown)}, which no layer uses")
-        return Adapter(name=name, path=directory, layers=factors)
-
-    def _factors(self, layer: str, tensors: dict[str, torch.Tensor], scale: float) -> Factors:
-        """Take a layer's A and B out of `tensors`."""
-        module = self._linears.get(layer.removeprefix(_PREFIX))
-        if module is None or not layer.startswith(_PREFIX):
-            raise WeightsError(f"the served model has no linear layer {layer.removeprefix(_PREFIX)} to adapt")
-        a = tensors.pop(f"{layer}.lora_A.weight")
-        b = tensors.pop(f"{layer}.lora_B.weight", None)
-        if b is None or a.dim() != 2 or a.shape[1] != module.in_features or b.shape != (module.out_features, len(a)):
-            told = f"A {list(a.shape)} and B {None if b is None else list(b.shape)}"
-            wanted = f"A [rank, {module.in_features}] and B [{module.out_features}, rank]"
-            raise WeightsError(f"{layer.removeprefix(_PREFIX)} has {told}; it must have {wanted}")
-        like = module.weight
-        return Factors(a.T.to(like).contiguous(), (b.float() * scale).T.to(like).contiguous())
+        return Adapter(name=name, path=directory, layers=layers)
 
     def add(self, adapter: Adapter) -> None:
         """Let requests name it. Raises WeightsError if another has its name."""
@@ -130,14 +122,20 @@ class LoadedAdapters:
         if self._loaded.pop(name, None) is None:
             raise WeightsError(f"LoRA with name {name} does not exist. Loaded LoRAs: {', '.join(self._loaded)}")
 
-    def use(self, tokens: Tokens, device: torch.device) -> None:
-        """Set the adapters of the next step's tokens."""
-        owners = dict.fromkeys(owner for owner, _ in tokens)
-        self._groups = [
-            (owner, None if len(owners) == 1 else torch.tensor(list(_places(owner, tokens)), device=device))
-            for owner in owners
-            if owner is not None
-        ]
+    def use(self, tokens: Sequence[tuple[Adapter | None, int]], device: torch.device) -> None:
+        """Set the adapters of the next step's tokens: runs of these in order, each with its number of tokens."""
+        self._groups = []
+        if not any(owner for owner, _ in tokens):
+            return
+        places: dict[Adapter | None, list[int]] = {}
+        start = 0
+        for owner, count in tokens:
+            places.setdefault(owner, []).extend(range(start, start + count))
+            start += count
+        for owner, of_owner in places.items():
+            if owner is not None:
+                is_alone = len(places) == 1
+                self._groups.append((owner, None if is_alone else torch.tensor(of_owner, device=device)))
 
     @property
     def is_used(self) -> bool:
@@ -165,14 +163,6 @@ class LoadedAdapters:
             return y
 
         return forward
-
-
-def _places(adapter: Adapter, tokens: Tokens) -> Iterable[int]:
-    start = 0
-    for owner, count in tokens:
-        if owner is adapter:
-            yield from range(start, start + count)
-        start += count
 
 
 def _scale(file: Path) -> float:

@@ -33,7 +33,6 @@ from arl.engine.frames import (
     messages_of,
 )
 from arl.engine.local.generate import Generation, Inflight, SettingsBody, check_job
-from arl.engine.local.model_thread import Scheduler
 from arl.engine.local.sequences import Job
 from arl.runtime.http.bodies import RequestError, parse
 from arl.runtime.http.server import ErrorShape, request_error
@@ -55,11 +54,10 @@ _MAX_CACHED_BYTES = 4096
 class FrameServer:
     """The WebSockets of one application."""
 
-    def __init__(self, scheduler: Scheduler, inflight: Inflight, generation: Generation, shape: ErrorShape) -> None:
-        self._scheduler = scheduler
-        self._inflight = inflight
-        self._generation = generation
-        self._shape = shape
+    def __init__(self, inflight: Inflight, generation: Generation, shape: ErrorShape) -> None:
+        self.inflight = inflight
+        self.generation = generation
+        self.shape = shape
         self._connections: set[_FrameConnection] = set()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -70,7 +68,12 @@ class FrameServer:
         if not web_socket.can_prepare(request):
             raise RequestError("this path takes only WebSockets")
         await web_socket.prepare(request)
-        _keep_alive(request.transport)
+        sock = request.transport.get_extra_info("socket") if request.transport is not None else None
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if (option := getattr(socket, name, None)) is not None:  # not on every system
+                    sock.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = _FrameConnection(self, web_socket)
         self._connections.add(connection)
         try:
@@ -84,51 +87,6 @@ class FrameServer:
         async with asyncio.TaskGroup() as group:
             for connection in self._connections:
                 group.create_task(connection.finish())
-
-    def submit(self, call: Call, connection: _FrameConnection) -> Job:
-        """Raises RequestError."""
-        if len(call.rid) > MAX_NAME_BYTES:
-            raise RequestError(f"rid must have at most {MAX_NAME_BYTES} bytes")
-        body, sampling = _settings(call.settings)
-        images = [self._generation.images.framed(image) for image in call.images]
-        job = self._generation.job(call.rid, call.ids, body, sampling, images)
-        self._inflight.submit(self._scheduler, job, lambda job: connection.answer(call, job))
-        return job
-
-    def withdraw(self, job: Job) -> None:
-        self._inflight.withdraw(self._scheduler, job)
-
-    def result(self, call: Call, job: Job) -> Result:
-        """Raises RequestError if the job failed."""
-        check_job(job)
-        head = {
-            "finish_reason": job.finish_reason,
-            "weight_version": job.versions[-1] if job.versions else self._scheduler.weight_version,
-            "weight_versions": job.version_spans(),
-            "cached_tokens": job.cached_tokens,
-        }
-        if job.sampling.stop:
-            head["text"] = self._generation.text(job, _settings(call.settings)[0].sampling_params)
-        ids = np.array(job.output_ids, dtype=np.int32)
-        logprobs = np.array(job.kept_logprobs if job.returns_kept_ids else job.output_logprobs, dtype=np.float32)
-        lasted = int(1e6 * (time.monotonic() - job.began))
-        kept_ids = b"" if job.sets is None else job.sets.kept_ids().encode()
-        routes = job.returned_routes()
-        return Result(
-            number=call.number,
-            microseconds=lasted,
-            head=orjson.dumps(head),
-            ids=ids,
-            logprobs=logprobs,
-            kept_ids=kept_ids,
-            routes=b"" if routes is None else routes.encode(),
-        )
-
-    def failure(self, call: Call, error: Exception) -> Result:
-        failure = request_error(error, {EngineClosedError: 503})
-        if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            log.error("a call in frames failed", exc_info=error)
-        return Result(number=call.number, status=failure.status, head=orjson.dumps(self._shape(failure)))
 
 
 class _FrameConnection:
@@ -149,7 +107,7 @@ class _FrameConnection:
                 writing.cancel()
         finally:
             for job in self._jobs.values():
-                self._server.withdraw(job)
+                self._server.inflight.withdraw(job)
 
     async def finish(self) -> None:
         """Wait until nothing runs and all results are sent, but not for long; then end the connection."""
@@ -183,28 +141,61 @@ class _FrameConnection:
             if len(self._outgoing) > _MAX_UNSENT:
                 raise BrokenFrameError("its results are not read")
             for frame in turn:
-                self._cancel(frame) if isinstance(frame, Cancel) else self._begin(frame)
+                if isinstance(frame, Call):
+                    self._begin(frame)
+                elif (job := self._jobs.pop(frame.number, None)) is not None:
+                    self._server.inflight.withdraw(job)
             await asyncio.sleep(0)
 
     def _begin(self, call: Call) -> None:
+        generation, inflight = self._server.generation, self._server.inflight
         try:
             if call.number in self._jobs:
                 raise RequestError(f"the call {call.number} is under way")
-            self._jobs[call.number] = self._server.submit(call, self)
+            if len(call.rid) > MAX_NAME_BYTES:
+                raise RequestError(f"rid must have at most {MAX_NAME_BYTES} bytes")
+            body, sampling = _settings(call.settings)
+            images = [generation.images.framed(image) for image in call.images]
+            job = generation.job(call.rid, call.ids, body, sampling, images)
+            inflight.submit(job, lambda job: self._answer(call, body, job))
+            self._jobs[call.number] = job
         except Exception as error:  # noqa: BLE001 - the caller is told
-            self._send(self._server.failure(call, error))
+            self._fail(call, error)
 
-    def _cancel(self, cancel: Cancel) -> None:
-        if (job := self._jobs.pop(cancel.number, None)) is not None:
-            self._server.withdraw(job)
-
-    def answer(self, call: Call, job: Job) -> None:
+    def _answer(self, call: Call, body: SettingsBody, job: Job) -> None:
         self._jobs.pop(call.number, None)
+        generation, scheduler = self._server.generation, self._server.inflight.scheduler
         try:
-            result = self._server.result(call, job)
+            check_job(job)
+            head = {
+                "finish_reason": job.finish_reason,
+                "weight_version": job.versions[-1] if job.versions else scheduler.batch.weight_version,
+                "weight_versions": job.version_spans(),
+                "cached_tokens": job.cached_tokens,
+            }
+            if job.sampling.stop:
+                head["text"] = generation.text(job, body.sampling_params)
+            logprobs = job.kept_logprobs if job.returns_kept_ids else job.output_logprobs
+            routes = job.returned_routes()
+            result = Result(
+                number=call.number,
+                microseconds=int(1e6 * (time.monotonic() - job.began)),
+                head=orjson.dumps(head),
+                ids=np.array(job.output_ids, dtype=np.int32),
+                logprobs=np.array(logprobs, dtype=np.float32),
+                kept_ids=b"" if job.sets is None else job.sets.kept_ids().encode(),
+                routes=b"" if routes is None else routes.encode(),
+            )
         except Exception as error:  # noqa: BLE001 - the caller is told
-            result = self._server.failure(call, error)
-        self._send(result)
+            self._fail(call, error)
+        else:
+            self._send(result)
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        failure = request_error(error, {EngineClosedError: 503})
+        if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("a call in frames failed", exc_info=error)
+        self._send(Result(number=call.number, status=failure.status, head=orjson.dumps(self._server.shape(failure))))
 
     def _send(self, result: Result) -> None:
         self._outgoing.append(result.encode())
@@ -222,15 +213,6 @@ class _FrameConnection:
             if not self._outgoing:
                 self._has_outgoing.clear()
                 self._is_idle.set()
-
-
-def _keep_alive(transport: asyncio.Transport | None) -> None:
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    if sock is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:  # not on every system
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @lru_cache(maxsize=1024)

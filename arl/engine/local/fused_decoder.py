@@ -17,7 +17,7 @@ from torch import nn
 
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.slot_attention import SlotBatch, attend
-from arl.engine.local.vision_tower import ShownImages
+from arl.engine.local.vision import ShownImages
 
 _LAYERS = (
     "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer",
@@ -44,7 +44,11 @@ class FusedDecoder:
         self._layers = [_Layer(layer, index, names, adapters) for index, layer in enumerate(base.layers)]
         self._norm = _Norm(base.norm)
         like = torch.empty((), dtype=self._embed.weight.dtype, device=self._embed.weight.device)
-        self._axes = _axes(base.rotary_emb, like)
+        self._axes: torch.Tensor | None = None
+        """int64[head dim]: which of time, row and column turns each column, in a model that knows these."""
+        if getattr(base.rotary_emb, "mrope_section", None) is not None:
+            one_axis = torch.eye(3, dtype=torch.int64, device=like.device)[:, :, None]
+            self._axes = base.rotary_emb(like, one_axis)[1][:, 0].abs().argmax(0)
         places = torch.arange(context_length, device=like.device)[None]
         cos, sin = base.rotary_emb(like, places if self._axes is None else places.expand(3, 1, -1))
         first, second = sin[0].chunk(2, -1)
@@ -83,14 +87,6 @@ class FusedDecoder:
     def final(self, states: torch.Tensor) -> torch.Tensor:
         """The states that the model's head takes."""
         return self._norm(states)
-
-
-def _axes(rotary: Any, like: torch.Tensor) -> torch.Tensor | None:
-    """int64[head dim]: which of time, row and column turns each column; None for a model that knows no such."""
-    if getattr(rotary, "mrope_section", None) is None:
-        return None
-    one_axis = torch.eye(3, dtype=torch.int64, device=like.device)[:, :, None]
-    return rotary(like, one_axis)[1][:, 0].abs().argmax(0)
 
 
 class _Layer:

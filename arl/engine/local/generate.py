@@ -9,19 +9,19 @@ import asyncio
 import time
 import uuid
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 from pydantic import Field
 
 from arl.api.grammar import Grammar, GrammarKind
 from arl.api.types import SamplingParams
-from arl.engine.local.grammars import Grammars
 from arl.engine.local.model_thread import Scheduler
-from arl.engine.local.request_images import ArrivedImages, SentImage
+from arl.engine.local.sampler import Grammars
 from arl.engine.local.sequences import Job
+from arl.engine.local.vision import ArrivedImages, SentImage
 from arl.runtime.http.bodies import BodyError, Integers, Name, RequestBody, RequestError, Strings
 
 _MAX_STOP_TOKENS = 4096
@@ -59,6 +59,11 @@ class SamplingBody(RequestBody):
 
     def params(self) -> SamplingParams:
         """Raises RequestError for impossible values."""
+        kinds: tuple[GrammarKind, ...] = get_args(GrammarKind)
+        texts: dict[GrammarKind, str] = {kind: text for kind in kinds if (text := getattr(self, kind)) is not None}
+        if len(texts) > 1:
+            first, second, *_ = texts
+            raise RequestError(f"{first} and {second} are both set; a response can match only one grammar")
         try:
             return SamplingParams(
                 max_new_tokens=self.max_new_tokens or 1,
@@ -70,21 +75,10 @@ class SamplingBody(RequestBody):
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
                 seed=self.sampling_seed,
-                grammar=self._grammar(),
+                grammar=next((Grammar(kind=kind, text=text) for kind, text in texts.items()), None),
             )
         except ValueError as error:
             raise RequestError(str(error)) from None
-
-    def _grammar(self) -> Grammar | None:
-        texts: dict[GrammarKind, str | None] = {
-            "json_schema": self.json_schema,
-            "regex": self.regex,
-            "structural_tag": self.structural_tag,
-        }
-        given = [Grammar(kind=kind, text=text) for kind, text in texts.items() if text is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[0].kind} and {given[1].kind} are both set; a response can match only one grammar")
-        return given[0] if given else None
 
 
 class ClassifyBody(RequestBody):
@@ -134,7 +128,9 @@ class TokenizeBody(RequestBody):
 class Inflight:
     """The jobs that requests wait for. Belongs to one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, scheduler: Scheduler) -> None:
+        """Start the scheduler with `deliver`."""
+        self.scheduler = scheduler
         self._loop = loop
         self._waiting: dict[str, tuple[Job, Callable[[Job], object]]] = {}
         self._preparing: dict[str, Job] = {}
@@ -151,25 +147,25 @@ class Inflight:
                 del self._waiting[job.rid]
                 ended(job)
 
-    def submit(self, scheduler: Scheduler, job: Job, ended: Callable[[Job], object]) -> None:
+    def submit(self, job: Job, ended: Callable[[Job], object]) -> None:
         """Run a job; `ended` is called with it at its end, unless it is withdrawn. Raises RequestError."""
         if job.rid in self._waiting:
             raise RequestError(f"Duplicate request ID detected: {job.rid}")
         if len(self._waiting) >= _MAX_REQUESTS:
             raise RequestError(f"The request queue is full: this server takes {_MAX_REQUESTS} requests at once", 503)
-        if not scheduler.is_alive:
+        if not self.scheduler.is_alive:
             raise RequestError("the model thread of this server has died; its log says why", 503)
         self._waiting[job.rid] = job, ended
         self._preparing[job.rid] = job
-        self._go_on(scheduler, job)
+        self._go_on(job)
 
-    def _go_on(self, scheduler: Scheduler, job: Job) -> None:
+    def _go_on(self, job: Job) -> None:
         """Let a job run if its grammar is compiled and its images are read, or fail if one of these was impossible."""
         if self._preparing.get(job.rid) is not job:
             return  # it was withdrawn or aborted meanwhile
         for part in (job.compiled, job.view):
             if part is not None and not part.done():
-                part.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._go_on, scheduler, job))
+                part.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._go_on, job))
                 return
             if part is not None and (error := part.exception()) is not None:
                 del self._preparing[job.rid]
@@ -177,31 +173,31 @@ class Inflight:
                 self._loop.call_soon(self._notice, [job])
                 return
         del self._preparing[job.rid]
-        scheduler.submit(job)
+        self.scheduler.submit(job)
 
-    def abort(self, scheduler: Scheduler, rid: str) -> None:
+    def abort(self, rid: str) -> None:
         """Finish the job `rid` with its tokens so far."""
         if (job := self._preparing.pop(rid, None)) is not None:
             job.abort("Aborted by request")
             self._notice([job])
         else:
-            scheduler.abort(rid)
+            self.scheduler.abort(rid)
 
-    def withdraw(self, scheduler: Scheduler, job: Job) -> None:
+    def withdraw(self, job: Job) -> None:
         """Abort a job, if it has not ended."""
         if self._waiting.get(job.rid, (None,))[0] is job:
             del self._waiting[job.rid]
             if self._preparing.pop(job.rid, None) is None:
-                scheduler.abort(job.rid)
+                self.scheduler.abort(job.rid)
 
-    async def run(self, scheduler: Scheduler, job: Job) -> None:
+    async def run(self, job: Job) -> None:
         """Run a job to its end; cancelling the call aborts it. Raises RequestError if it fails."""
         ended = asyncio.Event()
-        self.submit(scheduler, job, lambda _: ended.set())
+        self.submit(job, lambda _: ended.set())
         try:
             await ended.wait()
         finally:
-            self.withdraw(scheduler, job)
+            self.withdraw(job)
         check_job(job)
 
 
@@ -212,10 +208,10 @@ def check_job(job: Job) -> None:
 
 
 class Generation:
-    def __init__(self, scheduler: Scheduler, inflight: Inflight) -> None:
-        self._scheduler = scheduler
+    def __init__(self, inflight: Inflight) -> None:
         self._inflight = inflight
-        self._model = scheduler.runner
+        self._scheduler = inflight.scheduler
+        self._model = inflight.scheduler.runner
         self._tokenizer: Any = self._model.tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._grammars = Grammars(self._tokenizer, self._model.vocab_size, self._model.eos_ids)
@@ -230,13 +226,15 @@ class Generation:
         images = self.images.sent(body.image_data, body.image_places, body.input_ids)
         job = self.job(body.rid, body.input_ids, body, body.sampling_params.params(), images)
         job.logprob_start = start if body.return_logprob and start >= 0 else None
-        await self._inflight.run(self._scheduler, job)
-        answer = {"output_ids": job.output_ids, "meta_info": self._meta_info(job, body.return_logprob)}
-        if body.return_sampling_mask:
-            answer["meta_info"] |= self._sampling_mask(job)
-        if self._tokenizer is not None:
-            answer["text"] = self.text(job, body.sampling_params)
-        return answer
+        await self._inflight.run(job)
+        info = self._meta_info(job, body.return_logprob)
+        if body.return_sampling_mask:  # in SGLang's form
+            masks = [] if job.sets is None else job.sets.kept_ids().lists(self._model.vocab_size)
+            info["output_token_sampling_mask"] = masks
+            info["output_token_sampling_logprobs"] = job.kept_logprobs
+            info["output_token_sampling_mask_length"] = len(masks)
+        text = {} if self._tokenizer is None else {"text": self.text(job, body.sampling_params)}
+        return {"output_ids": job.output_ids, "meta_info": info, **text}
 
     def job(
         self,
@@ -315,36 +313,29 @@ class Generation:
             "id": job.rid,
             "finish_reason": job.finish_reason,
             "prompt_tokens": len(job.input_ids),
-            "weight_version": job.versions[-1] if job.versions else self._scheduler.weight_version,
+            "weight_version": job.versions[-1] if job.versions else self._scheduler.batch.weight_version,
             "completion_tokens": len(job.output_ids),
             "cached_tokens": job.cached_tokens,
             "e2e_latency": time.monotonic() - job.began,
             "weight_versions": job.version_spans(),
         }
         if return_logprob:
-            pairs = zip(job.output_logprobs, job.output_ids, strict=True)
-            info["input_token_logprobs"] = _input_logprobs(job)
-            info["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+            given: Iterable[tuple[float | None, int]] = ()  # an abort may have come before all were computed
+            if job.logprob_start is not None and not job.lacks_input_logprobs:
+                given = zip([None, *job.input_logprobs], job.input_ids[job.logprob_start :], strict=False)
+            sampled = zip(job.output_logprobs, job.output_ids, strict=True)
+            info["input_token_logprobs"] = [(logprob, token, None) for logprob, token in given]
+            info["output_token_logprobs"] = [(logprob, token, None) for logprob, token in sampled]
         if (routes := job.returned_routes()) is not None:
             info["routed_experts"] = b64encode(routes.experts.astype("<i4").tobytes()).decode()
         return info
-
-    def _sampling_mask(self, job: Job) -> dict[str, Any]:
-        """The kept ids of each token, and its logprob over them, in SGLang's form."""
-        size = self._model.vocab_size
-        masks = [] if job.sets is None else job.sets.kept_ids().lists(size)
-        return {
-            "output_token_sampling_mask": masks,
-            "output_token_sampling_logprobs": job.kept_logprobs,
-            "output_token_sampling_mask_length": len(masks),
-        }
 
     async def classify(self, body: ClassifyBody) -> Any:
         if not self._model.is_scorer:
             raise RequestError("this server has a language model; /classify is for ForSequenceClassification models")
         self._check_prompt(body.input_ids)
         job = Job(rid=body.rid, input_ids=body.input_ids, sampling=SamplingParams(max_new_tokens=1))
-        await self._inflight.run(self._scheduler, job)
+        await self._inflight.run(job)
         if not job.scores:
             raise RequestError(f"the request was aborted: {(job.finish_reason or {}).get('message')}", 503)
         return {"embedding": job.scores, "meta_info": self._meta_info(job, return_logprob=False)}
@@ -356,28 +347,18 @@ class Generation:
             raise BodyError("Exactly one of 'prompt' or 'messages' must be provided.")
 
         def encode() -> list[int]:
-            text = self._rendered(body) if body.prompt is None else body.prompt
+            text = body.prompt
+            if text is None:
+                if not self._tokenizer.chat_template:
+                    raise RequestError("this model's tokenizer has no chat template; send prompt")
+                options = body.chat_template_kwargs | {"add_generation_prompt": body.add_generation_prompt}
+                try:
+                    text = self._tokenizer.apply_chat_template(body.messages, tokenize=False, **options)
+                except Exception as error:  # whatever the template raises about its messages
+                    raise RequestError(f"the chat template does not take these messages: {error}") from error
             if len(text) > (most := _MAX_CHARACTERS * self._model.context_length):
                 raise RequestError(f"prompt has {len(text)} characters; this model's context has room for {most}")
             return self._tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
         tokens = await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context_length}
-
-    def _rendered(self, body: TokenizeBody) -> str:
-        """Messages as a text. Raises RequestError for what the chat template does not take."""
-        if not self._tokenizer.chat_template:
-            raise RequestError("this model's tokenizer has no chat template; send prompt")
-        options = body.chat_template_kwargs | {"add_generation_prompt": body.add_generation_prompt}
-        try:
-            return self._tokenizer.apply_chat_template(body.messages, tokenize=False, **options)
-        except Exception as error:  # whatever the template raises about its messages
-            raise RequestError(f"the chat template does not take these messages: {error}") from error
-
-
-def _input_logprobs(job: Job) -> list[tuple[float | None, int, None]]:
-    """From logprob_start on; the first entry has no logprob. Empty if an abort came before all were computed."""
-    if job.logprob_start is None or job.lacks_input_logprobs:
-        return []
-    pairs = zip([None, *job.input_logprobs], job.input_ids[job.logprob_start :], strict=False)
-    return [(logprob, token, None) for logprob, token in pairs]

@@ -1,6 +1,6 @@
 """The model thread: it steps the batch, and runs the other threads' commands between two steps.
 
-    submit, abort, pause, resume, release_memory, load, ... --commands, in order--> model thread --deliver--> event loop
+    submit, abort, pause, resume, ask --commands, in order--> model thread --deliver--> event loop
 
 The thread sleeps on its command queue while it is paused, has nothing to generate, or no memory to do it in; each
 command wakes it.
@@ -11,26 +11,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from arl.api.errors import EngineClosedError
 from arl.api.settings.engines import PauseMode
-from arl.engine.local.adapters import Adapter
-from arl.engine.local.memory import MemoryPart
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.scheduler import IterationTimes, RunningBatch
 from arl.engine.local.sequences import Job
 
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread with jobs that have ended."""
-
-_PREFILL_TOKENS = {"cpu": 512}
-"""Most prompt tokens in a step, by device: enough to keep the device busy without stalling decoding."""
 
 _SHUTTING_DOWN = "the server is shutting down"
 
@@ -39,95 +33,76 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """How a model is served."""
-
-    device: str = "cpu"
-    dtype: str = "float32"
-    num_threads: int = 1
-    max_running_requests: int = 128
-    """Sequences decoded at once."""
-    context_length: int | None = None
-    """Longest prompt plus response in tokens; by default the model's own."""
-    weight_version: str = "default"
-    """The label of the weights at the start."""
-    prefill_tokens: int | None = None
-    """Most prompt tokens computed in a step, so that others decode in between; by default the device decides."""
-    prefix_cache_bytes: int = 1 << 30
-    """Memory for the keys and values of finished requests."""
-
-
 class Scheduler:
     """Generates jobs on the model thread. Every method may be called from any thread and returns at once.
 
     Calls take effect between two steps, in their order. Futures are resolved on the model thread; after `close` they
     fail with EngineClosedError. A job that names an unknown adapter finishes with reason abort and status_code 400; a
     job whose step failed, with 500.
-
-    runner: the model. Read only its constant parts: tokenizer, configuration and limits.
-
-    Raises ModelError if model_dir holds no model that it can serve, ConfigError for an unknown device or dtype.
     """
 
-    def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
-        self._deliver = deliver
+    def __init__(
+        self,
+        model_dir: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        num_threads: int = 1,
+        max_running_requests: int = 128,
+        context_length: int | None = None,
+        weight_version: str = "default",
+    ) -> None:
+        """max_running_requests: sequences decoded at once. context_length: longest prompt plus response in tokens; by
+        default the model's own. weight_version: the label of the weights at the start.
+
+        Raises ModelError if model_dir holds no model that it can serve, ConfigError for an unknown device.
+        """
         self.runner = ModelRunner(
             model_dir,
-            device=settings.device,
-            dtype=settings.dtype,
-            max_rows=settings.max_running_requests,
-            context_length=settings.context_length,
-            num_threads=settings.num_threads,
+            device=device,
+            dtype=dtype,
+            max_rows=max_running_requests,
+            context_length=context_length,
+            num_threads=num_threads,
         )
+        """The model. Other threads read only its constant parts: tokenizer, configuration and limits."""
         is_cpu = self.runner.device.type == "cpu"
-        self.prefill_tokens = settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048)
-        """Most prompt tokens computed in a step."""
-        self._times = IterationTimes(is_alone=is_cpu and settings.num_threads == 1)
-        self._batch = RunningBatch(
+        self.prefill_tokens = 512 if is_cpu else 2048
+        """Most prompt tokens computed in a step: enough to keep the device busy without stalling decoding."""
+        self._times = IterationTimes(is_alone=is_cpu and num_threads == 1)
+        self.batch = RunningBatch(
             self.runner,
-            max_rows=settings.max_running_requests,
+            max_rows=max_running_requests,
             prefill_tokens=self.prefill_tokens,
-            prefix_cache_bytes=settings.prefix_cache_bytes,
-            weight_version=settings.weight_version,
+            weight_version=weight_version,
             times=self._times,
         )
+        """Other threads read its version and its counts; they call its methods through `ask`."""
+        self.is_paused = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._deliver: Deliver = lambda jobs: None
         self._on_death: Callable[[], object] = lambda: None
-        self._is_paused = False
         self._is_closing = False
         self._has_ended = False
         self._ending = threading.Lock()  # a command is either run by the model thread, or refused: never forgotten
         self._thread = threading.Thread(target=self._run, name="arl-model")
 
     @property
-    def weight_version(self) -> str:
-        return self._batch.weight_version
-
-    @property
-    def is_paused(self) -> bool:
-        return self._is_paused
-
-    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    @property
-    def num_running(self) -> int:
-        return self._batch.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self._batch.num_waiting
-
-    def start(self, on_death: Callable[[], object] = lambda: None) -> None:
+    def start(self, deliver: Deliver, on_death: Callable[[], object] = lambda: None) -> None:
         """on_death: called on the model thread when an error has ended it; nothing is served from then on."""
-        self._on_death = on_death
+        self._deliver, self._on_death = deliver, on_death
         self._thread.start()
 
     def close(self) -> None:
         """Abort unfinished jobs and end the model thread. Idempotent."""
-        self._put(self._close)
+
+        def work() -> None:
+            self._is_closing = True
+
+        self._put(work)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -139,49 +114,32 @@ class Scheduler:
 
     def abort(self, rid: str | None) -> None:
         """Finish the job `rid`, or for None all that run or wait, with their tokens so far."""
-        self._put(lambda: self._send(self._batch.abort(rid)))
+        self._put(lambda: self._send(self.batch.abort(rid)))
 
     def pause(self, mode: PauseMode) -> Future[dict[str, Any]]:
         """Stop generating. in_place: requests keep their cache. retract: they recompute it. abort: they return.
 
         Gives IterationTimes.report.
         """
-        return self._ask(lambda: self._pause(mode))
+
+        def work() -> dict[str, Any]:
+            if mode == "abort":
+                self._send(self.batch.abort(None))
+            elif mode == "retract":
+                self.batch.retract()
+            self.is_paused = True
+            return self._times.report()
+
+        return self.ask(work)
 
     def resume(self) -> Future[None]:
-        return self._ask(self._resume)
+        def work() -> None:
+            self.is_paused = False
 
-    def flush_cache(self) -> Future[None]:
-        """Forget the prefixes of finished requests; always possible."""
-        return self._ask(self._batch.flush)
+        return self.ask(work)
 
-    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> Future[None]:
-        """Change parameters between two steps, paused or not. Fails with WeightsError, and changes none, on a misfit.
-
-        Tokens sampled from then on carry weight_version. Later jobs find no prefix of old weights.
-        """
-        return self._ask(lambda: self._batch.load(tensors, weight_version))
-
-    def release_memory(self, parts: Collection[MemoryPart]) -> Future[None]:
-        """Let go of the weights' memory or that of keys and values. Jobs wait until both are there again.
-
-        Fails with RequestError while sequences run.
-        """
-        return self._ask(lambda: self._batch.release(parts))
-
-    def resume_memory(self, parts: Collection[MemoryPart]) -> Future[None]:
-        """Take the memory again. After that of the weights, `load` has to bring all of them."""
-        return self._ask(lambda: self._batch.resume(parts))
-
-    def load_adapter(self, adapter: Adapter) -> Future[None]:
-        """Let jobs name it; fails with WeightsError if another has its name."""
-        return self._ask(lambda: self.runner.adapters.add(adapter))
-
-    def unload_adapter(self, name: str) -> Future[None]:
-        """Refuse later jobs that name it; earlier ones keep it. Fails with WeightsError if it is not loaded."""
-        return self._ask(lambda: self.runner.adapters.remove(name))
-
-    def _ask(self, work: Callable[[], _T]) -> Future[_T]:
+    def ask(self, work: Callable[[], _T]) -> Future[_T]:
+        """Do work on the batch or the model between two steps, paused or not."""
         future: Future[_T] = Future()
 
         def run() -> None:
@@ -226,12 +184,12 @@ class Scheduler:
             with self._ending:
                 self._has_ended = True
             self._drain()
-            self._send(self._batch.abort(None, _SHUTTING_DOWN))
+            self._send(self.batch.abort(None, _SHUTTING_DOWN))
             self.runner.close()
 
     @property
     def _is_still(self) -> bool:
-        return self._is_paused or self._batch.is_idle or not self._batch.can_compute
+        return self.is_paused or self.batch.is_idle or not self.runner.can_compute
 
     def _drain(self) -> None:
         while not self._commands.empty():
@@ -239,11 +197,11 @@ class Scheduler:
 
     def _step(self) -> None:
         try:
-            delivered = self._batch.step()
+            ended = self.batch.step()
         except Exception as error:
             _logger.exception("a step failed; its requests are aborted")
-            delivered = self._batch.fail(error)
-        self._send(delivered)
+            ended = self.batch.fail(error)
+        self._send(ended)
 
     def _send(self, jobs: Sequence[Job]) -> None:
         if jobs:
@@ -253,20 +211,6 @@ class Scheduler:
         if self._is_closing:
             job.abort(_SHUTTING_DOWN)
         else:
-            self._batch.add(job)
+            self.batch.add(job)
         if job.is_done:
             self._send([job])
-
-    def _close(self) -> None:
-        self._is_closing = True
-
-    def _pause(self, mode: PauseMode) -> dict[str, Any]:
-        if mode == "abort":
-            self._send(self._batch.abort(None))
-        elif mode == "retract":
-            self._batch.retract()
-        self._is_paused = True
-        return self._times.report()
-
-    def _resume(self) -> None:
-        self._is_paused = False

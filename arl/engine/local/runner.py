@@ -1,23 +1,24 @@
-"""The model: loaded from a directory, run over a step's tokens, and given new weights.
+"""The model: loaded from a directory, run over a step's tokens, given new weights, and released from memory.
 
 The model's own code runs over the slot cache. The common decoder takes a shorter way, if both agree.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,17 +29,22 @@ from transformers import (
 
 from arl.api.errors import ConfigError, ModelError
 from arl.api.settings.engines import DEFAULT_CONTEXT_LENGTH
-from arl.data.image_processor import ImageProcessor
+from arl.data.image_processor import FAMILIES, ImageProcessor
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.fused_decoder import FusedDecoder
-from arl.engine.local.memory import Occupation, with_own_memory
-from arl.engine.local.model_threads import TOKENS_FOR_A_THREAD, ModelThreads
-from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
-from arl.engine.local.vision_tower import PART, ShownImages, Tower, is_sighted
-from arl.engine.local.weight_receiver import StoredForm, check_fit
+from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch, SlotCache
+from arl.engine.local.vision import PART, ShownImages, Tower
+from arl.engine.local.weight_receiver import StoredForm, WeightsError, check_fit, named
 from arl.engine.routers import Routers, find_routers
 
 log = logging.getLogger(__name__)
+
+MemoryPart = Literal["kv_cache", "weights"]
+"""What can be released by itself, as SGLang names it."""
+PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
+
+TOKENS_FOR_A_THREAD = 24
+"""With fewer tokens for each, another thread costs more than it gains."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
@@ -73,7 +79,7 @@ class ModelRunner:
     It is a causal language model, or (is_scorer) a sequence classifier, whose "logits" are the scores of its labels.
 
     Raises ModelError if the directory holds no such model or the server does not support it, and ConfigError for an
-    unknown device or dtype.
+    unknown device.
     """
 
     def __init__(
@@ -86,38 +92,61 @@ class ModelRunner:
         context_length: int | None,
         num_threads: int = 1,
     ) -> None:
-        self.device = _device(device)
-        self.config = _read_config(model_dir)
+        """dtype: float32, bfloat16 or float16. context_length: None for the model's own, up to a default."""
+        try:
+            self.device = torch.device(device)
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises AssertionError
+            raise ConfigError(f"device {device!r} cannot be used on this machine: {error}") from error
+        try:
+            self.config: Any = AutoConfig.from_pretrained(model_dir)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{model_dir} is not a model directory: {error}") from error
         text_config = self.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.tokenizer = _read_tokenizer(model_dir)
-        self.context_length = _context_length(text_config, context_length)
+        limit = text_config.max_position_embeddings
+        self.context_length = context_length or min(limit, DEFAULT_CONTEXT_LENGTH)
+        if self.context_length > limit:
+            raise ModelError(f"context_length is {context_length}; the model has positions for {limit} tokens at most")
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
-        self.model = _read_model(model_dir, _dtype(dtype), self._kind()).to(self.device)
-        with_own_memory(self.model)
-        self._head = _head(self.model, self.is_scorer)
+        takes_images = self.config.model_type in FAMILIES and not self.is_scorer
+        kind: Any = AutoModelForCausalLM
+        if self.is_scorer or takes_images:
+            kind = AutoModelForSequenceClassification if self.is_scorer else AutoModelForImageTextToText
+        self.model = _read_model(model_dir, kind, getattr(torch, dtype)).to(self.device)
+        for parameter in self.model.parameters():
+            if not parameter.untyped_storage().resizable():  # mapped from a file: it could not be released
+                parameter.data = parameter.data.clone()
+        self._head: Any = getattr(self.model, "score", None) if self.is_scorer else self.model.get_output_embeddings()
+        if self._head is None:
+            name = type(self.model).__name__
+            raise ModelError(f"{name} has no head named score; reward models are decoders with a linear one on top")
         self.stored_form = StoredForm(self.model)
         self.adapters = LoadedAdapters(self.model, self._head)
-        self.routers = None if self.is_scorer else _routers(self.model, model_dir)
+        self.routers: Routers | None = None
         """Set for a mixture of experts whose routes it can record."""
+        try:
+            self.routers = None if self.is_scorer else find_routers(self.model, model_dir)
+        except ModelError as error:  # it generates all the same
+            log.warning("this server returns no routes: %s", error)
         self.experts: np.ndarray | None = None
         """[N, layers, experts per token] The routes of the last step's tokens, if it has routers."""
         self._threads = ModelThreads(num_threads if self.device.type == "cpu" else 1)
         self.tower: Tower | None = None
         """Set for a model that takes images."""
-        if is_sighted(self.config) and not self.is_scorer:
-            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self._threads)
+        if takes_images:
+            self.tower = Tower(self.model, ImageProcessor(model_dir), self.adapters, self._share_operations)
         self.eos_ids = _eos_ids(text_config, self.model, self.tokenizer)
-        shape = _cache_shape(text_config, self.model)
-        self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
-        self.occupation = Occupation(self.model, self.cache)
+        self.cache = _slot_cache(text_config, self.model, max_rows, self.context_length)
+        self.released: frozenset[MemoryPart] = frozenset()
+        """The parts whose memory is released now."""
+        self._lacks_weights = False
+        """The weights are released, or not loaded again since."""
+        self._sizes: dict[torch.UntypedStorage, int] = {}
+        """The storages that were released, and how many bytes each had."""
         self._fused: FusedDecoder | None = None
         self._try()
-
-    def _kind(self) -> Any:
-        if self.is_scorer:
-            return AutoModelForSequenceClassification
-        return AutoModelForImageTextToText if is_sighted(self.config) else AutoModelForCausalLM
 
     def close(self) -> None:
         """End its threads."""
@@ -129,32 +158,27 @@ class ModelRunner:
         if getattr(getattr(self.model.get_decoder(), "rotary_emb", None), "rope_type", None) == "longrope":
             raise ModelError("the model's rotary embedding (longrope) depends on how long its batch is; use another")
         tokens = list(range(min(4, self.context_length, self.vocab_size)))
+        rotary, shown = None, None
+        if self.tower is not None:  # an image at the first token, and positions around it
+            like = self.model.get_input_embeddings().weight
+            vectors = torch.linspace(-1, 1, (1 + self.tower.depth) * like.shape[1]).view(-1, 1, like.shape[1]).to(like)
+            shown = ShownImages(torch.zeros(1, dtype=torch.int64, device=self.device), vectors)
+            rotary = np.add.outer(np.arange(3), np.arange(len(tokens))) % len(tokens)
         chunk = Chunk(row=0, start=0, length=len(tokens))
-        whole = StepInput(token_ids=tokens, positions=tokens, chunks=[chunk], **self._sample_of_images(len(tokens)))
+        whole = StepInput(token_ids=tokens, positions=tokens, chunks=[chunk], rotary=rotary, shown=shown)
         try:
-            wanted, _ = self.forward(whole)
+            own, _ = self.forward(whole)
         except (RuntimeError, TypeError, AttributeError) as error:
             name = type(self.model).__name__
             raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
+        roundings = (128 if own.dtype == torch.float32 else 8) * torch.finfo(own.dtype).eps * own.abs().max().item()
         try:
             self._fused = FusedDecoder(self.model, self.adapters, self.context_length)
-            agrees = _agree(self.forward(whole)[0], wanted)
+            agrees = torch.allclose(self.forward(whole)[0].float(), own.float(), rtol=0.0, atol=roundings)
         except (RuntimeError, TypeError, AttributeError, ValueError):
             agrees = False
         if not agrees:
             self._fused = None
-
-    def _sample_of_images(self, num_tokens: int) -> dict[str, Any]:
-        """Something to see at the first of a few tokens, and positions around it."""
-        if self.tower is None:
-            return {}
-        like = self.model.get_input_embeddings().weight
-        vectors = torch.linspace(-1, 1, (1 + self.tower.depth) * like.shape[1]).view(-1, 1, like.shape[1]).to(like)
-        positions = np.add.outer(np.arange(3), np.arange(num_tokens)) % num_tokens
-        return {
-            "shown": ShownImages(torch.zeros(1, dtype=torch.int64, device=self.device), vectors),
-            "rotary": positions,
-        }
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> tuple[torch.Tensor, list[float]]:
@@ -247,32 +271,122 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into parameters by name; others stay. Raises WeightsError, copying none, if one does not fit."""
+        """Copy tensors into parameters by name; others stay, unless the weights were released: then all must come.
+
+        Raises WeightsError, copying none, if one does not fit.
+        """
         parameters = self.model.state_dict()
         check_fit(tensors, {name: parameter.shape for name, parameter in parameters.items()})
-        self.occupation.check(tensors)
+        if "weights" in self.released:
+            raise WeightsError("the weights' memory is released; call /resume_memory_occupation before loading")
+        known = {name for name, _ in self.model.named_parameters()}
+        if self._lacks_weights and (missing := sorted(known - tensors.keys())):
+            raise WeightsError(
+                f"the weights were released, so all must be loaded again, and {named(missing)} is missing"
+            )
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
-        self.occupation.note_load()
+        self._lacks_weights = False
         if self._fused is not None:
             self._fused.refresh()
         if self.tower is not None and any(name.startswith(PART) for name in tensors):
             self.tower.forget()
 
+    # Memory. Tensors stay the objects that they are, in the model and in the fused decoder; only their memory goes and
+    # comes. What it then holds is undefined, so nothing is computed until all weights have been loaded again.
 
-def _read_config(model_dir: str) -> Any:
-    if Path(model_dir).exists() and not Path(model_dir, "config.json").is_file():
-        raise ModelError(f"{model_dir} is not a model directory: it has no config.json")
-    try:
-        return AutoConfig.from_pretrained(model_dir)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_dir} is neither a model directory nor a model on the hub: {error}") from error
+    @property
+    def can_compute(self) -> bool:
+        """Its memory is there, and its weights are."""
+        return not self.released and not self._lacks_weights
+
+    @property
+    def held_bytes(self) -> dict[MemoryPart, int]:
+        return {"kv_cache": self.cache.num_bytes, "weights": sum(storage.nbytes() for storage in self._storages())}
+
+    def release(self, parts: Collection[MemoryPart]) -> None:
+        """Parts that are released already stay so."""
+        if "kv_cache" in parts and "kv_cache" not in self.released:
+            self.cache.release()
+        if "weights" in parts and "weights" not in self.released:
+            self._sizes = {storage: storage.nbytes() for storage in self._storages()}
+            for storage in self._sizes:
+                storage.resize_(0)
+            self._lacks_weights = True
+        self.released |= frozenset(parts)
+        # Let the system have what torch, or the C library, would keep for later.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
+            trim(0)
+
+    def resume(self, parts: Collection[MemoryPart]) -> None:
+        """Parts that are held already stay so."""
+        if "weights" in parts and "weights" in self.released:
+            for storage, size in self._sizes.items():
+                storage.resize_(size)
+            self._sizes = {}
+        if "kv_cache" in parts and "kv_cache" in self.released:
+            self.cache.resume()
+        self.released -= frozenset(parts)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Each storage of weights once, though several parameters may be parts of it."""
+        storages = [parameter.untyped_storage() for parameter in self.model.parameters()]
+        return list({storage._cdata: storage for storage in storages}.values())
+
+
+class ModelThreads:
+    """The CPU threads of the model: each computes some rows of a step, or all of them share each operation.
+
+    Threads that share an operation wait for each other at its end, a hundred times in a step, and spin meanwhile:
+    beside other programs that takes many times as long. Threads that have rows of their own meet once in a step.
+    Belongs to the model thread, which is one of them.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._others: ThreadPoolExecutor | None = None
+        if num_threads > 1:
+            self._others = ThreadPoolExecutor(num_threads - 1, "arl-rows", lambda: torch.set_num_threads(1))
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.shutdown()
+
+    def cuts(self, lengths: Sequence[int]) -> list[int]:
+        """Where to cut rows of so many tokens each, so that each thread has about as many; empty if that cannot be."""
+        total = sum(lengths)
+        num_parts = min(self._num_threads, total // TOKENS_FOR_A_THREAD)
+        if num_parts < 2:
+            return []
+        ends = np.cumsum(lengths)
+        cuts = (np.searchsorted(ends, total * np.arange(1, num_parts) / num_parts) + 1).tolist()
+        shares = np.diff([0, *ends[np.array(cuts) - 1], total])
+        return cuts if shares.min() > 0 and shares.max() <= 1.5 * total / num_parts else []
+
+    def share_operations(self, is_worth_it: bool) -> None:
+        """Let all threads share each of the next operations, or leave them to this one."""
+        num_threads = self._num_threads if is_worth_it else 1
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+
+    def run(self, parts: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Compute each part on a thread of its own. Raises a part's error once all have ended."""
+        if len(parts) == 1 or self._others is None:
+            return [part() for part in parts]
+        self.share_operations(False)
+        others = [self._others.submit(torch.inference_mode()(part)) for part in parts[1:]]
+        try:
+            first = parts[0]()
+        finally:
+            wait(others)
+        return [first, *(other.result() for other in others)]
 
 
 def _read_tokenizer(model_dir: str) -> Any | None:
     """The tokenizer, or None if the directory has none. Raises ModelError if it is broken."""
-    directory = Path(model_dir)
-    if directory.is_dir() and not any(next(directory.glob(name), None) for name in _TOKENIZER_FILES):
+    if not any(next(Path(model_dir).glob(name), None) for name in _TOKENIZER_FILES):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -285,7 +399,7 @@ def _read_tokenizer(model_dir: str) -> Any | None:
     return tokenizer
 
 
-def _read_model(model_dir: str, dtype: torch.dtype, kind: Any) -> Any:
+def _read_model(model_dir: str, kind: Any, dtype: torch.dtype) -> Any:
     """kind: the class of transformers that loads it. Its tower, if any, sees all of an image at once."""
     attention: Any = SLOT_ATTENTION
     if kind is AutoModelForImageTextToText:
@@ -302,47 +416,6 @@ def _read_model(model_dir: str, dtype: torch.dtype, kind: Any) -> Any:
     return model.eval()
 
 
-def _head(model: Any, is_scorer: bool) -> nn.Module:
-    head = getattr(model, "score", None) if is_scorer else model.get_output_embeddings()
-    if head is None:
-        name = type(model).__name__
-        raise ModelError(f"{name} has no head named score; reward models are decoders with a linear one on top")
-    return head
-
-
-def _routers(model: Any, model_dir: str) -> Routers | None:
-    try:
-        return find_routers(model, model_dir)
-    except ModelError as error:  # it generates all the same
-        log.warning("this server returns no routes: %s", error)
-        return None
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises AssertionError
-        raise ConfigError(f"device {name!r} cannot be used on this machine: {error}") from error
-    return device
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
-    return dtype
-
-
-def _context_length(config: Any, wanted: int | None) -> int:
-    limit = config.max_position_embeddings
-    if wanted is None:
-        return min(limit, DEFAULT_CONTEXT_LENGTH)
-    if wanted > limit:
-        raise ModelError(f"context_length is {wanted}; the model has positions for {limit} tokens at most")
-    return wanted
-
-
 def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence tokens of the model's configuration, its generation configuration and the tokenizer, if any."""
     found: set[int] = set()
@@ -353,22 +426,18 @@ def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
+def _slot_cache(config: Any, model: Any, max_rows: int, max_length: int) -> SlotCache:
+    """config: of the model's decoder."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, whose heads the model expands
         head_dim, num_kv_heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.num_attention_heads
         head_dim = max(head_dim, config.v_head_dim)
-    return CacheShape(
+    return SlotCache(
         num_layers=config.num_hidden_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=next(model.parameters()).dtype,
+        max_rows=max_rows,
+        max_length=max_length,
+        like=next(model.parameters()),
     )
-
-
-def _agree(fused: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether two ways through the model differ by rounding alone."""
-    many = 128 if own.dtype == torch.float32 else 8
-    roundings = many * torch.finfo(own.dtype).eps * own.abs().max().item()
-    return torch.allclose(fused.float(), own.float(), rtol=0.0, atol=roundings)

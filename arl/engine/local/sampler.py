@@ -1,21 +1,36 @@
-"""From logits to tokens, vectorised over the batch.
+"""From logits to tokens: grammars, filters, draws and stop strings, vectorised over the batch.
 
-Each sequence draws from a separate random stream, indexed by the token's position. So its samples depend only on its
-seed and its text, and not on the rest of the batch or on interruptions.
+    request's grammar --thread `arl-grammars`--> compiled --> one Constraint for each sequence
+    Constraint.fill --> Allowed (one mask for the rows of a step) --> BatchSampler --> Allowed.note, Constraint.accept
+
+xgrammar compiles, as in SGLang. Each sequence draws from a separate random stream, indexed by the token's position. So
+its samples depend only on its seed and its text, and not on the rest of the batch or on interruptions.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from arl.api.grammar import Grammar, schemas_in, unenforced
+from arl.api.sampling_mask import SetTable
 from arl.api.types import SamplingParams
-from arl.engine.local.grammars import Allowed
+from arl.api.version import install_command
+from arl.runtime.http.bodies import RequestError
+
+_MAX_CACHED = 256
+_MAX_WHITESPACE = 20
+"""Characters between two parts of a JSON: a line end and some levels of indentation. Without a bound, a weak model may
+write white space until its tokens are used up."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -23,6 +38,158 @@ _MIX_2 = 0x94D049BB133111EB
 
 _LIKELIEST = 1024
 """If a filter may keep fewer tokens, this many of the likeliest are examined first."""
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps those that were used last. Belongs to one event loop.
+
+    eos_ids: the tokens that end a response; they are allowed where a grammar may end, and nowhere else.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._compiler: Any = None
+        self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
+        self._compiling = ThreadPoolExecutor(1, "arl-grammars")
+
+    def compiled(self, grammar: Grammar) -> Future[Any]:
+        """The grammar as xgrammar's matchers take it; the future fails with RequestError if it cannot be honoured."""
+        future = self._compiled.get(grammar)
+        if future is None:
+            future = self._compiled[grammar] = self._compiling.submit(self._compile, grammar)
+            if len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return future
+
+    def _compile(self, grammar: Grammar) -> Any:
+        try:
+            import xgrammar
+        except ImportError:
+            raise RequestError(
+                f"a grammar needs xgrammar: {install_command('structured')}, where the server runs"
+            ) from None
+        if self._tokenizer is None:
+            raise RequestError("a grammar needs a tokenizer, which this model was saved without")
+        check_grammar(grammar)
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos_ids
+            )
+            # Without xgrammar's own cache, which takes token-level structural tags of different shapes for the same.
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        compile_kind: dict[str, Callable[[str], Any]] = {
+            "json_schema": partial(self._compiler.compile_json_schema, max_whitespace_cnt=_MAX_WHITESPACE),
+            "regex": self._compiler.compile_regex,
+            "structural_tag": self._compiler.compile_structural_tag,
+        }
+        try:
+            compiled = compile_kind[grammar.kind](grammar.text)
+        except (RuntimeError, ValueError, TypeError) as error:
+            said = str(error).strip()
+            reason = said.partition(".cc:")[2].partition(": ")[2] or said  # without the place in xgrammar's sources
+            raise RequestError(f"the {grammar.kind} cannot be compiled: {reason}") from None
+        bitmask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bitmask)
+        if not bitmask.any():
+            raise RequestError(f"the {grammar.kind} allows no token of this model to begin with: nothing matches it")
+        return compiled
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raise RequestError for what xgrammar would ignore, or crash on."""
+    text = grammar.text if grammar.kind == "regex" else json.dumps(json.loads(grammar.text), ensure_ascii=False)
+    if "\0" in text or "\\u0000" in text:
+        raise RequestError(f"the {grammar.kind} holds a NUL character, which xgrammar cannot take")
+    if grammar.kind == "json_schema":
+        check_schema(json.loads(text))
+    elif grammar.kind == "structural_tag":
+        left = [json.loads(text)]
+        while left:
+            value = left.pop()
+            if isinstance(value, list):
+                left += value
+            elif isinstance(value, dict):
+                for name, one in value.items():
+                    if name not in ("json_schema", "schema"):
+                        left.append(one)
+                    elif isinstance(one, dict):
+                        check_schema(one)
+
+
+def check_schema(schema: Any) -> None:
+    """Raise RequestError for a constraint that xgrammar would ignore."""
+    for part, path in schemas_in(schema):
+        reasons = [f"{keyword} {reason}" for keyword, reason in unenforced(part).items()]
+        reasons += [f"{name} is empty" for name in ("anyOf", "oneOf", "allOf") if part.get(name) == []]
+        if reasons:
+            at = "/".join(("#", *map(str, path)))
+            raise RequestError(f"the JSON schema at {at} cannot be honoured: {'; '.join(reasons)}")
+
+
+class Constraint:
+    """One sequence's place in its grammar."""
+
+    def __init__(self, compiled: Any, *, has_end: bool) -> None:
+        """has_end: the model has a token that ends a response; without one, the grammar's end is the response's."""
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not has_end)
+
+        self.fill: Callable[[np.ndarray, int], bool] = self._matcher.fill_next_token_bitmask
+        """(bitmask, row): write which tokens may come next; False if all may."""
+        self.accept: Callable[[int], bool] = self._matcher.accept_token
+        """Go on behind a token; False if the grammar does not allow it there."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing can follow."""
+        return self._matcher.is_terminated()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Allowed:
+    """The ids that the constrained rows of a step may sample."""
+
+    rows: Sequence[int]
+    """Their places among the step's rows."""
+    bits: np.ndarray
+    """uint8[rows, bytes]: a bit for each token, the lowest first."""
+    mask: torch.Tensor
+    """bool[rows, V], where the logits are."""
+    is_whole: Sequence[bool]
+    """Whether all tokens are allowed."""
+    is_alive: Sequence[bool]
+    """Whether any token is."""
+
+    @classmethod
+    def of(cls, constraints: Sequence[Constraint | None], size: int, device: Any) -> Allowed:
+        """For rows of which at least one has a constraint. size: the model's vocabulary."""
+        rows = [row for row, constraint in enumerate(constraints) if constraint is not None]
+        bitmask = np.full((len(rows), -(-size // 32)), -1, np.int32)
+        is_whole = [not c.fill(bitmask, i) for i, c in enumerate(c for c in constraints if c is not None)]
+        bits = bitmask.view(np.uint8)
+        mask = np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_)
+        is_alive = [bool(of_row.any()) for of_row in mask]
+        return cls(rows=rows, bits=bits, mask=torch.from_numpy(mask).to(device), is_whole=is_whole, is_alive=is_alive)
+
+    def only(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] with minus infinity for what is not allowed. A row in which nothing is keeps its logits."""
+        excluded = torch.zeros_like(logits, dtype=torch.bool)
+        excluded[self.rows] = ~self.mask & self.mask.any(1, keepdim=True)
+        return logits.masked_fill(excluded, -torch.inf)
+
+    def note(self, place: int, sets: SetTable) -> None:
+        """Add what the row at this place may sample to its sequence's table."""
+        key = self.bits[place].tobytes()
+        if self.is_whole[place]:
+            sets.add_free()
+        elif sets.knows(key):
+            sets.add(key)
+        else:
+            sets.add(key, self.mask[place].nonzero()[:, 0].int().cpu().numpy())
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -171,7 +338,9 @@ class BatchSampler:
         if filtered is None:
             return Samples(tokens=tokens.tolist(), logprobs=before, kept_logprobs=before, kept={})
         chosen[self.noted] -= filtered.sum(-1).log()
-        kept = dict(zip(self.noted, _ids_of_rows(filtered > 0), strict=True))
+        is_kept = filtered > 0
+        ids = is_kept.nonzero()[:, 1].int().cpu().numpy()
+        kept = dict(zip(self.noted, np.split(ids, is_kept.sum(-1).cumsum(0).tolist()[:-1]), strict=True))
         among = chosen.clamp(max=0).tolist()
         return Samples(tokens=tokens.tolist(), logprobs=before, kept_logprobs=among, kept=kept)
 
@@ -184,24 +353,22 @@ class BatchSampler:
         return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
 
 
-def _ids_of_rows(is_kept: torch.Tensor) -> list[np.ndarray]:
-    """The ids that each row of bool [B, V] holds, int32."""
-    ids = is_kept.nonzero()[:, 1].int().cpu().numpy()
-    ends = is_kept.sum(-1).cumsum(0).tolist()
-    return [ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
 class StopStrings:
     """Finds stop strings that end within the newest token, wherever token boundaries fall."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
+        """What each token reads on its own."""
 
     def find(self, output_ids: Sequence[int], stop: Sequence[str]) -> str | None:
         """The first of `stop` in the text of the newest tokens, or None. Called after each token."""
-        piece = self._piece(output_ids[-1])
-        if not any(_may_end_in(piece, string) for string in stop):
+        token = output_ids[-1]
+        if (piece := self._pieces.get(token)) is None:
+            piece = self._pieces[token] = self._decode([token])
+        # A token on its own may lose its spaces (empty or stripped pieces) or hold a part of a character (U+FFFD).
+        is_clear = piece and "\ufffd" not in piece
+        if is_clear and not any(string[-1] in piece or string[-1].isspace() for string in stop):
             return None
         # A token adds at least one byte of text, so these hold any match that the newest token completes.
         num_tokens = max(len(string.encode()) for string in stop) + 1
@@ -210,17 +377,3 @@ class StopStrings:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _piece(self, token_id: int) -> str:
-        if token_id not in self._pieces:
-            self._pieces[token_id] = self._decode([token_id])
-        return self._pieces[token_id]
-
-
-def _may_end_in(piece: str, string: str) -> bool:
-    """Whether a match of `string` can end within a token that reads `piece` on its own.
-
-    A token on its own may lose its spaces (empty or stripped pieces) or hold a part of a character (U+FFFD).
-    """
-    last = string[-1]
-    return last in piece or not piece or "\ufffd" in piece or last.isspace()

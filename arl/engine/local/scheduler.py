@@ -11,25 +11,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from arl.api.sampling_mask import SetTable
 from arl.api.settings.engines import RELEASED
-from arl.engine.local.grammars import Allowed, Constraint
-from arl.engine.local.memory import MemoryPart
-from arl.engine.local.runner import ModelRunner, StepInput
-from arl.engine.local.sampler import BatchSampler, Samples, StopStrings, random_stream
+from arl.engine.local.runner import MemoryPart, ModelRunner
+from arl.engine.local.sampler import Allowed, BatchSampler, Constraint, Samples, StopStrings, random_stream
 from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan, prefix_keys
-from arl.engine.local.vision_tower import Tower, shown_of
 from arl.runtime.http.bodies import RequestError
-
-_FIELDS = ("number", "decoded", "context", "prompt", "begun", "seconds")
 
 
 class IterationTimes:
@@ -43,15 +37,13 @@ class IterationTimes:
         self.clock: Callable[[], float] = time.thread_time if is_alone else time.perf_counter
         self._is_alone = is_alone
         self._sums: dict[tuple[int, bool], list[float]] = {}
-        """(bit length of the number of decoded requests, whether prompts were read) -> the sums of _FIELDS."""
+        """(bit length of the number of decoded requests, whether prompts were read) -> the number of iterations, and
+        the sums of what `add` gets."""
 
     def add(self, decoded: int, context: int, prompt: int, begun: int, seconds: float) -> None:
         """Count an iteration. context: tokens that the decoded requests held. begun: requests that got their first
         token."""
-        key = decoded.bit_length(), prompt > 0 or begun > 0
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = [0.0] * len(_FIELDS)
+        sums = self._sums.setdefault((decoded.bit_length(), prompt > 0 or begun > 0), [0.0] * 6)
         for i, value in enumerate((1, decoded, context, prompt, begun, seconds)):
             sums[i] += value
 
@@ -59,19 +51,6 @@ class IterationTimes:
         """The sums, in the form that arl.api.events.ServerWorked reads."""
         rows = [[reads, *self._sums[bits, reads]] for bits, reads in sorted(self._sums)]
         return {"is_cpu_time": self._is_alone, "iterations": rows}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
-    """A step's results for each of the plan's sampled rows: a sample, or a reward model's scores."""
-
-    samples: Samples = field(default_factory=lambda: Samples(tokens=[], logprobs=[], kept_logprobs=[], kept={}))
-    allowed: Allowed | None = None
-    """The ids that grammars allowed constrained rows, before filters."""
-    scores: Sequence[list[float]] = ()
-    """For each sampled row, one number for each label."""
-    given: Sequence[float] = ()
-    """Logprobs of given tokens, chunk after chunk."""
 
 
 class RunningBatch:
@@ -88,9 +67,9 @@ class RunningBatch:
         *,
         max_rows: int,
         prefill_tokens: int,
-        prefix_cache_bytes: int,
         weight_version: str,
         times: IterationTimes,
+        prefix_cache_bytes: int = 1 << 30,
     ) -> None:
         self._runner = runner
         self._times = times
@@ -118,16 +97,22 @@ class RunningBatch:
         return not self._rows and not self._waiting
 
     def add(self, job: Job) -> None:
-        """Queue a job that fits the context. A job with an unknown adapter finishes at once, with the reason."""
+        """Queue a job that fits the context. It finishes at once if its adapter is unknown, or if the tokens that it
+        continues break its grammar."""
         adapter = self._runner.adapters.find(job.adapter)
         if job.adapter and adapter is None:
             loaded = ", ".join(self._runner.adapters.loaded) or "none"
             job.abort(f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}", 400)
             return
         sampling = job.sampling
-        constraint = self._constraint(job)
-        if job.is_done:
-            return
+        constraint = None
+        if job.compiled is not None and not job.is_prefill_only:
+            constraint = Constraint(job.compiled.result(), has_end=bool(self._runner.eos_ids))
+            count = job.num_continued
+            for number, token in enumerate(job.input_ids[len(job.input_ids) - count :]):
+                if constraint.has_ended or not constraint.accept(token):
+                    job.abort(f"token {number} of the {count} that the response begins with breaks its grammar", 400)
+                    return
         if job.returns_kept_ids and not job.is_prefill_only:
             job.sets = SetTable(self._runner.vocab_size)
         tokens = [*job.input_ids, *job.output_ids]
@@ -151,26 +136,23 @@ class RunningBatch:
             )
         )
 
-    def _constraint(self, job: Job) -> Constraint | None:
-        """The job's place in its grammar, after the tokens that it continues. If these do not match, it is aborted."""
-        if job.compiled is None or job.is_prefill_only:
-            return None
-        has_end = bool(self._runner.eos_ids)
-        constraint = Constraint(job.compiled.result(), has_end=has_end)
-        begun = job.input_ids[len(job.input_ids) - job.num_continued :]
-        for number, token in enumerate(begun):
-            if constraint.has_ended or not constraint.accept(token):
-                job.abort(f"token {number} of the {len(begun)} that the response begins with breaks its grammar", 400)
-                return None
-        return constraint
-
     # ---- a step: plan, run, take ------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """Compute one step; returns the jobs that finished. If it raises, `fail` makes the batch sound again."""
+        """Compute one step; returns the jobs that finished. If it raises, `fail` makes the batch sound again.
+
+        Raises FloatingPointError if the model's results are not finite.
+        """
         began = self._times.clock()
         plan = self._plan()
-        ended = self._take(plan, self._run(plan))
+        logits, given = self._run(plan)
+        self._advance(plan, given)
+        rows = plan.sampled
+        ended = self._score(rows, logits) if self._runner.is_scorer else self._sample(rows, logits)
+        for row in ended:
+            self._retain(row)
+        for row in reversed(ended):
+            self._remove(row)
         n, chunks = plan.num_decoding, plan.input.chunks
         self._times.add(
             decoded=n,
@@ -179,7 +161,7 @@ class RunningBatch:
             begun=plan.num_sampled - n + len(plan.followers),
             seconds=self._times.clock() - began,
         )
-        return ended
+        return [row.job for row in ended]
 
     def _plan(self) -> StepPlan:
         alike = self._admit()
@@ -188,47 +170,26 @@ class RunningBatch:
         plan = StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
         return self._follow(plan, alike) if alike and plan.num_sampled == len(self._rows) else plan
 
-    def _run(self, plan: StepPlan) -> Computed:
-        """Run the model over the plan's tokens, and sample. Raises FloatingPointError if its results are not finite."""
-        step = plan.input if self._runner.tower is None else seen_by(plan, self._runner.tower)
+    def _run(self, plan: StepPlan) -> tuple[torch.Tensor, list[float]]:
+        """Logits [sampled rows, vocabulary], and the logprobs of given tokens, chunk after chunk."""
+        step = plan.input if self._runner.tower is None else plan.seen_by(self._runner.tower)
         adapted = [(row.adapter, length) for row, length in zip(plan.rows, plan.lengths, strict=True)]
         self._runner.adapters.use(adapted, self._runner.device)
         self._runner.cache.reserve(len(self._rows), max(step.positions) + 1)
         logits, given = self._runner.forward(step)
         if plan.leaders:
             logits = logits[torch.tensor([*range(plan.num_sampled), *plan.leaders], device=logits.device)]
-        if not plan.sampled:
-            computed = Computed(given=given)
-        elif self._runner.is_scorer:
-            computed = Computed(scores=logits.tolist())
-        else:
-            positions = [len(row.tokens) for row in plan.sampled]
-            sampler, allowed = self._sampler_of(plan.sampled), self._allowed(plan.sampled)
-            computed = Computed(samples=sampler.sample(logits, positions, allowed), allowed=allowed, given=given)
-        if math.isnan(sum(computed.samples.logprobs) + sum(computed.given) + sum(map(sum, computed.scores))):
-            raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
-        return computed
+        _check(given)
+        return logits, given
 
-    def _sampler_of(self, rows: Sequence[Row]) -> BatchSampler:
-        """The sampler of these rows: the previous step's, unless rows have joined or left."""
-        if self._sampler is None or self._sampled != rows:
-            params = [row.job.sampling for row in rows]
-            streams = [row.stream for row in rows]
-            notes = [row.job.returns_kept_ids for row in rows]
-            self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device, notes)
-            self._sampled = rows
-        return self._sampler
-
-    def _allowed(self, rows: Sequence[Row]) -> Allowed | None:
-        """The ids that these rows may sample; None if no row has a grammar."""
-        constraints = [row.constraint for row in rows]
-        if not any(constraints):
-            return None
-        return Allowed.of(constraints, self._runner.vocab_size, self._runner.device)
-
-    def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
-        self._note_routes(plan)
+    def _advance(self, plan: StepPlan, given: Sequence[float]) -> None:
+        """Note what the step computed: keys and values, routes, logprobs of given tokens."""
+        start = 0
         for row, length in zip(plan.rows, plan.lengths, strict=True):
+            if row.experts is not None and self._runner.experts is not None:
+                of_row = self._runner.experts[start : start + length]
+                row.experts[row.num_computed : row.num_computed + length] = of_row
+            start += length
             row.num_computed += length
         self._num_decoding = len(plan.sampled)
         first = len(plan.rows)
@@ -239,34 +200,36 @@ class RunningBatch:
         for row, leader in zip(plan.followers, plan.leaders, strict=True):
             row.num_computed = len(row.tokens)
             _copy_routes(plan.rows[leader], row, row.num_computed)
-        given = iter(computed.given)
+        of_chunks = iter(given)
         for row, count in zip(plan.prefilling, plan.given_counts, strict=True):
-            row.job.input_logprobs += islice(given, count)
-        take = self._take_scores if self._runner.is_scorer else self._take_tokens
-        ended = take(plan.sampled, computed)
-        for row in ended:
-            _settle(row)
-            self._retain(row)
-        for row in reversed(ended):
-            self._remove(row)
-        return [row.job for row in ended]
+            row.job.input_logprobs += islice(of_chunks, count)
 
-    def _note_routes(self, plan: StepPlan) -> None:
-        """Keep which experts computed the step's tokens."""
-        if (experts := self._runner.experts) is None:
-            return
-        start = 0
-        for row, length in zip(plan.rows, plan.lengths, strict=True):
-            assert row.experts is not None
-            row.experts[row.num_computed : row.num_computed + length] = experts[start : start + length]
-            start += length
+    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> list[Row]:
+        """Give each row its next token; returns the rows that end with it."""
+        if not rows:
+            return []
+        if self._sampler is None or self._sampled != rows:  # else the sampler of the step before serves
+            params = [row.job.sampling for row in rows]
+            streams = [row.stream for row in rows]
+            notes = [row.job.returns_kept_ids for row in rows]
+            self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device, notes)
+            self._sampled = rows
+        constraints = [row.constraint for row in rows]
+        allowed = None
+        if any(constraints):
+            allowed = Allowed.of(constraints, self._runner.vocab_size, self._runner.device)
+        samples = self._sampler.sample(logits, [len(row.tokens) for row in rows], allowed)
+        _check(samples.logprobs)
+        for number, ids in samples.kept.items():
+            if (sets := rows[number].job.sets) is not None:
+                sets.add_free() if len(ids) == self._runner.vocab_size else sets.add(ids.tobytes(), ids)
+        dead = set[int]() if allowed is None else _accept(rows, allowed, samples)
+        return self._extend(rows, samples, dead)
 
-    def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> list[Row]:
-        """Hand out the step's samples; returns the rows that end with them."""
+    def _extend(self, rows: Sequence[Row], samples: Samples, dead: Collection[int]) -> list[Row]:
+        """Append the samples; returns the rows that end with them. dead: rows whose grammar allows nothing."""
         version = self.weight_version
         ended: list[Row] = []
-        dead = self._note(rows, computed)
-        samples = computed.samples
         told = zip(rows, samples.tokens, samples.logprobs, samples.kept_logprobs, strict=True)
         for number, (row, token, logprob, kept_logprob) in enumerate(told):
             job, tokens = row.job, row.tokens
@@ -284,49 +247,27 @@ class RunningBatch:
             if job.returns_kept_ids:
                 job.kept_logprobs.append(kept_logprob)
             job.versions.append(version)
-            if row.stop or token in row.stop_ids or len(tokens) >= row.max_length or _has_matched(row):
-                job.finish_reason = self._finish_reason(row, token)
-                if job.is_done:
-                    ended.append(row)
+            if row.stop and (matched := self._stop_strings.find(job.output_ids, row.stop)) is not None:
+                job.finish_reason = {"type": "stop", "matched": matched}
+            elif token in row.stop_ids:
+                job.finish_reason = {"type": "stop", "matched": token}
+            elif row.constraint is not None and row.constraint.has_ended:
+                job.finish_reason = {"type": "stop", "matched": token if token in self._runner.eos_ids else None}
+            elif len(tokens) >= row.max_length:
+                job.finish_reason = {"type": "length", "length": len(job.output_ids)}
+            else:
+                continue
+            ended.append(row)
         return ended
 
-    def _note(self, rows: Sequence[Row], computed: Computed) -> set[int]:
-        """Note what tokens were sampled among, and take constrained rows on in their grammars. Returns the rows whose
-        grammar allows nothing."""
-        for number, ids in computed.samples.kept.items():
-            if (sets := rows[number].job.sets) is not None:
-                sets.add_free() if len(ids) == self._runner.vocab_size else sets.add(ids.tobytes(), ids)
-        dead: set[int] = set()
-        for place, number in enumerate(computed.allowed.rows if computed.allowed else ()):
-            row, token = rows[number], computed.samples.tokens[number]
-            assert computed.allowed is not None
-            assert row.constraint is not None
-            if not computed.allowed.is_alive[place]:
-                dead.add(number)
-                continue
-            if row.job.sets is not None and number not in computed.samples.kept:
-                computed.allowed.note(place, row.job.sets)
-            if not row.constraint.accept(token):
-                raise RuntimeError(f"a grammar refused token {token}, which it had allowed")
-        return dead
-
-    def _take_scores(self, rows: Sequence[Row], computed: Computed) -> Sequence[Row]:
-        for row, of_labels in zip(rows, computed.scores, strict=True):
+    def _score(self, rows: Sequence[Row], scores: torch.Tensor) -> Sequence[Row]:
+        """scores: [rows, labels]."""
+        for row, of_labels in zip(rows, scores.tolist() if rows else (), strict=True):
+            _check(of_labels)
             row.job.scores = of_labels
             row.job.versions = [self.weight_version]
             row.job.finish_reason = {"type": "length", "length": 0}
         return rows
-
-    def _finish_reason(self, row: Row, token: int) -> dict[str, str | int | None] | None:
-        if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
-            return {"type": "stop", "matched": matched}
-        if token in row.stop_ids:
-            return {"type": "stop", "matched": token}
-        if _has_matched(row):
-            return {"type": "stop", "matched": token if token in self._runner.eos_ids else None}
-        if len(row.tokens) >= row.max_length:
-            return {"type": "length", "length": len(row.job.output_ids)}
-        return None
 
     def _retain(self, row: Row) -> None:
         if not row.is_mixed:
@@ -395,6 +336,7 @@ class RunningBatch:
 
     def _remove(self, row: Row) -> None:
         """Take a row out. The last decoding row moves into its place, and the last row into the decoding row's."""
+        _settle(row)
         self._prefixes.remove(row)
         hole = row.index
         row.index = -1
@@ -417,15 +359,10 @@ class RunningBatch:
     def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
         """Finish and return a job, or all jobs, with their tokens so far. Aborting all never touches the device."""
         if rid is None:
-            running = self._take_out_all()
-            for row in running:
-                _settle(row)
-            ended = [*running, *self._waiting]
+            ended = [*self._take_out_all(), *self._waiting]
             self._waiting.clear()
         else:
             running = [row for row in self._rows if row.job.rid == rid]
-            for row in running:
-                _settle(row)
             waiting = [row for row in self._waiting if row.job.rid == rid]
             for row in running:
                 self._remove(row)
@@ -450,7 +387,6 @@ class RunningBatch:
         """Put the running sequences back to the head of the queue, without their keys and values."""
         rows = self._take_out_all()
         for row in rows:
-            _settle(row)
             row.keys = prefix_keys(row.tokens, row.extra_key, row.keys)
         self._waiting.extendleft(reversed(rows))
 
@@ -458,25 +394,22 @@ class RunningBatch:
         rows, self._rows = self._rows, []
         self._num_decoding = 0
         for row in rows:
+            _settle(row)
             self._prefixes.remove(row)
             row.index = -1
         return rows
 
     def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> None:
-        """Change weights. From now on, other sequences find no keys and values of the old weights."""
+        """Change weights. Tokens sampled from then on carry weight_version, and later jobs find no keys and values of
+        the old weights. Raises WeightsError, and changes nothing, on a misfit."""
         self._runner.load(tensors)
         self.flush()
         for row in self._rows:
             row.is_mixed = row.num_computed > 0
         self.weight_version = weight_version
 
-    @property
-    def can_compute(self) -> bool:
-        """Its memory is there, and its weights are."""
-        return not self._runner.occupation.released and not self._runner.occupation.lacks_weights
-
     def release(self, parts: Collection[MemoryPart]) -> None:
-        """Let go of memory. Raises RequestError while sequences run, whose keys and values would be lost."""
+        """Release memory. Raises RequestError while sequences run, whose keys and values would be lost."""
         if self._rows:
             raise RequestError(
                 f"{len(self._rows)} requests are running: pause generation in mode abort or retract before their "
@@ -485,16 +418,36 @@ class RunningBatch:
         self.flush()
         if self._runner.tower is not None:
             self._runner.tower.forget()
-        self._runner.occupation.release(parts)
+        self._runner.release(parts)
         if "weights" in parts:
             self.weight_version = RELEASED
-
-    def resume(self, parts: Collection[MemoryPart]) -> None:
-        self._runner.occupation.resume(parts)
 
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""
         self._prefixes.clear()
+
+
+def _check(numbers: Iterable[float]) -> None:
+    if math.isnan(sum(numbers)):
+        raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
+
+
+def _accept(rows: Sequence[Row], allowed: Allowed, samples: Samples) -> set[int]:
+    """Take constrained rows on in their grammars, and note what they allowed where no filter narrowed it.
+
+    Returns the rows whose grammar allows nothing.
+    """
+    dead: set[int] = set()
+    for place, number in enumerate(allowed.rows):
+        row, token = rows[number], samples.tokens[number]
+        if not allowed.is_alive[place]:
+            dead.add(number)
+            continue
+        if row.job.sets is not None and number not in samples.kept:
+            allowed.note(place, row.job.sets)
+        if row.constraint is not None and not row.constraint.accept(token):
+            raise RuntimeError(f"a grammar refused token {token}, which it had allowed")
+    return dead
 
 
 def _copy_routes(source: Prefix, target: Row, length: int) -> None:
@@ -507,31 +460,3 @@ def _settle(row: Row) -> None:
     """Keep the routes of what was computed, also if it will be computed again; but not before a token was sampled."""
     if row.experts is not None and (row.job.output_ids or row.job.is_done):
         row.job.settle_routes(row.experts[: row.num_computed])
-
-
-def _has_matched(row: Row) -> bool:
-    """Whether its grammar lets nothing follow."""
-    return row.constraint is not None and row.constraint.has_ended
-
-
-def seen_by(plan: StepPlan, tower: Tower) -> StepInput:
-    """The plan's input, with the images of its rows. Computes those that the tower does not know yet."""
-    if not any(row.view for row in plan.rows):
-        return plan.input
-    ids = list(plan.input.token_ids)
-    rotary = np.tile(np.array(plan.input.positions, np.int64), (3, 1))
-    parts: list[tuple[int, torch.Tensor]] = []
-    start = 0
-    for row, length in zip(plan.rows, plan.lengths, strict=True):
-        if (view := row.view) is not None:
-            known, tokens = row.num_computed, slice(start, start + length)
-            if known >= view.end:
-                rotary[:, tokens] += view.shift
-            else:
-                rotary[:, tokens] = view.positions(known, known + length)
-            for image, index, first, last in view.parts(known, known + length):
-                place = start + index - known
-                ids[place : place + last - first] = [view.placeholder] * (last - first)
-                parts.append((place, tower.vectors(image, row.adapter)[:, first:last]))
-        start += length
-    return replace(plan.input, token_ids=ids, rotary=rotary if parts else rotary[0], shown=shown_of(parts))

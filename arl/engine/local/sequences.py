@@ -7,84 +7,23 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from arl.api.images import Image, PlacedImage
 from arl.api.routed_experts import Routes
 from arl.api.sampling_mask import SetTable
 from arl.api.types import SamplingParams
-from arl.data.image_processor import ImageProcessor
 from arl.engine.local.adapters import Adapter
-from arl.engine.local.grammars import Constraint
 from arl.engine.local.runner import StepInput
+from arl.engine.local.sampler import Constraint
 from arl.engine.local.slot_attention import Chunk
-
-
-class View:
-    """Images among the tokens of a sequence, which `check_images` has found to be right."""
-
-    def __init__(self, images: Sequence[PlacedImage], processor: ImageProcessor) -> None:
-        self.images = images
-        self.placeholder = processor.image_token_id
-        end = images[-1].stop
-        positions = processor.positions(end + 1, images)
-        self._positions = positions[:, :end]
-        self.end = end
-        """Behind the last image."""
-        self.shift = int(positions[0, end]) - end
-        """What the position of a token from `end` on adds to its index."""
-
-    def marked(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens, with a number for each image in the place of its placeholders: prefixes with different images
-        have different tokens, and those with equal ones the same."""
-        marked = list(token_ids)
-        for placed in self.images:
-            marked[placed.start : placed.stop] = [-1 - int(placed.image.digest, 16)] * (placed.stop - placed.start)
-        return marked
-
-    def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """int64[3, stop - start]: time, row and column of the tokens start..stop-1."""
-        after = np.arange(max(start, self.end), max(stop, self.end)) + self.shift
-        return np.concatenate([self._positions[:, start:stop], np.broadcast_to(after, (3, len(after)))], axis=1)
-
-    def parts(self, start: int, stop: int) -> Iterator[tuple[Image, int, int, int]]:
-        """The parts of images among the tokens start..stop-1: the image, the index of the part's first token, and the
-        first and the last (excluded) of the image's placeholders that it has."""
-        for placed in self.images:
-            first, last = max(placed.start, start), min(placed.stop, stop)
-            if first < last:
-                yield placed.image, first, first - placed.start, last - placed.start
-
-
-def check_images(processor: ImageProcessor, token_ids: np.ndarray, images: Sequence[PlacedImage]) -> None:
-    """Raise ImageError unless the tokens have a placeholder for each vector of these images, and no others.
-
-    A model can sample the placeholder's token; then it is a token like others. But those between <|vision_start|> and
-    <|vision_end|> belong to an image that was forgotten.
-    """
-    is_word = token_ids == processor.image_token_id
-    for start, stop in tagged(token_ids, processor):
-        if stop < len(token_ids) and token_ids[stop] == processor.vision_end_token_id:
-            is_word[start:stop] = False
-    for placed in images:
-        is_word[placed.start : placed.stop] = False
-    processor.check(np.where(is_word, -1, token_ids), images)
-
-
-def tagged(ids: np.ndarray, processor: ImageProcessor) -> list[list[int]]:
-    """(start, stop) of the placeholders after each <|vision_start|>, in order."""
-    starts = np.flatnonzero((ids[:-1] == processor.vision_start_token_id) & (ids[1:] == processor.image_token_id)) + 1
-    stops = np.flatnonzero(np.append(ids != processor.image_token_id, True))
-    return np.stack([starts, stops[np.searchsorted(stops, starts)]], 1).tolist()
-
+from arl.engine.local.vision import ShownImages, Tower, View
 
 _BLOCK = 16
 """Prefixes are indexed at multiples of this many tokens, and at a sequence's end."""
@@ -148,13 +87,10 @@ class Job:
         return self.finish_reason is not None
 
     @property
-    def num_input_logprobs(self) -> int:
-        """How many of its prompt's tokens need a logprob."""
-        return 0 if self.logprob_start is None else max(0, len(self.input_ids) - 1 - self.logprob_start)
-
-    @property
     def lacks_input_logprobs(self) -> bool:
-        return len(self.input_logprobs) < self.num_input_logprobs
+        return (
+            self.logprob_start is not None and self.logprob_start + len(self.input_logprobs) < len(self.input_ids) - 1
+        )
 
     def scored(self, start: int, end: int) -> range:
         """The prompt's positions in start..end-1 whose logits give a needed and still missing logprob."""
@@ -164,21 +100,18 @@ class Job:
 
     def version_spans(self) -> list[dict[str, Any]]:
         """Runs of equal versions among its output tokens: [{"version", "start", "end"}, ..], end exclusive."""
-        lengths = [(version, len(list(run))) for version, run in groupby(self.versions)]
-        ends = accumulate(length for _, length in lengths)
-        return [
-            {"version": version, "start": end - length, "end": end}
-            for (version, length), end in zip(lengths, ends, strict=True)
-        ]
+        spans: list[dict[str, Any]] = []
+        end = 0
+        for version, run in groupby(self.versions):
+            start, end = end, end + len(list(run))
+            spans.append({"version": version, "start": start, "end": end})
+        return spans
 
-    def settle_routes(self, experts: np.ndarray | None) -> None:
+    def settle_routes(self, experts: np.ndarray) -> None:
         """experts: of the first tokens of prompt and output. Of tokens that were known before, the old routes stay:
         what was sampled after them was sampled under these."""
-        if self.experts is not None and experts is not None:
-            experts = np.concatenate([self.experts, experts[len(self.experts) :]])
-        elif experts is not None:
-            experts = experts.copy()
-        self.experts = self.experts if experts is None else experts
+        known = experts[:0] if self.experts is None else self.experts
+        self.experts = np.concatenate([known, experts[len(known) :]])
 
     def returned_routes(self) -> Routes | None:
         """The routes of the tokens from routes_from on, without the last; None if they were not asked for, or are
@@ -206,16 +139,6 @@ class Prefix:
     keys: list[tuple[int, int]] = field(kw_only=True)
     """(length, key of the first `length` tokens), as `prefix_keys` makes them; a PrefixIndex finds it by these."""
 
-    def common_length(self, tokens: Sequence[int], at_least: int) -> int:
-        """How many leading tokens are equal; 0 if fewer than `at_least`."""
-        if self.tokens[:at_least] != tokens[:at_least]:
-            return 0
-        end = min(len(self.tokens), len(tokens))
-        length = min(at_least, end)
-        while length < end and self.tokens[length] == tokens[length]:
-            length += 1
-        return length
-
 
 @dataclass(slots=True, eq=False)
 class Retained(Prefix):
@@ -234,12 +157,15 @@ class PrefixIndex:
 
     def find(self, row: Row) -> tuple[Prefix, int] | None:
         """The prefix of its extra key that shares most tokens with a row, and the number of shared tokens."""
-        best, indexed_length = None, 0
-        for length, key in row.keys:
+        best, length = None, 0
+        for indexed_length, key in row.keys:
             if (prefix := self._by_key.get(key)) and prefix.extra_key == row.extra_key:
-                best, indexed_length = prefix, length
-        if best is None or not (length := best.common_length(row.tokens, indexed_length)):
+                best, length = prefix, indexed_length
+        if best is None or best.tokens[:length] != row.tokens[:length]:  # hashes may be equal by chance
             return None
+        end = min(len(best.tokens), len(row.tokens))
+        while length < end and best.tokens[length] == row.tokens[length]:
+            length += 1
         if isinstance(best, Retained):
             self._retained.move_to_end(best)
         return best, length
@@ -319,9 +245,8 @@ class Row(Prefix):
         The last token always needs logits; so do the tokens that give logprobs of the prompt.
         """
         before_last = len(self.tokens) - 1
-        if self.job.logprob_start is None or not self.job.lacks_input_logprobs:
-            return before_last
-        return min(before_last, self.job.logprob_start)
+        start = self.job.logprob_start
+        return before_last if start is None or not self.job.lacks_input_logprobs else min(before_last, start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +270,12 @@ class StepPlan:
 
         prefill_tokens: most tokens in all chunks. A row gets a chunk only if every row before it ends with its chunk.
         """
-        chunks = _chunks(rows[num_decoding:], prefill_tokens)
+        chunks: list[Chunk] = []
+        for row in rows[num_decoding:]:
+            if prefill_tokens == 0:
+                break
+            chunks.append(Chunk(row=row.index, start=row.num_computed, length=min(row.num_pending, prefill_tokens)))
+            prefill_tokens -= chunks[-1].length
         rows = rows[: num_decoding + len(chunks)]
         decoding, prefilling = rows[:num_decoding], rows[num_decoding:]
         parts = list(zip(prefilling, chunks, strict=True))
@@ -390,13 +320,30 @@ class StepPlan:
         """How many tokens of each row the step computes."""
         return [1] * self.num_decoding + [chunk.length for chunk in self.input.chunks]
 
-
-def _chunks(rows: Sequence[Row], prefill_tokens: int) -> list[Chunk]:
-    chunks: list[Chunk] = []
-    for row in rows:
-        if prefill_tokens == 0:
-            break
-        chunk = Chunk(row=row.index, start=row.num_computed, length=min(row.num_pending, prefill_tokens))
-        chunks.append(chunk)
-        prefill_tokens -= chunk.length
-    return chunks
+    def seen_by(self, tower: Tower) -> StepInput:
+        """The input, with the images of its rows. Computes those that the tower does not know yet."""
+        if not any(row.view for row in self.rows):
+            return self.input
+        ids = list(self.input.token_ids)
+        rotary = np.tile(np.array(self.input.positions, np.int64), (3, 1))
+        places: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        start = 0
+        for row, length in zip(self.rows, self.lengths, strict=True):
+            if (view := row.view) is not None:
+                known, tokens = row.num_computed, slice(start, start + length)
+                if known >= view.end:
+                    rotary[:, tokens] += view.shift
+                else:
+                    rotary[:, tokens] = view.positions(known, known + length)
+                for image, index, first, last in view.parts(known, known + length):
+                    place = start + index - known
+                    ids[place : place + last - first] = [view.placeholder] * (last - first)
+                    places.append(torch.arange(place, place + last - first))
+                    parts.append(tower.vectors(image, row.adapter)[:, first:last])
+            start += length
+        if not parts:
+            return replace(self.input, token_ids=ids, rotary=rotary[0])
+        vectors = torch.cat(parts, 1)
+        shown = ShownImages(torch.cat(places).to(vectors.device), vectors)
+        return replace(self.input, token_ids=ids, rotary=rotary, shown=shown)

@@ -33,25 +33,17 @@ _FIRST_CAPACITY = 256
 """A new cache's rows, and the positions of each. The cache doubles whichever runs out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheShape:
-    """The size of one position of one sequence: keys and values of every layer."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
 class SlotCache:
     """Keys and values [layers, 2, rows, kv heads, capacity, head dim]; row i belongs to the i-th running sequence."""
 
-    def __init__(self, shape: CacheShape, max_rows: int, max_length: int, device: torch.device) -> None:
-        self.shape = shape
-        self.max_length = max_length
-        self._max_rows = max_rows
-        self.device = device
-        both = torch.tensor([0.0, -torch.inf], dtype=shape.dtype, device=device)
+    def __init__(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, max_rows: int, max_length: int, like: torch.Tensor
+    ) -> None:
+        """like: it has the dtype and the device of keys and values."""
+        self.num_kv_heads, self.head_dim, self.max_length = num_kv_heads, head_dim, max_length
+        self._num_layers, self._max_rows = num_layers, max_rows
+        self.device, self._dtype = like.device, like.dtype
+        both = torch.tensor([0.0, -torch.inf], dtype=like.dtype, device=like.device)
         self._seen_then_hidden = both.repeat_interleave(max_length)
         self.resume()
 
@@ -65,25 +57,25 @@ class SlotCache:
 
     def release(self) -> None:
         """Forget everything and hold no memory. Only `resume` may follow."""
-        self._data = torch.empty(0, dtype=self.shape.dtype, device=self.device)
+        self._data = torch.empty(0, dtype=self._dtype, device=self.device)
         self._rows, self._vectors = (), []
 
     def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
         """Zeros: attention multiplies everything beyond a sequence's end by 0, so it must be finite."""
-        s = self.shape
-        size = (s.num_layers, 2, num_rows, s.num_kv_heads, capacity, s.head_dim)
+        size = (self._num_layers, 2, num_rows, self.num_kv_heads, capacity, self.head_dim)
         if self.device.type != "cpu":
-            return torch.zeros(size, dtype=s.dtype, device=self.device)
+            return torch.zeros(size, dtype=self._dtype, device=self.device)
         # Unlike torch's, numpy's zeros take memory and time only once they are touched.
-        return torch.from_numpy(np.zeros(math.prod(size) * s.dtype.itemsize, np.uint8)).view(s.dtype).view(size)
+        zeros = np.zeros(math.prod(size) * self._dtype.itemsize, np.uint8)
+        return torch.from_numpy(zeros).view(self._dtype).view(size)
 
     def _use(self, data: torch.Tensor) -> None:
         self._data = data
         self.num_rows, self.capacity = data.shape[2], data.shape[4]
         """Rows, and the positions that each holds without growing."""
         self._rows = data.unbind(2)
-        self._vectors = [layer.view(-1, self.shape.head_dim) for layer in data]
-        keys = np.arange(self.num_rows * self.shape.num_kv_heads).reshape(self.num_rows, -1)
+        self._vectors = [layer.view(-1, self.head_dim) for layer in data]
+        keys = np.arange(self.num_rows * self.num_kv_heads).reshape(self.num_rows, -1)
         self._lines = np.concatenate([keys, keys + keys.size], axis=1) * self.capacity
         """Where each row's keys and values begin among the vectors of a layer: int64[rows, 2 x kv heads]."""
 
@@ -91,9 +83,12 @@ class SlotCache:
         """Hold at least `num_rows` rows of `length` positions, and keep the present contents."""
         if num_rows <= self.num_rows and length <= self.capacity:
             return
-        num_rows = _grow(self.num_rows, num_rows, self._max_rows)
-        length = _grow(self.capacity, length, self.max_length)
-        grown = self._allocate(num_rows, length)
+        rows, capacity = self.num_rows, self.capacity
+        while rows < num_rows:
+            rows *= 2
+        while capacity < length:
+            capacity *= 2
+        grown = self._allocate(min(rows, self._max_rows), min(capacity, self.max_length))
         grown[:, :, : self.num_rows, :, : self.capacity] = self._data
         self._use(grown)
 
@@ -106,10 +101,8 @@ class SlotCache:
         self._vectors[layer][places] = keys_values
 
     def view(self, first: int, last: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the first `context` positions of rows first..last-1; valid until the cache grows.
-
-        [layers, rows, kv heads, context, head dim]
-        """
+        """Keys and values in the first `context` positions of rows first..last-1; valid until the cache grows:
+        [layers, rows, kv heads, context, head dim]."""
         keys, values = self._data[:, :, first:last, :, :context].unbind(1)
         return keys, values
 
@@ -138,13 +131,6 @@ class SlotCache:
     def restore(self, row: int, exported: torch.Tensor, length: int) -> None:
         """Write the first `length` positions of an exported row into `row`."""
         self._rows[row].narrow(3, 0, length).copy_(exported.narrow(3, 0, length))
-
-
-def _grow(size: int, wanted: int, limit: int) -> int:
-    """`size`, doubled until it holds `wanted`; at most `limit`."""
-    while size < wanted:
-        size *= 2
-    return min(size, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,9 +228,9 @@ def _split(positions: np.ndarray) -> list[tuple[int, int]]:
 
 def _segment(cache: SlotCache, positions: np.ndarray, tokens: slice, first_row: int) -> Segment:
     places = positions[tokens]
-    context = max(int(places.max()) + 1, min(-(-_QUICK_PRODUCT // cache.shape.head_dim), cache.capacity))
+    context = max(int(places.max()) + 1, min(-(-_QUICK_PRODUCT // cache.head_dim), cache.capacity))
     is_one_length = places.min() == places.max()
-    bias = cache.bias((places[:1] if is_one_length else np.repeat(places, cache.shape.num_kv_heads))[:, None], context)
+    bias = cache.bias((places[:1] if is_one_length else np.repeat(places, cache.num_kv_heads))[:, None], context)
     keys, values = cache.view(first_row + tokens.start, first_row + tokens.stop, context)
     return Segment(
         keys=keys.flatten(1, 2).transpose(2, 3).unbind(), values=values.flatten(1, 2).unbind(), tokens=tokens, bias=bias
@@ -347,30 +333,24 @@ def slot_attention(
     """
     if slot_batch is None:
         raise ModelError("the model does not pass keyword arguments to its attention; the embedded server needs that")
-    _refuse_unknown(options, slot_batch)
-    layer: Any = module.layer_idx
-    num_heads, width, value_width = query.shape[1], slot_batch.cache.shape.head_dim, value.shape[3]
-    query, key, value = (_widened(part[0], width) for part in (query, key, value))
-    keys_values = torch.cat([key, value]).transpose(0, 1)
-    output = attend(layer, query.transpose(0, 1), keys_values, slot_batch, scaling)
-    return output.view(1, -1, num_heads, width)[..., :value_width], None
-
-
-def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:
-    """With zeros at the end of each head: keys and values of unequal sizes share a cache."""
-    return heads if heads.shape[-1] == width else F.pad(heads, (0, width - heads.shape[-1]))
-
-
-def _refuse_unknown(options: dict[str, Any], batch: SlotBatch) -> None:
     window = options.get("sliding_window")
-    if window is not None and window < batch.cache.max_length:
+    if window is not None and window < slot_batch.cache.max_length:
         raise ModelError(
             f"the model attends to a sliding window of {window} tokens, which the embedded server does not support; "
             f"set context_length to at most {window}"
         )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ModelError(f"the model's attention uses {name}, which the embedded server does not support")
+    if used := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
+        raise ModelError(f"the model's attention uses {used[0]}, which the embedded server does not support")
+    layer: Any = module.layer_idx
+    num_heads, width, value_width = query.shape[1], slot_batch.cache.head_dim, value.shape[3]
+    # Zeros at the end of each head: keys and values of unequal sizes share a cache.
+    query, key, value = (
+        part[0] if part.shape[-1] == width else F.pad(part[0], (0, width - part.shape[-1]))
+        for part in (query, key, value)
+    )
+    keys_values = torch.cat([key, value]).transpose(0, 1)
+    output = attend(layer, query.transpose(0, 1), keys_values, slot_batch, scaling)
+    return output.view(1, -1, num_heads, width)[..., :value_width], None
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,35 +80,30 @@ def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, t
     """The weights of a model directory, sharded or not. Raises WeightsError unless their shapes are exactly these."""
     if not os.path.isabs(directory):
         raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
+    if not os.path.isdir(directory):
+        raise WeightsError(f"model_path is {directory!r}, which is not a directory this server can see")
+    names, index = {_SINGLE}, Path(directory, _INDEX)
+    if not Path(directory, _SINGLE).is_file():
+        if not index.is_file():
+            raise WeightsError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{index} is not an index of weight files: {error!r}") from error
     tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(Path(directory)):
+    for file in sorted(Path(directory, name) for name in names):
         try:
             with safe_open(str(file), framework="pt") as opened:
                 # A clone reads the file now, on this thread; safetensors reads page by page when a tensor is used.
                 tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"cannot read {file}: {error}") from error
-    if is_tied:
-        tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" or name in shapes}
+    if is_tied and "lm_head.weight" not in shapes:
+        tensors.pop("lm_head.weight", None)
     check_fit(tensors, shapes)
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise WeightsError(f"{directory} lacks {named(missing)}, which the served model has")
     return tensors
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    if not directory.is_dir():
-        raise WeightsError(f"model_path is {str(directory)!r}, which is not a directory this server can see")
-    if not index.is_file():
-        raise WeightsError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
-    try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of weight files: {error!r}") from error
-    return sorted(directory / shard for shard in shards)
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
@@ -129,17 +123,6 @@ def named(names: Iterable[str]) -> str:
 
 
 # Weights that a trainer broadcasts: process groups, and the begin .. end transaction that applies them at once.
-
-
-Expected = tuple[str, str, Sequence[int]]
-"""The name, dtype and shape of a tensor that the trainer announces."""
-
-
-@dataclass(slots=True)
-class _Transaction:
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    weight_version: str = ""
-    failure: str | None = None
 
 
 def join_group(group: WeightGroup, rank: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -186,7 +169,10 @@ class WeightReceiver:
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._open: _Transaction | None = None
+        self._open: dict[str, torch.Tensor] | None = None
+        """What the open transaction has received."""
+        self._version, self._failure = "", ""
+        """Of the open transaction: the last call's version, and why it failed."""
         self._left: set[str] = set()
         self._waiting: dict[str, threading.Event] = {}
 
@@ -221,33 +207,39 @@ class WeightReceiver:
     def begin(self) -> None:
         if self._open is not None:
             raise WeightsError("a weight-update session is already open; call end_weight_update() first")
-        self._open = _Transaction()
+        self._open, self._version, self._failure = {}, "", ""
 
-    def receive(self, group_name: str, expected: Sequence[Expected], weight_version: str) -> None:
-        """Receive rank 0's broadcast, in which the expected tensors lie end to end. The last call's version counts."""
+    def receive(self, name: str, expected: Sequence[tuple[str, str, Sequence[int]]], weight_version: str) -> None:
+        """Receive the broadcast of a group's rank 0, in which the expected tensors lie end to end: (name, dtype, shape)
+        of each."""
         if self._open is None:
             raise WeightsError(
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         try:
-            buffer, tensors = _buffer(expected, self._device, self._most_bytes)
-            self._fill(buffer, group_name)
+            flat, tensors = _buffer(expected, self._device, self._most_bytes)
+            if (group := self._groups.get(name)) is None:
+                raise WeightsError(f"no group {name!r}; call init_weights_update_group() first")
+            try:
+                self._wait(name, dist.broadcast, flat, None, group, False, 0)
+            except RuntimeError as error:
+                dist.destroy_process_group(self._groups.pop(name))
+                raise WeightsError(f"receiving from the group {name!r} failed: {first_line(error)}") from error
             check_fit(tensors, self._parameters)
         except WeightsError as error:
-            self._open.failure = str(error)
+            self._failure = str(error)
             raise
-        self._open.tensors.update(tensors)
-        self._open.weight_version = weight_version
+        self._open.update(tensors)
+        self._version = weight_version
 
-    def _fill(self, buffer: torch.Tensor, group_name: str) -> None:
-        group = self._groups.get(group_name)
-        if group is None:
-            raise WeightsError(f"no group {group_name!r}; call init_weights_update_group() first")
-        try:
-            self._wait(group_name, dist.broadcast, buffer, None, group, False, 0)
-        except RuntimeError as error:
-            dist.destroy_process_group(self._groups.pop(group_name))
-            raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
+    def end(self) -> tuple[dict[str, torch.Tensor], str]:
+        """Close the transaction; returns its tensors and their version. Raises WeightsError if a part of it failed."""
+        if self._open is None:
+            raise WeightsError("no weight-update session is open; call begin_weight_update() first")
+        tensors, self._open = self._open, None
+        if self._failure:
+            raise WeightsError(f"nothing was applied: {self._failure}")
+        return tensors, self._version
 
     def _wait(self, name: str, call: Callable[..., ResultT], *args: Any) -> ResultT:
         """Make a call that waits for other ranks on a thread of its own, since only abandoning it can end gloo's wait.
@@ -265,20 +257,18 @@ class WeightReceiver:
             raise RuntimeError("the group was left meanwhile")
         return done.result()
 
-    def end(self) -> tuple[dict[str, torch.Tensor], str]:
-        """Close the transaction; returns its tensors and their version. Raises WeightsError if a part of it failed."""
-        if self._open is None:
-            raise WeightsError("no weight-update session is open; call begin_weight_update() first")
-        ended, self._open = self._open, None
-        if ended.failure:
-            raise WeightsError(f"nothing was applied: {ended.failure}")
-        return ended.tensors, ended.weight_version
 
-
-def _buffer(expected: Sequence[Expected], device: str, most_bytes: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _buffer(
+    expected: Sequence[tuple[str, str, Sequence[int]]], device: str, most_bytes: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A buffer of bytes to receive into, and the tensors that are its views, end to end."""
-    dtypes = [_dtype(name, dtype) for name, dtype, _ in expected]
-    sizes = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(expected, dtypes, strict=True)]
+    kinds: list[torch.dtype] = []
+    for name, dtype, _ in expected:
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(kind, torch.dtype):
+            raise WeightsError(f"the dtype of {name} is {dtype!r}; torch has none of that name")
+        kinds.append(kind)
+    sizes = [math.prod(shape) * kind.itemsize for (_, _, shape), kind in zip(expected, kinds, strict=True)]
     if sum(sizes) > most_bytes:
         raise WeightsError(
             f"the tensors have {sum(sizes)} bytes; the served model takes at most {most_bytes} in a call"
@@ -286,19 +276,12 @@ def _buffer(expected: Sequence[Expected], device: str, most_bytes: int) -> tuple
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     tensors: dict[str, torch.Tensor] = {}
     start = 0
-    for (name, _, shape), dtype, size in zip(expected, dtypes, sizes, strict=True):
-        if start % dtype.itemsize:
-            raise WeightsError(f"{name} would begin at byte {start}, where no {dtype} can: send it apart")
-        tensors[name] = flat[start : start + size].view(dtype).view(tuple(shape))
+    for (name, _, shape), kind, size in zip(expected, kinds, sizes, strict=True):
+        if start % kind.itemsize:
+            raise WeightsError(f"{name} would begin at byte {start}, where no {kind} can: send it apart")
+        tensors[name] = flat[start : start + size].view(kind).view(tuple(shape))
         start += size
     return flat, tensors
-
-
-def _dtype(name: str, dtype: str) -> torch.dtype:
-    kind = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(kind, torch.dtype):
-        raise WeightsError(f"the dtype of {name} is {dtype!r}; torch has none of that name")
-    return kind
 
 
 def run_into(future: Future[ResultT], call: Callable[..., ResultT], *args: Any) -> None:

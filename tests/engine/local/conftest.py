@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_qwen import Deliveries, Reference, build_model, make_batch_of, save
 
-from arl.engine.local.model_thread import Scheduler, SchedulerSettings
+from arl.engine.local.model_thread import Scheduler
 from arl.engine.local.scheduler import RunningBatch
 
 
@@ -57,8 +57,7 @@ def deliveries() -> Deliveries:
 
 @pytest.fixture
 def scheduler(model_dir: str, deliveries: Deliveries) -> Iterator[Scheduler]:
-    settings = SchedulerSettings(weight_version="0", max_running_requests=8, context_length=256)
-    made = Scheduler(model_dir, deliveries, settings)
-    made.start()
+    made = Scheduler(model_dir, weight_version="0", max_running_requests=8, context_length=256)
+    made.start(deliveries)
     yield made
     made.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_qwen import Reference, make_job, prompt_of, run_all
 
-from arl.engine.local.model_threads import ModelThreads
+from arl.engine.local.runner import ModelThreads
 from arl.engine.local.scheduler import RunningBatch
 
 

@@ -12,7 +12,7 @@ from reference import chosen, close
 from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, random_model, save, with_random_vectors
 from transformers import DynamicCache, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from arl.engine.local import model_threads, slot_attention
+from arl.engine.local import runner, slot_attention
 from arl.engine.local.sequences import Job
 
 Part = tuple[Reference, int]
@@ -67,7 +67,7 @@ def test_requests_that_join_and_leave_while_weights_change_are_computed_as_by_tr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: type[Any], num_threads: int
 ) -> None:
     rng = random.Random(f"{family.__name__} {num_threads}")
-    monkeypatch.setattr(model_threads, "TOKENS_FOR_A_THREAD", 2)
+    monkeypatch.setattr(runner, "TOKENS_FOR_A_THREAD", 2)
     monkeypatch.setattr(slot_attention, "_BLOCK_ROWS", 2)
     monkeypatch.setattr(slot_attention, "_FIRST_ROWS", 2)
     monkeypatch.setattr(slot_attention, "_FIRST_CAPACITY", 8)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_qwen import Deliveries, Reference, make_job, prompt_of
 
 from arl.api.errors import ArlError, ConfigError, EngineClosedError, ModelError
-from arl.engine.local.model_thread import Scheduler, SchedulerSettings
+from arl.engine.local.model_thread import Scheduler
 from arl.engine.local.runner import ModelRunner
 
 
@@ -93,7 +93,7 @@ def make_up_a_tokenizer(directory: Path) -> None:
 
 WINDOW = {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
 SPOILT: list[tuple[Callable[[Path], object], str]] = [
-    (lambda at: (at / "config.json").unlink(), "has no config.json"),
+    (lambda at: (at / "config.json").unlink(), "is not a model directory"),
     (lambda at: (at / "model.safetensors").unlink(), "cannot be loaded"),
     (lambda at: (at / "model.safetensors").write_bytes(bytes(9)), "cannot be loaded"),
     (lambda at: (at / "tokenizer.json").unlink(), "tokenizer in .* cannot be read"),
@@ -111,13 +111,11 @@ def test_a_directory_that_cannot_be_served_is_refused(
     shutil.copytree(model_dir, directory)
     spoil(directory)
     with pytest.raises(ModelError, match=sentence):
-        Scheduler(str(directory), lambda _: None, SchedulerSettings())
+        Scheduler(str(directory))
 
 
 UNKNOWN: list[tuple[dict[str, Any], type[ArlError], str]] = [
     ({"device": "gpu"}, ConfigError, "device"),
-    ({"dtype": "int8"}, ConfigError, "dtype"),
-    ({"dtype": "nothing"}, ConfigError, "dtype"),
     ({"context_length": 513}, ModelError, "positions for 512 tokens"),
 ]
 
@@ -127,4 +125,4 @@ def test_settings_that_cannot_be_are_refused(
     model_dir: str, setting: dict[str, Any], error: type[ArlError], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):
-        Scheduler(model_dir, lambda _: None, SchedulerSettings(**setting))
+        Scheduler(model_dir, **setting)

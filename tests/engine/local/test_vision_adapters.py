@@ -12,7 +12,8 @@ from tiny_qwen import make_batch_of, make_job, prompt_of, run_all
 from transformers import AutoModelForImageTextToText
 
 from arl.engine.local.scheduler import RunningBatch
-from arl.engine.local.sequences import Job, View
+from arl.engine.local.sequences import Job
+from arl.engine.local.vision import View
 
 ONE = noise(40, 25, 0)
 TARGETS = {"decoder": rf".*language_model.*({'|'.join(ALL)})", "tower": r".*(blocks.*(qkv|attn.proj)|q_proj|down_proj)"}

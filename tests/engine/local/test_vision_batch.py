@@ -14,7 +14,8 @@ from sighted import END, SEEING_FAMILIES, START, Part, SeeingReference, laid_out
 from tiny_qwen import make_batch_of, make_job, prompt_of, run_all, step_until_sampled
 
 from arl.engine.local.scheduler import RunningBatch
-from arl.engine.local.sequences import Job, View
+from arl.engine.local.sequences import Job
+from arl.engine.local.vision import View
 
 ONE, SAME_SIZE, WIDE, TALL = noise(40, 25, 0), noise(40, 25, 1), noise(120, 64, 2), noise(20, 70, 3)
 TEXT, MORE = prompt_of(9, 0), prompt_of(21, 1)
@@ -110,7 +111,7 @@ def test_texts_and_images_share_a_batch_and_prompts_are_cut_anywhere_on_each_way
 def test_threads_that_share_a_step_see_the_images_of_their_rows(
     sighted: Sighted, make_batch: Callable[..., RunningBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arl.engine.local.model_threads.TOKENS_FOR_A_THREAD", 2)
+    monkeypatch.setattr("arl.engine.local.runner.TOKENS_FOR_A_THREAD", 2)
     batch = make_batch(num_threads=2)
     shares = list[int]()
     own = batch._runner._threads.run
@@ -218,7 +219,7 @@ def test_a_load_without_the_towers_weights_keeps_what_it_saw(sighted: Sighted, b
 def test_the_tower_keeps_no_more_than_it_may_and_sees_the_rest_again(
     sighted: Sighted, batch: RunningBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arl.engine.local.vision_tower._KEPT_BYTES", 1)
+    monkeypatch.setattr("arl.engine.local.vision._VECTOR_BYTES", 1)
     jobs = [sighted.job([number], image) for number, image in enumerate((ONE, WIDE, WIDE, ONE))]
     for job in jobs:
         run_all(batch, [job])

@@ -85,11 +85,11 @@ def test_weights_that_were_released_have_to_be_loaded_whole(
     batch: RunningBatch, other_reference: Reference, other_weights: Weights
 ) -> None:
     batch.release(["kv_cache", "weights"])
-    batch.resume(["kv_cache", "weights"])
+    batch._runner.resume(["kv_cache", "weights"])
     some = {name: tensor for name, tensor in other_weights.items() if name != "model.norm.weight"}
     with pytest.raises(WeightsError, match=r"all must be loaded again, and model\.norm\.weight is missing"):
         batch.load(some, "1")
-    assert not batch.can_compute
+    assert not batch._runner.can_compute
     batch.load(other_weights, "1")
     job = make_job(prompt_of(40, 1))
     run_all(batch, [job])

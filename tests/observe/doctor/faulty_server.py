@@ -38,7 +38,7 @@ class Ward:
 
     @property
     def batch(self) -> Any:
-        return self.scheduler._batch
+        return self.scheduler.batch
 
     @property
     def runner(self) -> Any:
@@ -310,18 +310,18 @@ def serve(stdout: str, arguments: list[str]) -> None:
     generations: list[Generation] = []
     build, begin = server_app.build_app, Generation.__init__
 
-    def remembered(self: Generation, scheduler: Scheduler, inflight: Inflight) -> None:
-        begin(self, scheduler, inflight)
+    def remembered(self: Generation, inflight: Inflight) -> None:
+        begin(self, inflight)
         generations.append(self)
 
-    def built(scheduler: Scheduler, *rest: Any) -> web.Application:
-        app = build(scheduler, *rest)
+    def built(inflight: Inflight, *rest: Any) -> web.Application:
+        app = build(inflight, *rest)
         planted = ExitStack()
 
         async def plant(request: web.Request) -> web.Response:
             planted.close()
             if name := (await request.json())["name"]:
-                planted.enter_context(FAULTS[name](Ward(scheduler, generations[0])))
+                planted.enter_context(FAULTS[name](Ward(inflight.scheduler, generations[0])))
             return web.json_response({})
 
         app.router.add_post("/plant", plant)

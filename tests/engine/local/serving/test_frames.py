@@ -374,7 +374,7 @@ async def test_a_message_of_many_calls_lets_others_run_and_its_results_are_bound
     monkeypatch.setattr(frame_server, "_MAX_UNSENT", 1000)
     call = Call(number=1, rid="r", settings=b"{}", ids=np.arange(3, dtype=np.int32)).encode()
     socket, turns = OneMessage(call * 5000), list[int]()
-    server = frame_server.FrameServer(cast(Any, None), cast(Any, None), cast(Any, None), lambda error: {})
+    server = frame_server.FrameServer(cast(Any, None), cast(Any, None), lambda error: {})
     connection = frame_server._FrameConnection(server, cast(Any, socket))
     other = asyncio.ensure_future(num_turns())
     await connection._read()

@@ -19,7 +19,7 @@ from arl.api.grammar import Grammar
 from arl.api.settings.engines import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.remote_engine import RemoteInferenceEngine
-from arl.engine.local import grammars
+from arl.engine.local import sampler
 from arl.engine.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -198,7 +198,7 @@ async def test_a_grammar_that_cannot_be_honoured_is_refused_with_the_reason(
 
 
 def test_data_in_a_schema_is_not_taken_for_schemas() -> None:
-    grammars.check_schema({"properties": {"not": {"const": {"not": 1}}, "format": {"enum": [{"if": 2}]}}})
+    sampler.check_schema({"properties": {"not": {"const": {"not": 1}}, "format": {"enum": [{"if": 2}]}}})
 
 
 @pytest.mark.parametrize(("spaces", "is_taken"), [(20, True), (21, False)])
@@ -206,7 +206,7 @@ def test_a_model_that_writes_white_space_must_go_on_with_its_json(spaces: int, i
     tokenizer = tiny_tokenizer()
     schema = Grammar(kind="json_schema", text='{"type": "object", "properties": {"x": {"type": "integer"}}}')
     matcher = xgrammar.GrammarMatcher(
-        grammars.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).compiled(schema).result()
+        sampler.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).compiled(schema).result()
     )
     assert matcher.accept_string("{" + " " * spaces) is is_taken
 
@@ -280,7 +280,7 @@ async def test_a_request_whose_grammar_is_being_compiled_can_be_aborted(
         begun.set()
         go_on.wait(60)
 
-    monkeypatch.setattr(grammars, "check_grammar", slow_check)
+    monkeypatch.setattr(sampler, "check_grammar", slow_check)
     body = {"rid": "r", "input_ids": [1], "sampling_params": {"max_new_tokens": 9, "regex": "slow to compile"}}
     try:
         asked = asyncio.create_task(client.post("/generate", body))

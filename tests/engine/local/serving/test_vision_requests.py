@@ -104,7 +104,7 @@ async def test_an_image_that_the_server_keeps_no_more_is_sent_again(
 ) -> None:
     once, between = noise(30, 30, 4), noise(30, 30, 5)
     await engine.agenerate(request(reference, once, [3]))
-    monkeypatch.setattr("arl.engine.local.request_images._KEPT_BYTES", 1)
+    monkeypatch.setattr("arl.engine.local.vision._FILE_BYTES", 1)
     await engine.agenerate(request(reference, between, [3]))
     asked = request(reference, [1], once, [4])
     check(reference, asked, await engine.agenerate(asked))
