@@ -45,7 +45,7 @@ from arl.api.settings.engines import OptimizerConfig, TrainConfig
 from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.model_files import load_tokenizer
-from arl.engine.weights.delta_format import (
+from arl.engine.weights.delta import (
     BLOCK_HEADER,
     PREAMBLE,
     PackageHeader,

@@ -30,8 +30,7 @@ from nodes import Cluster, Node
 from rich.console import Console
 from rich.table import Table
 
-from arl.engine.weights.delta import MirrorClient
-from arl.engine.weights.delta_format import package, survey
+from arl.engine.weights.delta import MirrorClient, package, survey
 from arl.runtime.threads import offload
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.vision import vision_tower
-from arl.engine.weights.tensor_layout import rows_of
+from arl.engine.weights.distributed import rows_of
 
 _ADAPTER = "default"
 """peft's name for the one adapter there is. It is in parameters' names, not in files."""

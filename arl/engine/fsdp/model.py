@@ -36,7 +36,7 @@ from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
 from arl.engine.fsdp.vision import VISION_ATTENTION, image_processor, vision_tower
 from arl.engine.model_files import end_token_ids, load_part, load_tokenizer, local_directory
-from arl.engine.weights.tensor_layout import spec_of
+from arl.engine.weights.distributed import spec_of
 
 _SCORE = "score.weight"
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
 from arl.api.version import install_command
-from arl.engine.weights.snapshot_directories import OwnDirectory
+from arl.engine.weights.disk import OwnDirectory
 
 _RAM = "/dev/shm"
 _STORE_SHARE = 0.3

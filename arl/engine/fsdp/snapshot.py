@@ -30,8 +30,8 @@ from arl.engine.fsdp.model import ModelWriter, load_model
 from arl.engine.fsdp.parallel import ProcessGroupLease, whole_tensor
 from arl.engine.fsdp.policy import TokenModel, local_shard
 from arl.engine.fsdp.saving import load_weights, read_progress
+from arl.engine.weights.distributed import byte_size, ranges, rows_of, torch_dtype, views
 from arl.engine.weights.process_groups import WeightSender
-from arl.engine.weights.tensor_layout import byte_size, ranges, rows_of, torch_dtype, views
 
 _CHUNK_BYTES = 256 << 20
 """A chunk's size: large enough for full speed, small enough that sending begins soon."""

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import logging
+import os
+import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,13 +27,17 @@ from arl.api.errors import ServerError, ServerFailedError, TransportError, Unsee
 from arl.api.settings.engines import AdapterWeightsConfig, WeightFilesConfig
 from arl.api.train_engine import Snapshot, WeightSource
 from arl.api.types import new_id
-from arl.engine.weights.snapshot_directories import SnapshotPlaces
 from arl.runtime.http.server import is_here
 from arl.runtime.threads import offload
 
 UpdateT = TypeVar("UpdateT", bound="WrittenWeights")
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
+
+_RAM = Path("/dev/shm")
+_LOCK = ".lock"
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -40,11 +49,20 @@ class AdapterEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class RemoteEngine(Protocol):
+    """A train engine whose snapshots another process writes, perhaps on another machine."""
+
+    def unseen(self, directory: Path) -> str | None:
+        """A sentence if that process does not see this process's directory; None if it does."""
+        ...
+
+
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
-    snapshot_directories.py says where. A snapshot appears whole or not at all. It stays until arl has delivered a newer
-    one, or has tried to: a server that recovers loads it.
+    A snapshot appears whole or not at all. It stays until arl has delivered a newer one, or has tried to: a server that
+    recovers loads it.
 
     With AdapterWeightsConfig the snapshots are adapters. Each version of each run has a unique name, so nothing can
     mistake one adapter for another. Version 0 is an adapter too (B is 0).
@@ -56,15 +74,12 @@ class DiskTransport:
         run_dir: Path,
         engine: WeightSource | None = None,
         servers: Iterable[str] = (),
-        *,
-        setting: str = "weights.directory",
     ) -> None:
         """engine: takes the snapshots. servers: base URLs of those that will load them, as far as they are known.
-        setting: what errors call config.directory.
 
         Raises TransportError if the engine shares no place for snapshots with this process.
         """
-        self.places = SnapshotPlaces(config.directory, run_dir, engine, servers, setting)
+        self.places = SnapshotPlaces(config.directory, run_dir, engine, servers)
         self._adapters = f"arl-{new_id()[:12]}" if isinstance(config, AdapterWeightsConfig) else None
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
@@ -99,8 +114,9 @@ class DiskTransport:
         try:
             return await engine.update_weights(update)
         finally:
+            older = [old for old in self._updates if old.version < update.version]
             with suppress(TransportError):  # `close` came first, and has removed everything
-                self.submit(self._prune, update.version)
+                self.submit(lambda: [self.discard(old) for old in older])
 
     def discard(self, update: WeightUpdate) -> None:
         """Release a snapshot that will not be delivered. Idempotent."""
@@ -123,55 +139,33 @@ class DiskTransport:
 
     def write(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
         """Write a snapshot on the calling thread. Raises TransportError if there is no room."""
+        no_room = f"no room in {self.directory.parent}"
         if not self.places.has_room(self._num_bytes):
-            self.places.leave_memory(f"no room in {self.directory.parent}")
-        reason = f"no room in {self.directory.parent}"
-        try:
-            written = self._write_here(snapshot, adapter)
-            if written.directory.is_dir() or not self.places.is_memory(self.directory):
-                return written
-            reason = f"the weights of version {snapshot.version} were written in another machine's memory"
-        except UnseenDirectoryError as error:
-            if not self.places.is_memory(self.directory):
-                raise
-            reason = str(error)  # ranks that were replaced are on another machine
-        except Exception as error:  # each writer has its own error for a full disk
-            if not _is_full(error):
-                raise
-            if not self.places.is_memory(self.directory):
-                raise TransportError(
-                    f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
-                    f"free some, or set {self.places.setting} to a place that every server sees"
-                ) from error
-        self.places.leave_memory(reason)
-        return self.write(snapshot, adapter)
-
-    def copy_from_memory(self, written: DiskWeights) -> DiskWeights:
-        """A copy in the run directory, on the calling thread. Raises TransportError if it cannot be made."""
-        if self.places.is_memory(self.directory):
-            self.places.leave_memory("a server is on another machine")
-        target = self.directory / written.directory.name
-        try:
-            shutil.copytree(written.directory, target)
-        except OSError as error:  # a full disk is shutil.Error, which is one
-            shutil.rmtree(target, ignore_errors=True)
-            raise TransportError(
-                f"cannot copy the weights of version {written.version} to {target}: {error}"
-            ) from error
-        return replace(written, directory=target)
-
-    def _write_here(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
+            self.places.leave_memory(no_room)
         target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
+        is_memory = self.places.is_memory(self.directory)
         try:
             self._num_bytes = snapshot.write(target)
-        except BaseException:  # half a snapshot must not fill the memory
-            shutil.rmtree(target, ignore_errors=True)
-            raise
-        return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes, adapter=adapter)
-
-    def _prune(self, version: int) -> None:
-        for old in [update for update in self._updates if update.version < version]:
-            self.discard(old)
+            if target.is_dir() or not is_memory:
+                return DiskWeights(
+                    version=snapshot.version, directory=target, num_bytes=self._num_bytes, adapter=adapter
+                )
+            reason = f"the weights of version {snapshot.version} were written in another machine's memory"
+        except BaseException as error:
+            shutil.rmtree(target, ignore_errors=True)  # half a snapshot must not fill the memory
+            is_unseen = isinstance(error, UnseenDirectoryError)  # ranks that were replaced are on another machine
+            # Safetensors raises its own error for a full disk, which quotes the system's.
+            is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+            if is_full and not is_memory:
+                raise TransportError(
+                    f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
+                    "free some, or set weights.directory to a place that every server sees"
+                ) from error
+            if not is_memory or not (is_full or is_unseen):
+                raise
+            reason = str(error) if is_unseen else no_room
+        self.places.leave_memory(reason)
+        return self.write(snapshot, adapter)
 
 
 def submitted(pool: ThreadPoolExecutor, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
@@ -237,8 +231,15 @@ class WrittenWeights:
 
     async def on_disk(self) -> DiskWeights:
         """Wait until it is written. The first call begins to write. Raises TransportError."""
+
+        def work() -> None:
+            try:
+                self._written.append(self._transport.write(self._snapshot, self.adapter))
+            finally:
+                self._snapshot.release()
+
         if self._writing is None:
-            self._writing = self._transport.submit(self._write_and_release)
+            self._writing = self._transport.submit(work)
         await shared(self._writing)
         return self.written
 
@@ -253,16 +254,25 @@ class WrittenWeights:
         for written in self._written:
             shutil.rmtree(written.directory, ignore_errors=True)
 
-    def _write_and_release(self) -> None:
-        try:
-            self._written.append(self._transport.write(self._snapshot, self.adapter))
-        finally:
-            self._snapshot.release()
-
     def _copied_from_memory(self) -> DiskWeights:
-        """For the thread that writes: the first server that needs the copy has it made."""
-        if self._transport.places.is_memory(self.directory.parent):
-            self._written.append(self._transport.copy_from_memory(self.written))
+        """A copy in the run directory, for the thread that writes: the first server that needs it has it made.
+
+        Raises TransportError if it cannot be made.
+        """
+        places, written = self._transport.places, self.written
+        if not places.is_memory(written.directory.parent):
+            return written
+        if places.is_memory(places.home):
+            places.leave_memory("a server is on another machine")
+        target = places.home / written.directory.name
+        try:
+            shutil.copytree(written.directory, target)
+        except OSError as error:  # a full disk is shutil.Error, which is one
+            shutil.rmtree(target, ignore_errors=True)
+            raise TransportError(
+                f"cannot copy the weights of version {written.version} to {target}: {error}"
+            ) from error
+        self._written.append(replace(written, directory=target))
         return self.written
 
     def _explain(self, error: ServerError, server: WeightServer) -> NoReturn:
@@ -271,10 +281,126 @@ class WrittenWeights:
             raise error
         home = self.directory.parent
         what = f"If {server.address} does not see {home} of this machine ({socket.gethostname()}), "
-        what += self._transport.places.remedy(home)
-        raise ServerError(f"{error}. {what}") from error
+        what += f"set {self._transport.places.settings(home)} to storage that both see"
+        raise ServerError(f"{error}. {what}, or weights.transport=distributed") from error
 
 
-def _is_full(error: Exception) -> bool:
-    """Safetensors raises its own error for a full disk, which quotes the system's."""
-    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+class SnapshotPlaces:
+    """Where snapshots lie on their way to servers: a directory of this process's own in the place for new snapshots,
+    and those in the places before.
+
+    Without a directory that the settings name, snapshots go to /dev/shm, which is memory, as long as it has room, every
+    server is on this machine, and the process that writes snapshots shares it; then to run_dir/weights.
+    """
+
+    def __init__(
+        self, directory: Path | None, run_dir: Path, engine: WeightSource | None, servers: Iterable[str]
+    ) -> None:
+        """servers: base URLs. Raises TransportError if the engine shares none of the places with this process."""
+        self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
+        choices = [Path(directory).absolute() if directory is not None else Path(run_dir).absolute() / "weights"]
+        if directory is None and os.access(_RAM, os.W_OK) and _RAM.is_dir():
+            if far := next((server for server in servers if not is_here(server)), None):
+                logger.info("%s is on another machine: weights go to %s", far, self._fallback)
+            else:
+                choices.insert(0, _RAM)
+        sentence: str | None = None
+        for place in choices:
+            home = _home_in(place)
+            self._homes = [home]
+            sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
+            if sentence is None:
+                return
+            home.remove()
+        raise TransportError(
+            f"{sentence}; set weights.directory to a place that this machine, that one and servers see"
+        )
+
+    @property
+    def home(self) -> Path:
+        """The parent of new snapshots."""
+        return self._homes[-1].path
+
+    def is_memory(self, home: Path) -> bool:
+        """Whether this parent of snapshots is in memory, and there is another place."""
+        return self._fallback is not None and home.parent == _RAM
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether memory has room for another snapshot of this size. True if new ones go to a disk, which says so."""
+        return not self.is_memory(self.home) or _room(_RAM) >= num_bytes
+
+    def leave_memory(self, reason: str) -> None:
+        """Put later snapshots into the run directory. Those in memory stay until `remove`: servers may need them."""
+        logger.warning("%s: weights go to %s from now on", reason, self._fallback)
+        if self._fallback is not None:
+            self._homes.append(_home_in(self._fallback))
+
+    def settings(self, home: Path) -> str:
+        """The settings to change if a server does not see this parent of snapshots."""
+        return "run_dir or weights.directory" if home.parent == self._fallback else "weights.directory"
+
+    def remove(self) -> None:
+        """Remove everything. Idempotent."""
+        for home in self._homes:
+            home.remove()
+
+
+def _home_in(base: Path) -> OwnDirectory:
+    try:
+        home = OwnDirectory(base, f"arl-weights-{socket.gethostname()}-", f"{os.getpid()}-")
+        home.path.chmod(0o755)  # servers may run as someone else
+    except OSError as error:
+        raise TransportError(f"cannot write weights to {base}: {error}; set a writable weights.directory") from error
+    return home
+
+
+class OwnDirectory:
+    """This process's directory below `base`, with a lock that ends with the process.
+
+    Making one removes the directories of processes that died. Raises OSError.
+    """
+
+    def __init__(self, base: Path, prefix: str, label: str = "") -> None:
+        """prefix: begins the names of this host's directories of this kind. label: follows it here, such as 123-."""
+        base.mkdir(parents=True, exist_ok=True)
+        for path in base.glob(f"{prefix}*"):  # leftovers of this host, whose processes no longer hold the lock
+            if not re.fullmatch(r"(\d+-)?\w+", path.name.removeprefix(prefix)):
+                continue  # it belongs to a host whose name begins with this host's; its locks may be invisible here
+            with suppress(OSError):  # another user's, or being made; or its process is alive
+                lock = os.open(path / _LOCK, os.O_RDWR)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix + label, dir=base))
+        # Lock the file before it gets its name, so that nobody sees it unlocked.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
+        with suppress(OSError):  # some shared file systems have no locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unnamed.rename(self.path / _LOCK)
+        _OWN.add(self)
+
+    def remove(self) -> None:
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the lock file. A forked process does so at once, or it would keep the lock of a dead parent."""
+        os.close(self._lock)
+        self._lock = -1
+        _OWN.discard(self)
+
+
+_OWN: set[OwnDirectory] = set()
+os.register_at_fork(after_in_child=lambda: [directory.forget() for directory in list(_OWN)])
+
+
+def _room(directory: Path) -> int:
+    """Bytes that fit into a directory in memory: its free space or the available memory, whichever is smaller."""
+    free = shutil.disk_usage(directory).free
+    meminfo = Path("/proc/meminfo").read_text().splitlines()
+    available_kib = next((int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable")), free // 1024)
+    return min(free, available_kib * 1024)

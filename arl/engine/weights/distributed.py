@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.engine import InferenceEngine, TensorSpec, UpdateStats, WeightGroup, WeightServer, WeightUpdate
 from arl.api.errors import NoSuchPathError, ProcessLostError, ServerError, ServerFailedError, TransportError
 from arl.api.settings.engines import DistributedWeightsConfig
 from arl.api.train_engine import Snapshot, WeightSource
 from arl.engine.weights.disk import look_at, submitted
-from arl.engine.weights.tensor_layout import byte_size, ranges
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_THREADS = 256
 _LEAVING_S = 5.0
@@ -125,21 +130,17 @@ class DistributedTransport:
         """
         if isinstance(update, DistributedWeights):
             await update.gathered()
-            self._turn_to(update.snapshot.sender)
+            if (sender := update.snapshot.sender) is not self._sender:
+                # Groups of another sender ended with it. Else a server would be paused before that shows.
+                self._sender = sender
+                for address, group in self.groups.items():
+                    self.broken[address].append(group.name)
+                self.groups.clear()
         try:
             return await engine.update_weights(update)
         finally:
             for old in [old for old in self._updates if old.version < update.version]:
                 self.discard(old)
-
-    def _turn_to(self, sender: object) -> None:
-        """Groups of another sender ended with it. Else a server would be paused before that shows."""
-        if sender is self._sender:
-            return
-        self._sender = sender
-        for address, group in self.groups.items():
-            self.broken[address].append(group.name)
-        self.groups.clear()
 
     def discard(self, update: WeightUpdate) -> None:
         """Release a snapshot that will not be delivered. Idempotent."""
@@ -210,7 +211,11 @@ class DistributedWeights:
         try:
             await _begin(server)
             for start, stop in self._buckets:
-                await self._send(server, group, start, stop, flush_cache)
+                specs, is_last = self._specs[start:stop], stop == len(self._specs)
+                version = self.version if is_last else None
+                receiving = server.receive(specs, group, version=version, flush_cache=flush_cache and is_last)
+                await _both(self._in_thread(self.snapshot.send, group.name, start, stop), receiving)
+                self.num_bytes += sum(map(byte_size, specs))
             await server.end_update()
         except BaseException as error:  # also if cancelled: the group may be in the middle of a broadcast
             self._break(server, group)
@@ -219,13 +224,6 @@ class DistributedWeights:
                 raise ServerFailedError(str(error)) from error
             raise
 
-    async def _send(self, server: WeightServer, group: WeightGroup, start: int, stop: int, flush_cache: bool) -> None:
-        specs, is_last = self._specs[start:stop], stop == len(self._specs)
-        version = self.version if is_last else None
-        receiving = server.receive(specs, group, version=version, flush_cache=flush_cache and is_last)
-        await _both(self._in_thread(self.snapshot.send, group.name, start, stop), receiving)
-        self.num_bytes += sum(map(byte_size, specs))
-
     async def _meet(self, server: WeightServer) -> WeightGroup:
         backend = f"{self._backend}_by_id" if server.meets_by_id else self._backend
         where = (server.address, server.num_ranks, backend, self._transport.address)
@@ -233,7 +231,12 @@ class DistributedWeights:
         try:
             group = await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(self._leave_opened)  # the thread goes on
+
+            def leave(opening: Future[WeightGroup]) -> None:
+                if not opening.cancelled() and opening.exception() is None:
+                    self.snapshot.leave(opening.result().name)
+
+            opening.add_done_callback(leave)  # the thread goes on
             raise
         try:
             await _both(self._in_thread(self.snapshot.join, group), server.join_group(group))
@@ -241,10 +244,6 @@ class DistributedWeights:
             self._break(server, group)
             raise
         return group
-
-    def _leave_opened(self, opening: Future[WeightGroup]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            self.snapshot.leave(opening.result().name)
 
     def _break(self, server: WeightServer, group: WeightGroup) -> None:
         """Leave a group, which ends the server's waiting; the server is told at its next `prepare`."""
@@ -286,3 +285,47 @@ async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) ->
         for side in (answering, ours):
             side.cancel()  # a thread goes on until its group is left, or its time is over
             side.add_done_callback(look_at)
+
+
+# How tensors are laid out: end to end, as bytes, in ranges of one dtype.
+
+
+@cache
+def byte_size(spec: TensorSpec) -> int:
+    bits = re.search(r"\d+", spec.dtype)  # bool has none
+    return math.prod(spec.shape) * max(int(bits[0]) // 8 if bits else 1, 1)
+
+
+def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]:
+    """Split `specs` into (start, stop) of one dtype and at most max_bytes; a larger tensor gets its own range."""
+    found: list[tuple[int, int]] = []
+    start, size = 0, 0
+    for i, spec in enumerate(specs):
+        grown = size + byte_size(spec)
+        if i > start and (grown > max_bytes or spec.dtype != specs[start].dtype):
+            found.append((start, i))
+            start, grown = i, byte_size(spec)
+        size = grown
+    return [*found, (start, len(specs))] if specs else []
+
+
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    import torch  # the script's process makes ranges without it
+
+    return getattr(torch, spec.dtype)
+
+
+def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
+    return TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that lie end to end in `flat` (uint8), without a copy."""
+    parts = flat.split([byte_size(spec) for spec in specs])
+    return [part.view(torch_dtype(spec)).view(spec.shape) for spec, part in zip(specs, parts, strict=True)]
+
+
+def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
+    """A rank's rows of a tensor sharded over its first dimension, by torch.chunk's rule."""
+    each = -(-num_rows // num_ranks)
+    return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))

@@ -1,6 +1,6 @@
 """A mirror: keeps a copy of the trained model beside inference servers: `python -m arl.engine.weights.mirror --port N`.
 
-The trainer sends what changed from version to version over HTTP (delta_format.py). It belongs to one run at a time.
+The trainer sends what changed from version to version over HTTP (delta.py). It belongs to one run at a time.
 
 - Once it answers requests, it prints one line to stdout: `{"event": "ready", "host": "127.0.0.1", "port": 30900, "pid":
   4711, "directory": "/dev/shm/arl-mirror-node-4711-x"}`. It logs to stderr. If it cannot start, it says so there in one
@@ -42,9 +42,9 @@ from aiohttp import StreamReader, web
 
 from arl.api.errors import ConfigError
 from arl.api.settings.engines import MIRROR_KEY
-from arl.engine.weights import delta_format
-from arl.engine.weights.delta_format import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
-from arl.engine.weights.snapshot_directories import OwnDirectory
+from arl.engine.weights import delta
+from arl.engine.weights.delta import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
+from arl.engine.weights.disk import OwnDirectory
 from arl.runtime.http.bodies import RequestError
 from arl.runtime.http.server import (
     add_key_option,
@@ -95,7 +95,7 @@ class MirrorStore:
         Raises WrongBaseError, DeltaError, asyncio.IncompleteReadError and OSError; the held versions stay then.
         """
         async with self._receiving:
-            length = delta_format.header_bytes(await read(delta_format.PREAMBLE.size))
+            length = delta.header_bytes(await read(delta.PREAMBLE.size))
             header = PackageHeader.parse(await read(length))
             base = next((held for held in self._held if held.checksum == header.base), None)
             if header.base is not None and base is None:
@@ -131,21 +131,21 @@ class MirrorStore:
             return base.files[part.name]
         digests: list[bytes] = []
         loop = asyncio.get_running_loop()
-        blocks = delta_format.spans(part.num_bytes)
+        blocks = delta.spans(part.num_bytes)
         with (aside / part.name).open("wb") as file:
             # As many blocks at a time as there are threads: little memory, and the next ones wait in the socket.
             for i in range(0, len(blocks), self._num_threads):
                 builds = list[Callable[[], tuple[bytes | bytearray, bytes]]]()
                 for block in blocks[i : i + self._num_threads]:
-                    header = await read(delta_format.BLOCK_HEADER.size)
-                    if (length := delta_format.payload_bytes(header)) > 4 * delta_format.BLOCK_BYTES:
+                    header = await read(delta.BLOCK_HEADER.size)
+                    if (length := sum(delta.BLOCK_HEADER.unpack(header)[2:])) > 4 * delta.BLOCK_BYTES:
                         raise DeltaError(f"a block of {part.name} claims to have {length} bytes")
                     sent = header + await read(length)
-                    builds.append(partial(delta_format.built_block, theirs, block, part.width, sent))
+                    builds.append(partial(delta.built_block, theirs, block, part.width, sent))
                 built = await asyncio.gather(*(loop.run_in_executor(self.pool, build) for build in builds))
                 digests += [digest for _, digest in built]
                 await asyncio.to_thread(file.writelines, [block for block, _ in built])
-        return part.num_bytes, delta_format.file_digest(digests)
+        return part.num_bytes, delta.file_digest(digests)
 
 
 def _publish(aside: Path, directory: Path) -> None:

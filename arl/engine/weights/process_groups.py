@@ -83,12 +83,19 @@ class WeightSender:
         if link.by_id is not None:
             met: Future[None] = Future()
             self._in_time(link, met, _JOIN_TIMEOUT_S, link.by_id.meet)
+        if (store := link.store) is None:
             return
-        if not link.is_nccl:  # NCCL's ranks meet at the first broadcast
-            _await_arrival(link, group)
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        # Each rank of the servers writes to the store: gloo's own wait could not be ended. NCCL's meet when they send.
+        while not link.is_nccl and store.num_keys() < link.num_keys + group.world_size - 1:
+            if link.left.wait(_POLL_S):
+                raise ServerFailedError(f"the group {group.name} was left before the server had joined it")
+            if time.monotonic() > deadline:
+                what = f"the server did not connect to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s"
+                raise ServerFailedError(f"{what}; if it can't reach the trainer there, set weights.address")
         try:
             timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
-            link.group = form_group(_store_of(link), group, 0, timeout)
+            link.group = form_group(store, group, 0, timeout)
         except (RuntimeError, ValueError) as error:
             raise ServerFailedError(f"no group formed at {group.address}:{group.port}: {first_line(error)}") from error
         if link.left.is_set():
@@ -152,30 +159,13 @@ class WeightSender:
 
     def _broadcast_from_gpu(self, group: dist.ProcessGroup | IdGroup, data: torch.Tensor) -> torch.Event:
         """Returns an event that the GPU records once `data` is sent."""
-        if isinstance(group, IdGroup):
-            return group.broadcast(data)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
             on_gpu = data.to(self._device, non_blocking=True)
-            dist.broadcast(on_gpu, group_src=0, group=group)
+            if isinstance(group, IdGroup):
+                group.broadcast(on_gpu)
+            else:
+                dist.broadcast(on_gpu, group_src=0, group=group)
             return torch.cuda.current_stream().record_event()
-
-
-def _await_arrival(link: _Link, group: WeightGroup) -> None:
-    """Wait until each rank of the servers has written to the store. Gloo's own wait could not be ended."""
-    store = _store_of(link)
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while store.num_keys() < link.num_keys + group.world_size - 1:
-        if link.left.wait(_POLL_S):
-            raise ServerFailedError(f"the group {group.name} was left before the server had joined it")
-        if time.monotonic() > deadline:
-            what = f"the server did not connect to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s"
-            raise ServerFailedError(f"{what}; if it can't reach the trainer there, set weights.address")
-
-
-def _store_of(link: _Link) -> TCPStore:
-    if link.store is None:
-        raise RuntimeError("this group has no store")
-    return link.store
 
 
 def _destroy(link: _Link) -> None:
@@ -202,9 +192,17 @@ def _own_address(server: str) -> str:
 
 
 def _open_store(address: str, world_size: int) -> TCPStore:
-    """A store at a free port, through which world_size ranks can meet. Raises TransportError."""
+    """A store at a free port, through which world_size ranks can meet. Raises TransportError.
+
+    It listens on the loopback interface for a loopback address, else on all interfaces.
+    """
     try:
-        listening = _listen(address)
+        family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise TransportError(f"weights.address is {address!r}, which is not an address: {error}") from error
+    is_local = ipaddress.ip_address(found[0]).is_loopback
+    try:
+        listening = socket.create_server((found[0] if is_local else "", 0), family=family)
         return TCPStore(
             address,
             listening.getsockname()[1],
@@ -217,16 +215,6 @@ def _open_store(address: str, world_size: int) -> TCPStore:
     except (OSError, RuntimeError) as error:  # torch's RuntimeError: the store cannot reach itself at this address
         what = f"servers cannot meet the trainer at {address}: {first_line(error)}"
         raise TransportError(f"{what}; set weights.address to an address of the trainer's machine") from error
-
-
-def _listen(address: str) -> socket.socket:
-    """Listen at a free port: on the loopback interface for a loopback address, else on all interfaces."""
-    try:
-        family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise TransportError(f"weights.address is {address!r}, which is not an address: {error}") from error
-    is_local = ipaddress.ip_address(found[0]).is_loopback
-    return socket.create_server((found[0] if is_local else "", 0), family=family)
 
 
 class IdGroup:
@@ -256,11 +244,7 @@ class IdGroup:
             nccl.all_reduce([number], comms=[self._communicator])
             torch.cuda.synchronize(self._device)
 
-    def broadcast(self, data: torch.Tensor) -> torch.Event:
-        """Send `data` (uint8) on a stream of its own; returns an event that the GPU records once it is sent."""
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            on_gpu = data.to(self._device, non_blocking=True)
-            nccl.broadcast([on_gpu], 0, comms=[self._communicator])
-            stream = torch.cuda.current_stream()
-            on_gpu.record_stream(stream)
-            return stream.record_event()
+    def broadcast(self, on_gpu: torch.Tensor) -> None:
+        """Send bytes on the current stream."""
+        nccl.broadcast([on_gpu], 0, comms=[self._communicator])
+        on_gpu.record_stream(torch.cuda.current_stream())

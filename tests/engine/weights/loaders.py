@@ -14,7 +14,7 @@ import torch.distributed as dist
 from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import ServerError
 from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
-from arl.engine.weights.tensor_layout import byte_size, views
+from arl.engine.weights.distributed import byte_size, views
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from arl.engine.weights import delta_format as delta
-from arl.engine.weights.delta_format import (
+from arl.engine.weights.delta import (
     BLOCK_HEADER,
     DeltaError,
     FilePart,

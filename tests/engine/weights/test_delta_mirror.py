@@ -21,8 +21,16 @@ from safetensors.torch import save_file
 
 from arl.api.errors import ConfigError, ServerError, ServerFailedError
 from arl.engine.weights import mirror as module
-from arl.engine.weights.delta import Held, MirrorClient
-from arl.engine.weights.delta_format import FilePart, PackageHeader, Replica, WrongBaseError, package, survey
+from arl.engine.weights.delta import (
+    FilePart,
+    Held,
+    MirrorClient,
+    PackageHeader,
+    Replica,
+    WrongBaseError,
+    package,
+    survey,
+)
 from arl.engine.weights.mirror import MirrorStore, main, mirror_store
 
 SIZE = 3 << 19

@@ -18,8 +18,15 @@ from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.fakes import ScriptedTrainEngine
 from arl.api.settings.engines import DeltaWeightsConfig
 from arl.engine.weights import delta
-from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
-from arl.engine.weights.delta_format import PackageHeader, WrongBaseError
+from arl.engine.weights.delta import (
+    Compared,
+    DeltaTransport,
+    DeltaWeights,
+    Held,
+    MirrorClient,
+    PackageHeader,
+    WrongBaseError,
+)
 
 SIZE = 1 << 16
 FULL = 2 * SIZE

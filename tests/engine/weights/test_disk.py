@@ -19,7 +19,7 @@ from loaders import AdapterExporter, Exporter, Receiver, Servers, Weights
 from arl.api.errors import ServerError, ServerFailedError, TransportError, UnseenDirectoryError
 from arl.api.settings.engines import AdapterWeightsConfig, DiskWeightsConfig
 from arl.api.settings.run import Config
-from arl.engine.weights import snapshot_directories as module
+from arl.engine.weights import disk as module
 from arl.engine.weights.disk import DiskTransport
 
 

@@ -12,8 +12,8 @@ from arl.api.engine import TensorSpec
 from arl.api.errors import ServerFailedError
 from arl.engine.local.weight_receiver import WeightsError, _buffer
 from arl.engine.weights import process_groups as module
+from arl.engine.weights.distributed import byte_size, ranges, rows_of, views
 from arl.engine.weights.process_groups import WeightSender
-from arl.engine.weights.tensor_layout import byte_size, ranges, rows_of, views
 
 
 def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:

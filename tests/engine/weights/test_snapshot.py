@@ -19,8 +19,7 @@ from arl.engine.fsdp import snapshot as module
 from arl.engine.fsdp.snapshot import RankSnapshot, ShardGatherer
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.engine.weights.distributed import SendableSnapshot
-from arl.engine.weights.tensor_layout import ranges, views
+from arl.engine.weights.distributed import SendableSnapshot, ranges, views
 
 
 def sent(snapshot: RankSnapshot, bucket_bytes: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from loaders import Exporter, Receiver, Servers, Weights
 
 from arl.api.errors import ServerError, TransportError
 from arl.api.settings.engines import DeltaWeightsConfig, DiskWeightsConfig
-from arl.engine.weights import snapshot_directories as module
+from arl.engine.weights import disk as module
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 

@@ -28,7 +28,7 @@ from arl.endpoint import served_workflow
 from arl.endpoint.proxy import OpenAIProxy
 from arl.endpoint.served_workflow import ServedWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.engine.weights.delta_format import BLOCK_HEADER, MAGIC, PREAMBLE, Replica, block_digest, file_digest
+from arl.engine.weights.delta import BLOCK_HEADER, MAGIC, PREAMBLE, Replica, block_digest, file_digest
 from arl.observe.view.view_server import ViewServer
 from arl.observe.view.viewed_run import ViewedRun
 from arl.runtime.http.server import bind, serving
