@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -80,10 +81,6 @@ class Cancel:
         return _CANCEL.pack(_IS_CANCEL, self.number)
 
 
-def _nothing() -> np.ndarray:
-    return np.empty(0)
-
-
 @dataclass(slots=True, kw_only=True)
 class Result:
     """A call's answer. status: as over HTTP; unless it is 200, `head` is the error's body."""
@@ -92,8 +89,8 @@ class Result:
     status: int = 200
     head: bytes
     """JSON: finish_reason, weight_version, weight_versions, cached_tokens and, if the call has stop strings, text."""
-    ids: np.ndarray = field(default_factory=_nothing)
-    logprobs: np.ndarray = field(default_factory=_nothing)
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0))
     kept_ids: bytes = b""
     """The ids from which each token was sampled, as KeptIds.encode writes them; empty if the call did not ask."""
     routes: bytes = b""
@@ -128,7 +125,7 @@ class _Cursor:
     def kind(self) -> int:
         return self._message[self._at]
 
-    def unpack(self, form: struct.Struct) -> tuple[int, ...]:
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
         return form.unpack(self.take(form.size))
 
     def take(self, num_bytes: int) -> bytes:
@@ -169,7 +166,7 @@ def _call(cursor: _Cursor) -> Call:
 
 
 def _image(cursor: _Cursor) -> FramedImage:
-    digest, start, stop, length = _IMAGE.unpack(cursor.take(_IMAGE.size))
+    digest, start, stop, length = cursor.unpack(_IMAGE)
     return FramedImage(digest=digest, start=start, stop=stop, data=cursor.take(length))
 
 
@@ -178,15 +175,13 @@ def results_of(message: bytes) -> Iterator[Result]:
     cursor = _Cursor(message)
     while not cursor.is_at_end:
         number, status, lasted, num_ids, len_head, len_kept, len_routes = cursor.unpack(_RESULT)
-        head, ids = cursor.take(len_head), cursor.numbers(_IDS, num_ids)
-        logprobs = cursor.numbers(_LOGPROBS, num_ids)
-        yield Result(
+        yield Result(  # its arguments are evaluated in the order of the bytes
             number=number,
             status=status,
             microseconds=lasted,
-            head=head,
-            ids=ids,
-            logprobs=logprobs,
+            head=cursor.take(len_head),
+            ids=cursor.numbers(_IDS, num_ids),
+            logprobs=cursor.numbers(_LOGPROBS, num_ids),
             kept_ids=cursor.take(len_kept),
             routes=cursor.take(len_routes),
         )

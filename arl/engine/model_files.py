@@ -110,7 +110,11 @@ def model_digest(name: str) -> str | None:
     None if it is not here, or has no safetensors.
     """
     try:
-        directory = Path(name if Path(name).is_dir() else _downloaded(name))
+        if not Path(name).is_dir():
+            from huggingface_hub import snapshot_download
+
+            name = snapshot_download(name, local_files_only=True)
+        directory = Path(name)
         config = json.loads((directory / "config.json").read_bytes())
         known = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
@@ -128,12 +132,6 @@ def model_digest(name: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return digest.hexdigest()
-
-
-def _downloaded(name: str) -> str:
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(name, local_files_only=True)
 
 
 def load_part(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:

@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-from typing import TYPE_CHECKING
-
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -114,50 +107,51 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A freshly initialised model of the given shape for the tokenizer's vocabulary, float32, the same for a seed."""
     shape = shape or TinyShape()
-    vocabulary = tokenizer.get_vocab()
     config = AutoConfig.for_model(
         family,
-        vocab_size=-(-len(tokenizer) // 32) * 32,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        max_position_embeddings=shape.context_length,
-        initializer_range=shape.initializer_range,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=family == "qwen3",  # SGLang ties the head of no mixture
-        bos_token_id=None,
-        eos_token_id=vocabulary[TURN_END],
-        pad_token_id=vocabulary[END_OF_TEXT],
-        **_heads(shape, family),
-        **{"intermediate_size": shape.intermediate_size, **_experts(shape, family)},
+        pad_token_id=tokenizer.get_vocab()[END_OF_TEXT],
+        **_sizes(shape, tokenizer) | _of_family(shape, family),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).float()
 
 
-def _heads(shape: TinyShape, family: Family) -> dict[str, Any]:
-    if not family.startswith("deepseek"):
-        return {"num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    half = shape.head_dim // 2
-    sizes = {"qk_nope_head_dim": half, "qk_rope_head_dim": half, "v_head_dim": shape.head_dim}
-    return {"num_key_value_heads": shape.num_heads, "q_lora_rank": None, "kv_lora_rank": half, **sizes}
+def _sizes(shape: TinyShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "vocab_size": -(-len(tokenizer) // 32) * 32,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "max_position_embeddings": shape.context_length,
+        "initializer_range": shape.initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.get_vocab()[TURN_END],
+    }
 
 
-def _experts(shape: TinyShape, family: Family) -> dict[str, Any]:
-    """DeepSeek's first layer is dense, and its experts are chosen within one of two groups."""
+def _of_family(shape: TinyShape, family: Family) -> dict[str, Any]:
+    """Heads and experts. DeepSeek's first layer is dense, and its experts are chosen within one of two groups."""
+    heads = {"num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     if family == "qwen3":
-        return {}
+        return heads
     width, per_token = shape.intermediate_size // 4, {"num_experts_per_tok": shape.experts_per_token}
     if family == "qwen3_moe":
         of_qwen = {"num_experts": shape.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
-        return {**per_token, **of_qwen, "mlp_only_layers": []}
+        return {**heads, **per_token, **of_qwen, "mlp_only_layers": []}
     if family == "mixtral":
-        return {**per_token, "num_local_experts": shape.num_experts, "intermediate_size": width, "sliding_window": None}
+        of_mixtral = {"num_local_experts": shape.num_experts, "intermediate_size": width, "sliding_window": None}
+        return {**heads, **per_token, **of_mixtral}
+    half = shape.head_dim // 2
+    sizes = {"qk_nope_head_dim": half, "qk_rope_head_dim": half, "v_head_dim": shape.head_dim}
+    heads = {"num_key_value_heads": shape.num_heads, "q_lora_rank": None, "kv_lora_rank": half, **sizes}
     groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
     of_deepseek = {"n_routed_experts": shape.num_experts, "moe_intermediate_size": width, "n_shared_experts": 1}
     method = {"topk_method": "group_limited_greedy"} if family == "deepseek_v2" else {}
-    return {**per_token, **groups, **of_deepseek, **method, "first_k_dense_replace": 1}
+    return {**heads, **per_token, **groups, **of_deepseek, **method, "first_k_dense_replace": 1}
 
 
 def write_tiny_model(
@@ -177,28 +171,18 @@ def write_model(directory: Path, model: PreTrainedModel, *companions: Any) -> Pa
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # for the one file of a second's work
     try:
-        _save_quietly(model, partial)
-        for companion in companions:
-            companion.save_pretrained(partial)
+        for saved in (model, *companions):
+            saved.save_pretrained(partial)
         partial.chmod(0o755)
         partial.rename(directory)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return directory
-
-
-def _save_quietly(model: PreTrainedModel, directory: Path) -> None:
-    """Without a progress bar for the one file of a second's work."""
-    from transformers.utils import logging
-
-    was_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(directory)
-    finally:
         if was_shown:
             logging.enable_progress_bar()
+        shutil.rmtree(partial, ignore_errors=True)
+    return directory
 
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -257,9 +241,19 @@ def tiny_vision_model(
 ) -> PreTrainedModel:
     """A freshly initialised model for the tokenizer's vocabulary, float32, the same for a seed."""
     shape, vision, vocabulary = shape or TinyShape(), vision or TinyVision(), tokenizer.get_vocab()
+    half = shape.head_dim // 2
+    rows = 3 * half // 8
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "mrope_section": [half - 2 * rows, rows, rows]}
     config = AutoConfig.for_model(
         family,
-        text_config=_text_config(shape, tokenizer, family),
+        text_config={
+            **_sizes(shape, tokenizer),
+            "num_key_value_heads": shape.num_kv_heads,
+            "rms_norm_eps": 1e-6,  # as Qwen's, and as the tower's: servers use one number for both
+            "rope_parameters": rope | ({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
+            "tie_word_embeddings": True,
+            **({"head_dim": shape.head_dim} if family == "qwen3_vl" else {}),
+        },
         vision_config=_vision_config(shape, vision, family),
         tie_word_embeddings=True,
         image_token_id=vocabulary[IMAGE_PAD],
@@ -270,30 +264,6 @@ def tiny_vision_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(config).float()
-
-
-def _text_config(shape: TinyShape, tokenizer: PreTrainedTokenizerBase, family: VisionFamily) -> dict[str, Any]:
-    vocabulary, half = tokenizer.get_vocab(), shape.head_dim // 2
-    rows = 3 * half // 8
-    rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "mrope_section": [half - 2 * rows, rows, rows]}
-    of_family = {"head_dim": shape.head_dim} if family == "qwen3_vl" else {}
-    return {
-        "vocab_size": -(-len(tokenizer) // 32) * 32,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "max_position_embeddings": shape.context_length,
-        "initializer_range": shape.initializer_range,
-        "rms_norm_eps": 1e-6,  # as Qwen's, and as the tower's: servers use one number for both
-        "rope_parameters": rope | ({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": vocabulary[TURN_END],
-        "pad_token_id": vocabulary[END_OF_TEXT],
-        **of_family,
-    }
 
 
 def _vision_config(shape: TinyShape, vision: TinyVision, family: VisionFamily) -> dict[str, Any]:

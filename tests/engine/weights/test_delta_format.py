@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from arl.engine.weights import delta_format as delta
+from arl.engine.weights import delta
 from arl.engine.weights.delta import (
     BLOCK_HEADER,
     DeltaError,
