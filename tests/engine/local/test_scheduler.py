@@ -1,17 +1,12 @@
 """The model thread: commands in order, pause modes, failures that stay where they belong."""
 
-import json
-import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 from tiny_qwen import Deliveries, Reference, make_job, prompt_of
 
-from arl.api.errors import ArlError, ConfigError, EngineClosedError, ModelError
+from arl.api.errors import EngineClosedError
 from arl.engine.local.model_thread import Scheduler
 from arl.engine.local.runner import ModelRunner
 
@@ -73,56 +68,3 @@ def test_a_model_thread_that_dies_returns_its_requests_and_is_seen_to_be_dead(
     scheduler.close()
     assert not scheduler.is_alive
     assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in jobs)
-
-
-def configure(directory: Path, **changes: Any) -> None:
-    config = directory / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-
-
-def lose_a_parameter(directory: Path) -> None:
-    weights = load_file(directory / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def make_up_a_tokenizer(directory: Path) -> None:
-    (directory / "tokenizer.json").unlink()
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-
-
-WINDOW = {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
-SPOILT: list[tuple[Callable[[Path], object], str]] = [
-    (lambda at: (at / "config.json").unlink(), "is not a model directory"),
-    (lambda at: (at / "model.safetensors").unlink(), "cannot be loaded"),
-    (lambda at: (at / "model.safetensors").write_bytes(bytes(9)), "cannot be loaded"),
-    (lambda at: (at / "tokenizer.json").unlink(), "tokenizer in .* cannot be read"),
-    (make_up_a_tokenizer, "has no token for any letter"),
-    (lose_a_parameter, r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"),
-    (lambda at: configure(at, **WINDOW), "sliding window of 16"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "sentence"), SPOILT, ids=[sentence for _, sentence in SPOILT])
-def test_a_directory_that_cannot_be_served_is_refused(
-    model_dir: str, tmp_path: Path, spoil: Callable[[Path], object], sentence: str
-) -> None:
-    directory = tmp_path / "spoilt"
-    shutil.copytree(model_dir, directory)
-    spoil(directory)
-    with pytest.raises(ModelError, match=sentence):
-        Scheduler(str(directory))
-
-
-UNKNOWN: list[tuple[dict[str, Any], type[ArlError], str]] = [
-    ({"device": "gpu"}, ConfigError, "device"),
-    ({"context_length": 513}, ModelError, "positions for 512 tokens"),
-]
-
-
-@pytest.mark.parametrize(("setting", "error", "sentence"), UNKNOWN)
-def test_settings_that_cannot_be_are_refused(
-    model_dir: str, setting: dict[str, Any], error: type[ArlError], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
-        Scheduler(model_dir, **setting)

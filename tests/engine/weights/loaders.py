@@ -1,8 +1,9 @@
-"""A server that takes weights in every way, an engine that updates such servers, and snapshots of one small file."""
+"""A server that takes weights in every way, an engine that updates such servers, snapshots of one file, mirrors."""
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from embedded_server import ServerProcess
 
 from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import ServerError
 from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
+from arl.engine.weights.delta import Held, MirrorClient
 from arl.engine.weights.distributed import byte_size, views
+from arl.engine.weights.mirror import build_app, mirror_store
+from arl.runtime.http.server import bind, serving
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -170,3 +175,44 @@ class AdapterExporter(Exporter):
 
     def snapshot(self) -> Weights:
         raise NotImplementedError
+
+
+@dataclass
+class Mirror:
+    """Where a mirror is, and what it keeps: in a directory of its own below `directory`."""
+
+    directory: Path
+    address: str
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions whose directories have their final names."""
+        return sorted(int(path.name.split("-")[1]) for path in self.directory.glob("*/version-*"))
+
+    @property
+    def unfinished(self) -> list[Path]:
+        return list(self.directory.glob("*/.writing-*"))
+
+
+async def sent(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+async def put(client: MirrorClient, pieces: Iterable[bytes]) -> Held:
+    """Send a package to a mirror; returns what it holds then."""
+    return await client.put(sent(pieces))
+
+
+@asynccontextmanager
+async def mirror_here(directory: Path, api_key: str | None = None) -> AsyncIterator[Mirror]:
+    """A mirror in this process."""
+    with mirror_store(directory, num_threads=2) as store:
+        async with serving(build_app(store, api_key), bind("127.0.0.1", 0)) as port:
+            yield Mirror(directory, f"http://127.0.0.1:{port}")
+
+
+class MirrorProcess(ServerProcess, Mirror):
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.directory = directory
+        super().__init__("arl.engine.weights.mirror", "--directory", str(directory), *options)

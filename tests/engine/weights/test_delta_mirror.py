@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 import torch
-from loaders import contents
-from mirrors import Mirror, MirrorProcess, mirror_here, put
+from loaders import Mirror, MirrorProcess, contents, mirror_here, put
 from safetensors.torch import save_file
 
 from arl.api.errors import ConfigError, ServerError, ServerFailedError

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaders import Receiver, Servers
-from mirrors import Mirror, mirror_here
+from loaders import Mirror, Receiver, Servers, mirror_here
 from safetensors.torch import load, save_file
 
 from arl.api.errors import ServerError, ServerFailedError, TransportError

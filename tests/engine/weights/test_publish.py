@@ -1,6 +1,7 @@
 """From a snapshot of the trainer to embedded servers that are generating: what tokens are of, also if it breaks off."""
 
 import asyncio
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -10,13 +11,16 @@ import aiohttp
 import pytest
 import torch
 from embedded_server import ServerProcess
-from mirrors import mirror_here
+from loaders import mirror_here
 from published import HookedEngine, Trainee, client, request
 
-from arl.api.engine import WeightTransport
+from arl.api.engine import Sampler, WeightTransport
 from arl.api.errors import ServerError, TransportError
+from arl.api.events import Fate
 from arl.api.settings.engines import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
-from arl.api.types import ModelResponse
+from arl.api.settings.run import RolloutConfig
+from arl.api.types import Example, ModelResponse, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.engine.client import remote_engine
 from arl.engine.client.remote_engine import RemoteInferenceEngine
 from arl.engine.client.sglang_client import SGLangClient
@@ -24,6 +28,9 @@ from arl.engine.fsdp.snapshot import ShardGatherer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import RolloutController
+from arl.rollout.episode import EpisodeRunner
 from arl.runtime.http.client import Connections
 
 
@@ -86,24 +93,6 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
         # What comes after an update in place rests on keys and values of old weights, and is of no version alone.
         upto = response.output_versions.count(response.output_versions[0]) if mode == "in_place" else None
         trainer.assert_of_its_versions(response, seed, upto)
-
-
-async def test_servers_say_what_they_generated_for_answers_and_for_nobody(first: ServerProcess):
-    async with client(first, pause_mode="in_place") as engine:
-        await engine.pause()
-        await engine.resume()
-        responses = await asyncio.gather(*(engine.agenerate(request(30, seed)) for seed in range(3)))
-        answered = sum(len(response.output_ids) for response in responses)
-        await engine.pause()
-        assert engine.counters()["servers/generated_tokens"] == answered == 90
-        await engine.resume()
-        given_up = asyncio.create_task(engine.agenerate(request(600)))
-        while engine.counters()["servers/generated_tokens"] == answered:
-            await engine.pause()
-            await engine.resume()
-        given_up.cancel()
-        await asyncio.wait([given_up])
-        assert given_up.cancelled()
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta", "distributed"], indirect=True)
@@ -199,3 +188,57 @@ async def test_a_server_that_dies_or_stalls_between_two_buckets_costs_the_others
                     else:
                         second.process.send_signal(signal.SIGCONT)
                 trainer.assert_of_its_versions(await until_served(second, 1), 9)
+
+
+# What servers say that they generated lies between what responses brought and what was asked for.
+
+
+async def told(engine: RemoteInferenceEngine) -> float:
+    """What servers say, since the first call. One that a busy machine has put out of service says nothing."""
+    while not engine.counters()["servers/serving"]:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.05)
+    await engine.pause()
+    await engine.resume()
+    return engine.counters()["servers/generated_tokens"]
+
+
+class Talk(RolloutWorkflow):
+    """Says 5 to 100 tokens; about every fifth example, 700."""
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        asked = request(data["tokens"] + random.randrange(30))
+        answer = await engine.agenerate(asked)
+        blank = [0] * len(asked.input_ids)
+        return Trajectory(
+            token_ids=[*asked.input_ids, *answer.output_ids],
+            loss_mask=[*blank, *[1] * len(answer.output_ids)],
+            behavior_logprobs=[*blank, *answer.output_logprobs],
+            versions=[-1 for _ in blank] + [*answer.output_versions],
+            reward=random.random(),
+        )
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+async def test_servers_generate_what_a_run_received_and_at_most_what_it_asked_for(
+    first: ServerProcess, mode: PauseMode
+):
+    """Over-sampled episodes are cut while their requests run."""
+    config = RolloutConfig(
+        batch_size=2, group_size=2, extra_episodes=2, max_staleness=7, max_concurrent_episodes=12, shuffle=False
+    )
+    examples = [{"tokens": 700 if n % 5 == 4 else 5 + 7 * n % 90} for n in range(64)]
+    async with asyncio.timeout(60), client(first, pause_mode=mode) as engine:
+        await told(engine)
+        buffer, runner = ReplayBuffer(2, 7), EpisodeRunner(workflow=Talk(), timeout_s=60)
+        controller = RolloutController(engine, runner, examples, config, buffer)
+        rollout = asyncio.create_task(controller.run())
+        for version in range(4):
+            controller.trained(await buffer.take_batch(version))
+            await told(engine)
+        rollout.cancel()
+        await asyncio.wait([rollout])
+        generated, counted = await told(engine), runner.tokens.counted()
+    assert counted.received == counted.open + counted.waiting + sum(tally.tokens for tally in counted.fates.values())
+    assert counted.fates.keys() >= {Fate.OVERTAKEN, Fate.TRAINED}
+    assert counted.unanswered > 0
+    assert counted.received <= generated <= counted.asked == counted.received + counted.unreceived

@@ -5,7 +5,7 @@ import base64
 import gc
 import hashlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -72,15 +72,7 @@ def sets_of(response: ModelResponse) -> list[list[bool]]:
     return response.kept_ids.mask(288).tolist() if response.kept_ids else []
 
 
-@pytest.mark.parametrize("takes_frames", [True, False])
-async def test_a_response_says_what_of_its_prompt_was_cached(shared_url: str, takes_frames: bool) -> None:
-    async with engine_over(shared_url, takes_frames=takes_frames) as (engine, _):
-        first, second, _, branch = await turns(engine, "a")
-    assert (first.cached_tokens, second.cached_tokens) == (0, 300 + 12 - 1)
-    assert 310 - 12 <= branch.cached_tokens <= 310
-
-
-async def test_answers_are_the_same_to_the_bit(
+async def test_answers_are_the_same_to_the_bit_and_say_what_was_cached(
     shared_url: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
@@ -100,23 +92,30 @@ async def test_answers_are_the_same_to_the_bit(
     assert [replace(response, kept_ids=None) for response in made] == [replace(r, kept_ids=None) for r in wanted]
     assert list(map(sets_of, made)) == list(map(sets_of, wanted))
     assert sent == [300, 316, 332, 312]
+    first, second, _, branch = made
+    assert (first.cached_tokens, second.cached_tokens) == (0, 300 + 12 - 1)
+    assert 310 - 12 <= branch.cached_tokens <= 310
 
 
-async def test_stop_strings_and_refusals_are_as_over_http(shared_url: str, client: Client) -> None:
+async def test_stop_strings_names_and_refusals_are_as_over_http(shared_url: str, client: Client) -> None:
     async def outcomes(engine: RemoteInferenceEngine) -> list[object]:
         stopping = SamplingParams(max_new_tokens=30, stop=("a", "e"), seed=3)
         answer = await engine.agenerate(ModelRequest(input_ids=[5, 6], sampling=stopping))
-        errors: list[object] = []
-        for prompt in ([7] * 9000, [10**6]):
-            with pytest.raises((PromptTooLongError, ServerError)) as raised:
-                await engine.agenerate(ModelRequest(input_ids=prompt))
-            errors.append((type(raised.value), str(raised.value)))
-        return [answer, *errors]
+        large = SamplingParams(max_new_tokens=3, seed=2**70)
+        named = await engine.agenerate(ModelRequest(input_ids=[1] * 300, sampling=large, session_id="s" * 2000))
+        others: list[object] = []
+        for prompt, rid in (([7] * 9000, "a"), ([10**6], "b"), ([1, 2], "r" * 70_000), ([1, 2], "\ud800")):
+            try:
+                others.append(await engine.agenerate(ModelRequest(input_ids=prompt, sampling=large, rid=rid)))
+            except (PromptTooLongError, ServerError) as error:
+                others.append((type(error), str(error)))
+        return [answer, named, *others]
 
     async with engine_over(shared_url, takes_frames=False) as (engine, _):
         wanted = await outcomes(engine)
-    async with engine_over(shared_url) as (engine, _):
+    async with engine_over(shared_url) as (engine, there):
         assert await outcomes(engine) == wanted
+        assert connection_of(there)._waiting == {}
 
 
 async def test_a_caller_that_gives_up_frees_its_place(shared_url: str, client: Client) -> None:
@@ -144,35 +143,6 @@ async def test_one_request_may_be_sent_at_once_and_again_after_a_cancellation(
         third = await engine.agenerate(request)
         assert len(third.output_ids) == len((await second).output_ids) == 500
         assert engine.counters()["servers/failed_requests"] == 0
-
-
-async def test_settings_and_names_that_json_takes_are_taken(shared_url: str, client: Client) -> None:
-    sampling = SamplingParams(max_new_tokens=3, seed=2**70)
-    request = ModelRequest(input_ids=[1] * 300, sampling=sampling, session_id="s" * 2000)
-    async with engine_over(shared_url, takes_frames=False) as (engine, _):
-        wanted = await engine.agenerate(request)
-    async with engine_over(shared_url) as (engine, there):
-        assert await engine.agenerate(request) == wanted
-        assert connection_of(there).is_open
-
-
-@pytest.mark.parametrize("rid", ["r" * 70_000, "\ud800"])
-async def test_a_name_that_frames_cannot_hold_is_taken_or_refused_as_over_http(
-    shared_url: str, client: Client, rid: str
-) -> None:
-    async def outcome(engine: RemoteInferenceEngine) -> object:
-        try:
-            return await engine.agenerate(
-                ModelRequest(input_ids=[1, 2], sampling=SamplingParams(max_new_tokens=3, seed=1), rid=rid)
-            )
-        except ServerError as error:
-            return type(error), str(error)
-
-    async with engine_over(shared_url, takes_frames=False) as (engine, _):
-        wanted = await outcome(engine)
-    async with engine_over(shared_url) as (engine, there):
-        assert await outcome(engine) == wanted
-        assert connection_of(there)._waiting == {}
 
 
 async def test_requests_outlive_their_connection(shared_url: str, client: Client) -> None:
@@ -222,30 +192,35 @@ async def test_what_takes_a_websocket_and_never_answers_is_asked_over_http() -> 
         assert await FrameClient.opened(url, None, 0.05) is None
 
 
-async def stalled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server that takes a WebSocket and then reads nothing."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    key = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"sec-websocket-key: "))[19:]
-    accepted = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
-    writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
-    writer.write(b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
-    cast("asyncio.ReadTransport", writer.transport).pause_reading()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        writer.transport.abort()
+@asynccontextmanager
+async def connection_to_a_stalled_server() -> AsyncIterator[
+    tuple[FrameClient, asyncio.Task[None], Callable[[], object]]
+]:
+    """A connection to a server that takes a WebSocket and then reads nothing; its run; and how the server cuts it."""
+    taken = asyncio.Queue[asyncio.StreamWriter]()
 
-
-async def test_a_connection_to_a_server_that_reads_nothing_can_be_closed() -> None:
-    taken: list[asyncio.Task[None]] = []
-
-    def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        taken.append(asyncio.ensure_future(stalled(reader, writer)))
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        key = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"sec-websocket-key: "))[19:]
+        accepted = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
+        writer.write(b"Sec-WebSocket-Accept: " + accepted + b"\r\n\r\n")
+        cast("asyncio.ReadTransport", writer.transport).pause_reading()
+        taken.put_nowait(writer)
 
     async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
         connection = await FrameClient.opened(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 10.0)
         assert connection is not None
-        running = asyncio.ensure_future(connection.run())
+        cut = (await taken.get()).transport.abort
+        running = asyncio.create_task(connection.run())
+        await asyncio.sleep(0)  # it reads
+        yield connection, running, cut
+        cut()
+        await asyncio.wait([running])
+
+
+async def test_a_connection_to_a_server_that_reads_nothing_can_be_closed() -> None:
+    async with connection_to_a_stalled_server() as (connection, running, _):
         call = asyncio.ensure_future(connection.generate("r", np.zeros(4_000_000, np.int32), b"{}", b""))
         await asyncio.sleep(0)
         while connection._outgoing:  # noqa: ASYNC110 - there is no event for it
@@ -255,30 +230,19 @@ async def test_a_connection_to_a_server_that_reads_nothing_can_be_closed() -> No
             await running
         with pytest.raises(ConnectionError, match="was closed"):
             await call
-        taken[0].cancel()
 
 
 @pytest.mark.parametrize("end", ["cancelled", "closed", "cut"])
 async def test_however_a_connection_ends_it_holds_no_socket_that_nobody_closes(end: str) -> None:
     """Else the garbage collector finds it, and warns in whatever runs then."""
-    taken: list[asyncio.Task[None]] = []
-
-    def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        taken.append(asyncio.ensure_future(stalled(reader, writer)))
-
-    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
-        connection = await FrameClient.opened(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 10.0)
-        assert connection is not None
-        running = asyncio.ensure_future(connection.run())
-        await asyncio.sleep(0)  # it reads
+    async with connection_to_a_stalled_server() as (connection, running, cut):
         if end == "cancelled":
             running.cancel()
         elif end == "closed":
             await connection.aclose()
         else:
-            taken[0].cancel()
+            cut()
         await asyncio.wait([running])
-        taken[0].cancel()
     held = [one for one in gc.get_objects() if type(one) is aiohttp.connector.Connection and one.protocol is not None]
     assert held == []
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from embedded_server import server_here
+from embedded_server import server_here, server_process
 from protocol_client import Client
-from reference import close
+from reference import close, logprobs_of
+from safetensors.torch import load_file
 from sighted import SEEING_FAMILIES, START, Part, SeeingReference, laid_out, noise, write_sighted
+from weight_trainer import succeeds, trainer_of
 
 from arl.api.errors import PromptTooLongError, RefusedRequestError
 from arl.api.images import Image, PlacedImage
@@ -249,3 +251,38 @@ async def test_a_model_of_texts_refuses_images(client: Client, shared_url: str) 
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "image_data": [ONE.data_url]}
         answer = await Client(session).post("/generate", body)
     assert (answer.status, "this server's model takes no images" in answer.message) == (400, True)
+
+
+# New weights: the tower's come with the others, under the names that files have.
+
+
+@pytest.fixture(params=SEEING_FAMILIES)
+def versions(request: pytest.FixtureRequest, tmp_path: Path) -> list[SeeingReference]:
+    """Of two versions of a model's weights."""
+    return [SeeingReference(write_sighted(tmp_path / f"{seed}", request.param, seed=seed)) for seed in (0, 1)]
+
+
+async def check_served(client: Client, reference: SeeingReference) -> None:
+    tokens, placed = laid_out(reference.processor, [5, 6], ONE, [7])
+    sampling: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+    answer = await client.generate(
+        input_ids=tokens, image_data=[ONE.data_url], sampling_params=sampling, return_logprob=True
+    )
+    close(logprobs_of(answer), reference.logprobs_of(placed, tokens, answer["output_ids"]))
+
+
+async def test_weights_of_a_directory_and_of_a_broadcast_reach_the_tower(versions: list[SeeingReference]) -> None:
+    first, second = versions
+    with server_process(first.processor.model) as process:
+        async with aiohttp.ClientSession(process.address) as session, trainer_of(client := Client(session)) as trainer:
+            await check_served(client, first)
+            body = {"model_path": second.processor.model, "weight_version": "1"}
+            await succeeds(client, "/update_weights_from_disk", body)
+            await check_served(client, second)
+            await succeeds(client, "/begin_weight_update")
+            await trainer.send(load_file(Path(first.processor.model, "model.safetensors")), weight_version="2")
+            await succeeds(client, "/end_weight_update")
+            await check_served(client, first)
+            state = (await client.get("/server_info")).body["internal_states"][0]
+            assert state["images_computed"] == 3
+            trainer.leave()

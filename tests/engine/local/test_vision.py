@@ -1,6 +1,6 @@
 """Images in the embedded server's batch: every logprob is plain transformers', whoever shares batch and cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import ALL, write_adapter
 from reference import close
 from sighted import END, SEEING_FAMILIES, START, Part, SeeingReference, laid_out, noise, write_sighted
 from tiny_qwen import make_batch_of, make_job, prompt_of, run_all, step_until_sampled
+from transformers import AutoModelForImageTextToText
 
 from arl.engine.local.scheduler import RunningBatch
 from arl.engine.local.sequences import Job
@@ -227,14 +229,65 @@ def test_the_tower_keeps_no_more_than_it_may_and_sees_the_rest_again(
     assert num_computed(batch) == 3
 
 
-def test_a_placeholder_that_was_sampled_is_a_token_like_others(sighted: Sighted, batch: RunningBatch) -> None:
+def test_placeholders_that_were_sampled_and_tags_without_an_image_are_tokens_like_others(
+    sighted: Sighted, batch: RunningBatch
+) -> None:
     placeholder = sighted.processor.image_token_id
-    job = sighted.job(TEXT, ONE, [*TEXT, placeholder, 3, placeholder, placeholder], WIDE, [placeholder])
-    run_all(batch, [job])
-    sighted.check(job)
+    sampled = sighted.job(TEXT, ONE, [*TEXT, placeholder, 3, placeholder, placeholder], WIDE, [placeholder])
+    tags = sighted.job([START, END, START, 5], ONE, [END, END])
+    run_all(batch, [sampled, tags])
+    sighted.check(sampled, tags)
 
 
-def test_tags_without_an_image_are_tokens_like_others(sighted: Sighted, batch: RunningBatch) -> None:
-    job = sighted.job([START, END, START, 5], ONE, [END, END])
-    run_all(batch, [job])
-    sighted.check(job)
+# Adapters: on the decoder alone, and on the tower, whose vectors are then the adapter's own.
+
+TARGETS = {"decoder": rf".*language_model.*({'|'.join(ALL)})", "tower": r".*(blocks.*(qkv|attn.proj)|q_proj|down_proj)"}
+
+
+@pytest.fixture(scope="module", params=SEEING_FAMILIES)
+def references(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SeeingReference]:
+    """Of the model alone, by the empty name, and of each adapter's model. The files lie beside one another."""
+    root = tmp_path_factory.mktemp(request.param)
+    base = write_sighted(root / "base", request.param)
+    for seed, (name, targets) in enumerate(TARGETS.items()):
+        kind = AutoModelForImageTextToText
+        write_adapter(root / name, base, seed, merged=root / f"{name}-merged", kind=kind, target_modules=targets)
+    merged = {name: root / f"{name}-merged" for name in TARGETS}
+    for directory in merged.values():
+        (directory / "preprocessor_config.json").write_text((base / "preprocessor_config.json").read_text())
+    return {name: SeeingReference(directory) for name, directory in {"": base, **merged}.items()}
+
+
+def seeing_job(reference: SeeingReference, adapter: str, text: Sequence[int]) -> Job:
+    tokens, placed = laid_out(reference.processor, text, ONE, prompt_of(5, 1))
+    job = make_job(tokens)
+    job.adapter, job.view = adapter, Future()
+    job.view.set_result(View(placed, reference.processor))
+    return job
+
+
+def batch_with(references: dict[str, SeeingReference]) -> RunningBatch:
+    base = Path(references[""].processor.model)
+    batch = make_batch_of(str(base))
+    for name in TARGETS:
+        batch._runner.adapters.add(batch._runner.adapters.read(name, str(base.parent / name)))
+    return batch
+
+
+def test_each_request_sees_as_the_model_that_its_adapter_makes(references: dict[str, SeeingReference]) -> None:
+    batch = batch_with(references)
+    jobs = [seeing_job(references[""], name, prompt_of(n, n)) for n in (7, 20) for name in references]
+    run_all(batch, jobs)
+    run_all(batch, again := [seeing_job(references[""], name, prompt_of(7, 7)) for name in references])
+    for job in (*jobs, *again):
+        assert job.view is not None
+        images = tuple(job.view.result().images)
+        close(job.output_logprobs, references[job.adapter].logprobs_of(images, job.input_ids, job.output_ids))
+
+
+def test_only_an_adapter_of_the_tower_makes_it_see_again(references: dict[str, SeeingReference]) -> None:
+    batch = batch_with(references)
+    assert batch._runner.tower is not None
+    for name, count in (("", 1), ("decoder", 1), ("tower", 2), ("tower", 2)):
+        run_all(batch, [seeing_job(references[""], name, prompt_of(7, 7))])
+        assert batch._runner.tower.num_computed == count
