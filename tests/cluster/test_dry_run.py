@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine.client.protocol_server import Server
-from engine.weights.mirrors import mirror_here
+from engine.weights.loaders import mirror_here
 from free_port import free_port
 from one_turn import OneTurn
 from scripted_launch import small, use_fakes, use_scripted_training

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from embedded_server import ServerProcess, server_process
-from engine.weights.mirrors import mirror_here
+from engine.weights.loaders import mirror_here
 from one_turn import OneTurn
 from scripted_launch import small
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from embedded_server import server_here
-from engine.weights.mirrors import mirror_here
+from engine.weights.loaders import mirror_here
 from workflow.scripted_answers import TOKENIZER, saying
 
 from arl.api.settings.endpoint import EndpointConfig
