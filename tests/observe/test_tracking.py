@@ -271,16 +271,6 @@ def test_an_id_that_cannot_be_kept_is_warned_of_and_the_tracker_goes_on(
     assert line.startswith("the run's id in the tracker Recorder is not kept for a continued run: ")
 
 
-@pytest.mark.parametrize("text", ["[1", "[1]"])
-def test_a_broken_list_of_ids_is_as_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "trackers.json").write_text(text)
-    recorder = Recorder()
-    trackers = Trackers(own=[recorder])
-    given(tmp_path, trackers, 1)
-    trackers.close(None)
-    assert [run.run_id for run in recorder.runs] == [None]
-
-
 async def test_a_missing_package_is_an_error_before_anything_starts_and_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

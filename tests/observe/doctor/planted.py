@@ -49,28 +49,6 @@ NAMED = {
     "first_adapter_for_every_name": "another adapter",
     "unknown_adapters_answered_by_the_base_model": "unknown adapter accepted",
 }
-IN_SGLANG = {
-    "dense": [
-        "load_without_effect",
-        "one_layer_not_updated",
-        "packed_linear_layers",
-        "tied_head_not_updated",
-        "load_rounds_to_bfloat16",
-        "load_fails",
-        "label_of_the_version_before",
-        "labels_change_two_tokens_early",
-        "sampled_at_temperature_1",
-        "top_k_40_that_nobody_asked_for",
-        "top_p_with_renormalised_logprobs",
-    ],
-    "adapters": [
-        "base_model_instead_of_adapter",
-        "first_adapter_for_every_name",
-        "unknown_adapters_answered_by_the_base_model",
-    ],
-    "mixture": ["routes_of_the_token_before"],
-}
-"""Faults that are planted in the processes of stock SGLang, by the kind of server."""
 SETTINGS_OF_SGLANG = {
     "--chat-template of another template": "chat template",
     "--context-length 60": "context length",

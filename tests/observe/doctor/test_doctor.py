@@ -10,7 +10,6 @@ import pytest
 from observe.doctor.conftest import served
 from observe.doctor.faulty_server import FAULTS, FaultyServer
 from observe.doctor.planted import (
-    IN_SGLANG,
     NAMED,
     OF_ADAPTERS,
     OF_MIXTURES,
@@ -61,11 +60,7 @@ def test_the_page_lists_the_planted_faults_and_their_causes() -> None:
 
 
 def test_the_page_lists_what_was_planted_in_sglang() -> None:
-    in_processes = [name for names in IN_SGLANG.values() for name in names]
-    assert rows("Planted in SGLang") == [
-        *SETTINGS_OF_SGLANG.items(),
-        *((name.replace("_", " "), NAMED[name]) for name in in_processes),
-    ]
+    assert rows("Planted in SGLang") == [*SETTINGS_OF_SGLANG.items()]
 
 
 def test_the_page_lists_all_causes() -> None:

@@ -1,12 +1,9 @@
-"""`arl doctor` on stock SGLang: healthy, and with faults of its settings and of its code."""
+"""`arl doctor` on stock SGLang: healthy, and with faults of its settings and files."""
 
 import asyncio
 import copy
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from conformance.servers import python_of, stock
 from mixtures import write_mixture
-from observe.doctor.planted import IN_SGLANG, NAMED, USUAL, diagnosis_of, first_fault, post
+from observe.doctor.planted import USUAL, diagnosis_of
 from safetensors.torch import load_file, save_file
 
 from arl.api.settings.engines import AdapterWeightsConfig, LoRAConfig, SGLangEngineConfig, TrainConfig
@@ -24,23 +21,18 @@ from arl.observe.doctor.causes import Diagnosis
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-FAULTS = Path(__file__).with_name("sglang_faults")
 DENSE = ("--context-length", "640", "--chunked-prefill-size", "128")
-OPTIONS = {
-    "dense": DENSE,
-    "adapters": (
-        *DENSE, "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "4", "--lora-target-modules",
-        "all",
-    ),
-    "mixture": ("--context-length", "1024", "--enable-return-routed-experts"),
-}  # fmt: skip
+ADAPTERS = (
+    "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "4", "--lora-target-modules", "all",
+)  # fmt: skip
 
 
-def diagnosed(model: Path, tmp_path: Path, *options: str, served: Path | None = None) -> Diagnosis:
-    """served: another directory than the trained model's."""
+def diagnosed(model: Path, tmp_path: Path, *options: str, served: Path | None = None, **more: Any) -> Diagnosis:
+    """served: another directory than the trained model's. more: of the settings."""
     python_of("sglang")
     with stock("sglang", served or model, tmp_path / "log", *options) as server:
-        config = Config(model=str(model), run_dir=tmp_path / "run", engine=SGLangEngineConfig(addresses=(server.url,)))
+        engine = SGLangEngineConfig(addresses=(server.url,))
+        config = Config(model=str(model), run_dir=tmp_path / "run", engine=engine, **more)
         return asyncio.run(diagnosis_of(config, USUAL))
 
 
@@ -90,65 +82,15 @@ def test_another_tokenizer_cut_prompts_and_another_layer_are_named(model: Path, 
     assert causes(diagnosis) == ["tokenizer", "context length", "other weights"], diagnosis.verdict
 
 
-@dataclass(frozen=True)
-class FaultySGLang:
-    kind: str
-    url: str
-    model: Path
-    planted: Path
-    """The file that names the planted fault."""
-
-    def config(self, run_dir: Path) -> Config:
-        more: dict[str, Any] = {}
-        if self.kind == "adapters":
-            more = {"train": TrainConfig(lora=LoRAConfig(rank=4, alpha=8)), "weights": AdapterWeightsConfig()}
-        engine = SGLangEngineConfig(addresses=(self.url,))
-        return Config(model=str(self.model), run_dir=run_dir, engine=engine, **more)
-
-
-def given_back(faulty: FaultySGLang) -> None:
-    """Load the server's own weights under their label: the doctor did so with the fault in place."""
-    post(faulty.url, "/update_weights_from_disk", {"model_path": str(faulty.model), "weight_version": "default"})
-
-
-@pytest.fixture(scope="module")
-def faulty(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FaultySGLang]:
-    python_of("sglang")
-    directory = tmp_path_factory.mktemp(request.param)
-    if request.param == "mixture":
-        model = write_mixture(directory / "model", "qwen3_moe")
-    planted = directory / "fault"
-    planted.touch()
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(FAULTS))
-            patch.setenv("ARL_FAULT", str(planted))
-            server = stack.enter_context(stock("sglang", model, directory / "log", *OPTIONS[request.param]))
-        yield FaultySGLang(request.param, server.url, model, planted)
-
-
-@pytest.mark.parametrize("faulty", ["adapters", "mixture"], indirect=True)
-def test_healthy_adapters_and_mixtures_in_sglang_are_not_accused(faulty: FaultySGLang, tmp_path: Path) -> None:
-    diagnosis = asyncio.run(diagnosis_of(faulty.config(tmp_path)))
+@pytest.mark.parametrize("kind", ["adapters", "mixture"])
+def test_healthy_adapters_and_mixtures_in_sglang_are_not_accused(kind: str, model: Path, tmp_path: Path) -> None:
+    if kind == "adapters":
+        more: dict[str, Any] = {
+            "train": TrainConfig(lora=LoRAConfig(rank=4, alpha=8)),
+            "weights": AdapterWeightsConfig(),
+        }
+        diagnosis = diagnosed(model, tmp_path, *DENSE, *ADAPTERS, **more)
+    else:
+        mixture = write_mixture(tmp_path / "model", "qwen3_moe")
+        diagnosis = diagnosed(mixture, tmp_path, "--context-length", "1024", "--enable-return-routed-experts")
     assert diagnosis.is_healthy, diagnosis.verdict
-
-
-@pytest.mark.parametrize(
-    ("faulty", "name"),
-    [(kind, name) for kind, names in IN_SGLANG.items() for name in names],
-    indirect=["faulty"],
-    scope="module",  # one server for all faults of a kind
-)
-def test_the_first_cause_named_of_sglang_is_the_planted_one(faulty: FaultySGLang, name: str, tmp_path: Path) -> None:
-    faulty.planted.write_text(name)
-    try:
-        found = asyncio.run(first_fault(faulty.config(tmp_path)))
-    finally:
-        faulty.planted.write_text("")
-        if faulty.kind != "adapters":
-            given_back(faulty)
-    assert found is not None
-    assert found.cause is not None
-    assert found.cause.name == NAMED[name], found

@@ -1,9 +1,8 @@
 """The page of `arl view` in a real browser, over the real server.
 
-ARL_SCREENSHOTS names a directory to write pictures of the views to. ARL_NEEDS_BROWSER makes a missing browser an error.
+ARL_NEEDS_BROWSER makes a missing browser an error.
 """
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -445,21 +444,6 @@ async def test_a_live_run_grows_without_a_reload(page: Page, address: str, run: 
     await expect(failures).to_have_text(str(run.num_failed))
     run.train()
     await expect(failures).to_have_text(str(run.num_failed))
-
-
-@pytest.mark.skipif("ARL_SCREENSHOTS" not in os.environ, reason="ARL_SCREENSHOTS names no directory for pictures")
-async def test_pictures_of_all_views(page: Page, address: str) -> None:
-    place = Path(os.environ["ARL_SCREENSHOTS"])
-    for scheme in ("light", "dark"):
-        await page.emulate_media(color_scheme=scheme)
-        for view in (*VIEWS, f"episode/0/1/{BRANCHED}?colour=proximal-behavior"):
-            await show(page, address, view)
-            name = view.replace("/", "-").replace("?", "-")
-            for size, viewport in (("wide", {"width": 1360, "height": 900}), ("phone", PHONE)):
-                await page.set_viewport_size(viewport)
-                await page.wait_for_timeout(200)
-                picture = place / f"{name}-{scheme}-{size}.png"
-                assert len(await page.screenshot(path=picture)) > 10_000
 
 
 async def test_an_image_is_seen_in_the_place_of_its_placeholders(browser: Browser, tmp_path: Path) -> None:
