@@ -42,8 +42,9 @@ _MOST_SCORED = 1500
 """Tokens of a long prompt that are all scored: each costs the server a row of logits."""
 _ROUNDINGS = 4.0
 """Two ways to round differ by less than this many times what was seen first."""
-_MISSING, _SURE = 0.01, 6.0
-"""The smallest share of an update that counts as missing, and in how many standard errors it must be seen."""
+_MISSING, _SURE, _MOST_OF = 0.02, 6.0, 0.4
+"""The smallest share of an update that counts as missing, in how many standard errors it must be seen, and how much of
+the difference it must explain: rounding, too, makes tokens less likely that were just trained."""
 _REPEATED = 2
 """Responses to each short prompt."""
 _UNLIKELY = 40.0
@@ -141,7 +142,7 @@ async def check_weights(visit: Visit, name: str) -> Checked:
             return visit.ok(name, measured, threshold)
         return visit.fault(name, OTHER_WEIGHTS, measured, threshold)
     missing, error = missing_share(visit.scores[-2], ours, told)
-    is_missing = missing > max(_MISSING, _SURE * error)
+    is_missing = missing > max(_MISSING, _SURE * error, _MOST_OF * apart / gap(visit.scores[-2], ours))
     if apart <= visit.limit and not is_missing:
         return visit.ok(name, measured, visit.why)
     near = max(visit.limit, 0.05 * apart)

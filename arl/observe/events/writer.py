@@ -83,7 +83,8 @@ class EventLog:
         """Of which no record tells yet; episodes: those whose tokens were lost."""
         self._why = ""
         """The error because of which something cannot be written."""
-        self._choice = _Choice(config)
+        self._num_chosen = self._num_failed = 0
+        """Tokens, and failed episodes, since the last batch."""
         self._is_over = threading.Event()
         self._wake = threading.Event()
         self._flushes: deque[Future[bool]] = deque()
@@ -100,7 +101,7 @@ class EventLog:
 
     def keep(self, tokens: KeptTokens | TokenFrame) -> None:
         count = tokens.num_tokens
-        if not self._choice.takes(tokens, count):
+        if not self._takes(tokens, count):
             return
         with self._counting:
             if self._num_tokens + count > _MOST_TOKENS:
@@ -108,6 +109,22 @@ class EventLog:
                 return
             self._num_tokens += count
         self._tokens.append(tokens)
+
+    def _takes(self, tokens: KeptTokens | TokenFrame, count: int) -> bool:
+        """Also of episodes that are in no batch (failed, rejected, held-out ones), whose tokens the settings choose."""
+        if isinstance(tokens, TokenFrame):
+            self._num_chosen = self._num_failed = 0
+            return True
+        self._num_chosen += count
+        keeps = self._config.keeps(self._num_chosen)
+        if keeps != "sampled":
+            return keeps == "all"
+        episode, number, _ = tokens.rows[0]
+        if number < 0:
+            self._num_failed += 1
+            return self._num_failed <= NUM_NOTABLE
+        group = episode.partition(".")[0]
+        return is_sampled(int(group) if group.isdecimal() else crc32(episode.encode()))
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
         if self._thread is None or not self._thread.is_alive():
@@ -132,8 +149,10 @@ class EventLog:
         try:
             yield self
         except BaseException as error:
-            is_stop = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-            self._put(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=_text_of(error)))
+            is_stop, why = isinstance(error, asyncio.CancelledError | KeyboardInterrupt), ""
+            with suppress(Exception):  # an error of a user's own may have no text
+                why = str(error)[:_LONGEST]
+            self._put(RunEnded(how="interrupted" if is_stop else type(error).__name__, why=why))
             raise
         else:
             self._put(RunEnded(how="finished"))
@@ -313,40 +332,9 @@ def _json(record: Event) -> bytes:
     return b""
 
 
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)[:_LONGEST]
-    except Exception:  # noqa: BLE001 (an error of a user's own, which is the one to be raised)
-        return ""
-
-
 def _all_of(queue: deque[_Item]) -> list[_Item]:
     """Takes what is in it now."""
     return [queue.popleft() for _ in range(len(queue))]
-
-
-class _Choice:
-    """Whose tokens to keep, of episodes that are in no batch: failed, rejected, held-out ones."""
-
-    def __init__(self, config: EventsConfig) -> None:
-        self._config = config
-        self._num_tokens = self._num_failed = 0
-        """Since the last batch."""
-
-    def takes(self, tokens: KeptTokens | TokenFrame, count: int) -> bool:
-        if isinstance(tokens, TokenFrame):
-            self._num_tokens = self._num_failed = 0
-            return True
-        self._num_tokens += count
-        keeps = self._config.keeps(self._num_tokens)
-        if keeps != "sampled":
-            return keeps == "all"
-        episode, number, _ = tokens.rows[0]
-        if number < 0:
-            self._num_failed += 1
-            return self._num_failed <= NUM_NOTABLE
-        group = episode.partition(".")[0]
-        return is_sampled(int(group) if group.isdecimal() else crc32(episode.encode()))
 
 
 class _Warnings(logging.Handler):
