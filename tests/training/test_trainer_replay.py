@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from one_turn import OneTurn
 from training.trainer_run import running, trained_examples
 
+import arl.run.launch
 from arl.api.engine import Sampler, UpdateStats, WeightUpdate
 from arl.api.fakes import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, ModelRequest, Trajectory
@@ -44,7 +46,7 @@ class Hesitant(ScriptedEngine):
 @pytest.fixture(autouse=True)
 def all_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups are replayed whatever their rewards."""
-    monkeypatch.setattr(Replay, "_is_good", lambda self, group: True)
+    monkeypatch.setattr(arl.run.launch, "Replay", partial(Replay, min_reward=-1.0))
 
 
 REPLAY: dict[str, Any] = {
