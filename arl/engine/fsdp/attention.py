@@ -212,38 +212,31 @@ def masked_attention(
     multiple of the row: in an episode that branches at every turn, each stretch sees everything before it.
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
-    outputs: list[torch.Tensor] = []
-    for steps in plan.stretches:
-        for start in range(0, steps.num_tokens, _PIECE):
-            given = plan, steps, (start, min(start + _PIECE, steps.num_tokens)), scaling, sliding_window
-            outputs.append(checkpoint(_piece, query, key, value, *given, use_reentrant=False, preserve_rng_state=False))
+
+    def piece(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stretch: StepRange, start: int
+    ) -> torch.Tensor:
+        """The outputs of the stretch's tokens from `start`, counted from its first, for the keys that they see."""
+        stop, before = min(start + _PIECE, stretch.num_tokens), stretch.depth
+        first = 0 if sliding_window is None else max(0, before + start - sliding_window + 1)
+        own = torch.arange(stretch.start, stretch.start + stop)
+        seen = torch.cat([plan.context(stretch), own])[first:].to(query.device)
+        distance = torch.arange(before + start, before + stop)[:, None] - torch.arange(first, before + stop)
+        mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+        return F.scaled_dot_product_attention(
+            query[:, :, stretch.start + start : stretch.start + stop],
+            key[:, :, seen],
+            value[:, :, seen],
+            attn_mask=mask.to(query.device),
+            scale=scaling,
+        )
+
+    outputs = [
+        checkpoint(piece, query, key, value, stretch, start, use_reentrant=False, preserve_rng_state=False)
+        for stretch in plan.stretches
+        for start in range(0, stretch.num_tokens, _PIECE)
+    ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _piece(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: RowPlan,
-    steps: StepRange,
-    piece: Run,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """The outputs of a stretch's tokens [start, stop), counted from its first, for the keys that they see."""
-    before = steps.depth
-    first = 0 if sliding_window is None else max(0, before + piece[0] - sliding_window + 1)
-    own = torch.arange(steps.start, steps.start + piece[1])
-    seen = torch.cat([plan.context(steps), own])[first:].to(query.device)
-    distance = torch.arange(before + piece[0], before + piece[1])[:, None] - torch.arange(first, before + piece[1])
-    mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-    return F.scaled_dot_product_attention(
-        query[:, :, steps.start + piece[0] : steps.start + piece[1]],
-        key[:, :, seen],
-        value[:, :, seen],
-        attn_mask=mask.to(query.device),
-        scale=scaling,
-    )
 
 
 # On a GPU

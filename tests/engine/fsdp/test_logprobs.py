@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from train_models import MakeEngine, load_twin, write_model
+from train_models import MakeEngine, Memory, load_twin, write_model
 from train_sequences import (
     LOSS,
     assert_same_rows,
@@ -110,31 +107,6 @@ def test_sequences_that_share_a_token_have_sets_of_their_own_for_it(make_engine:
 
 
 # Memory
-
-
-class Memory(TorchDispatchMode):
-    """Bytes of the tensors that operations allocate: the most that lived at once between two of them, and the largest.
-
-    Storages are watched through weak references, so that what autograd keeps for the backward pass counts too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self.largest = 0
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:
-                storage = x.untyped_storage()
-                self._known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._known.values()))
-        return result
 
 
 def memory_of(num_tokens: int, vocabulary: int, chunk_size: int) -> Memory:

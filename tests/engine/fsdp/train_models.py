@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -128,3 +131,28 @@ def slow_values(model: PreTrainedModel, sequence: TrainSequence) -> torch.Tensor
     for place in sequence.loss_mask.nonzero()[:, 0].tolist():
         values[place] = model(input_ids=sequence.token_ids[None, :place]).logits[0, 0]
     return values
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of the tensors that operations allocate: the most that lived at once between two of them, and the largest.
+
+    Storages are watched through weak references, so that what autograd keeps for the backward pass counts too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.largest = 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:
+                storage = x.untyped_storage()
+                self._known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._known.values()))
+        return result
