@@ -98,7 +98,10 @@ def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) ->
         case PairsAdvantage() | LabelsAdvantage():
             return batch.advantages.double()
         case DistillationAdvantage():
-            return distillation_advantages(batch)
+            # KL(pi || teacher) has the gradient E[(log pi - log teacher) grad log pi], with pi the policy that learns.
+            # The workflow compares the teacher with the sampler b, so this adds b - p. Without it, training would go on
+            # pushing stale tokens after the student has reached its teacher.
+            return token_rewards(batch) + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
         case PassAtKAdvantage() as settings:
             k = settings.k
             of_success = _of_each(batch, peers, lambda one: _by_success(one, lambda r: pass_at_k_advantages(r, k)))
@@ -155,16 +158,6 @@ def returns_advantages(
         divisors = _of_each(batch, peers, lambda one: [divisor_of(one.outcomes, one, settings.scale)] * len(one))
         rewards = rewards - penalties / batch.over_tokens(divisors)
     return advantages + returns_to_go(rewards, batch, settings, trained)
-
-
-def distillation_advantages(batch: Batch) -> torch.Tensor:
-    """float64[T]: teacher logprob - p of each trained token, from the workflow's token_rewards.
-
-    KL(pi || teacher) has the gradient E[(log pi - log teacher) grad log pi], with pi the policy that learns. The
-    workflow compares the teacher with the sampler b. So this adds b - p; without it, training would go on pushing stale
-    tokens after the student has reached its teacher.
-    """
-    return token_rewards(batch) + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
 
 
 def _by_success(peers: Peers, estimate: Callable[[Sequence[float]], list[float]]) -> list[float]:
