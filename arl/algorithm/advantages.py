@@ -56,7 +56,8 @@ def arranged(batch: Batch, config: AlgorithmConfig) -> Batch:
     """
     if config.compares_episodes:
         batch = compared(batch, config)
-    return replace(batch, turn_starts=turn_starts(batch)) if config.looks_at_turns else batch
+    looks_at_turns = config.has_critic_of_turns or config.has_ratios_of_turns
+    return replace(batch, turn_starts=turn_starts(batch)) if looks_at_turns else batch
 
 
 def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from arl.api.train_engine import WeightSource
 from arl.api.types import ModelRequest, ModelResponse
 
 if TYPE_CHECKING:
     import numpy as np
 
     from arl.api.routed_experts import Routing
-
-from arl.api.train_engine import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

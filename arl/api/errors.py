@@ -220,15 +220,15 @@ async def left(leaving: Awaitable[object], block_error: BaseException | None) ->
 
 def end_with(error: Exception, tasks: TaskGroup) -> None:
     """Cancel the block of a TaskGroup, which then raises this error; do nothing if it ends already."""
-    ending = _raise(error)
+
+    async def fail() -> NoReturn:
+        raise error
+
+    ending = fail()
     try:
         tasks.create_task(ending)
     except RuntimeError:  # the group takes no more tasks
         ending.close()
-
-
-async def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -21,8 +21,6 @@ from arl.api.types import ModelRequest, ModelResponse
 if TYPE_CHECKING:
     import torch
 
-    from arl.api.sampling_mask import KeptIds
-
 Script = Callable[[ModelRequest], "ModelResponse | Sequence[int] | Awaitable[ModelResponse | Sequence[int]]"]
 
 
@@ -75,6 +73,8 @@ class ScriptedEngine:
             answer = await answer
         if isinstance(answer, ModelResponse):
             return answer
+        from arl.api.sampling_mask import KeptIds
+
         output_ids = tuple(answer)[: request.sampling.max_new_tokens]
         return ModelResponse(
             output_ids=output_ids,
@@ -82,7 +82,7 @@ class ScriptedEngine:
             output_versions=(version,) * len(output_ids),
             stop_reason="length" if len(output_ids) == request.sampling.max_new_tokens else "stop",
             temperature=request.sampling.logprob_temperature,
-            kept_ids=_whole_vocabulary(len(output_ids)) if request.sampling.grammar else None,
+            kept_ids=KeptIds.of([None] * len(output_ids)) if request.sampling.grammar else None,
         )
 
     async def pause(self) -> None:
@@ -101,12 +101,6 @@ class ScriptedEngine:
     async def aclose(self) -> None:
         self._closed = True
         self._running.set()
-
-
-def _whole_vocabulary(num_tokens: int) -> KeptIds:
-    from arl.api.sampling_mask import KeptIds
-
-    return KeptIds.of([None] * num_tokens)
 
 
 class ScriptedTrainEngine:

@@ -32,17 +32,14 @@ class Grammar:
             )
         if not self.text:
             raise ValueError("the text of a grammar is empty; leave the grammar out where the response is free")
-        if self.kind != "regex":
-            self._check_json()
-
-    def _check_json(self) -> None:
+        if self.kind == "regex":
+            return
         try:
             value = json.loads(self.text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the text of a grammar of kind {self.kind} is not JSON: {error}") from None
         if not isinstance(value, dict):
-            found = f"{self.text:.40}"
-            raise ValueError(f"the text of a grammar of kind {self.kind} is {found}; it must be a JSON object")
+            raise ValueError(f"the text of a grammar of kind {self.kind} is {self.text:.40}; it must be a JSON object")
 
 
 _SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "patternProperties", "properties"))
@@ -104,7 +101,11 @@ def unenforced(schema: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = dict.fromkeys(sorted(name for name in schema if name in _NEVER), "cannot be enforced")
     if len(_listed(schema.get("allOf"))) > 1:
         found["allOf"] = "cannot be enforced for several schemas; write them as one"
-    types = _types_of(schema)
+    types: list[str] | None = None  # None: it does not say
+    if (named := schema.get("type")) is not None:
+        types = [named] if isinstance(named, str) else [kind for kind in _listed(named) if isinstance(kind, str)]
+    else:
+        types = next(([kind] for kind, names in _SHOWING.items() if any(name in schema for name in names)), None)
     if "multipleOf" in schema and not (types == ["integer"] and schema["multipleOf"] in _DIVISORS):
         found["multipleOf"] = f"cannot be enforced, but for integers, up to {max(_DIVISORS)}"
     limits = _limits(schema, types)
@@ -124,13 +125,6 @@ def unenforced(schema: Mapping[str, Any]) -> dict[str, str]:
 
 def _listed(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _types_of(schema: Mapping[str, Any]) -> list[str] | None:
-    """None: it does not say."""
-    if (named := schema.get("type")) is not None:
-        return [named] if isinstance(named, str) else [kind for kind in _listed(named) if isinstance(kind, str)]
-    return next(([kind] for kind, names in _SHOWING.items() if any(name in schema for name in names)), None)
 
 
 def _limits(schema: Mapping[str, Any], types: Collection[str] | None) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from arl.api.images import ImagePlace, mark_of, num_drawn
 
@@ -121,7 +121,7 @@ def several_html(
         is_open = " open" if i == 0 else ""
         parts.append(f"<details{is_open}><summary>{escape(head)}</summary>{own}</details>")
     if len(trajectories) > MOST_SHOWN:
-        parts.append(_note(f"and {len(trajectories) - MOST_SHOWN} more trajectories"))
+        parts.append(f'<div style="opacity:.6">and {len(trajectories) - MOST_SHOWN} more trajectories</div>')
     return f"<div>{''.join(parts)}</div>"
 
 
@@ -135,7 +135,7 @@ def tokens_html(shown: ShownTokens, num_tokens: int) -> str:
     rest = num_tokens - len(shown.token_ids)
     return (
         f'<div style="{_TEXT_STYLE}">{"".join(spans)}</div>'
-        + (_note(f"and {rest} more tokens") if rest > 0 else "")
+        + (f'<div style="opacity:.6">and {rest} more tokens</div>' if rest > 0 else "")
         + (f"<div>trained: {legend}</div>" if legend else "")
     )
 
@@ -177,7 +177,7 @@ def run_html(
         curve_svg("staleness: mean, max", [_points(rows, f"staleness/{name}") for name in ("mean", "max")]),
         curve_svg("episodes per second", [_points(rows, "samples_per_s")]),
     ]
-    said = {name: _said(value) for name, value in facts.items() if value is not None}
+    said = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in facts.items() if v is not None}
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{_visible(value)}</td></tr>" for name, value in said.items())
     table = f'<table style="color:inherit">{cells}</table>'
     return f"<div><b>{_visible(title)}</b>{table}{''.join(curves)}</div>"
@@ -212,17 +212,13 @@ def _row(tag: str, cells: Iterable[str]) -> str:
     return "<tr>" + "".join(f'<{tag} style="text-align:right">{_visible(cell)}</{tag}>' for cell in cells) + "</tr>"
 
 
-def _said(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _points(rows: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
-    found = ((_number(row.get("version")), _number(row.get(name))) for row in rows)
-    return [(x, y) for x, y in found if x is not None and y is not None]
+    pairs = [(row.get("version"), row.get(name)) for row in rows]
+    return [(float(x), float(y)) for x, y in pairs if _is_drawn(x) and _is_drawn(y)]
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
+def _is_drawn(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def curve_svg(title: str, lines: Sequence[Sequence[Point]], dots: Sequence[Point] = ()) -> str:
@@ -231,7 +227,8 @@ def curve_svg(title: str, lines: Sequence[Sequence[Point]], dots: Sequence[Point
     points = [point for line in (*drawn, dots) for point in line]
     if not points:
         return ""
-    (left, right), (low, high) = _ends(x for x, _ in points), _ends(y for _, y in points)
+    xs, ys = zip(*points, strict=True)
+    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
 
     def at(point: Point) -> tuple[float, float]:
         x = (point[0] - left) / ((right - left) or 1.0)
@@ -252,11 +249,6 @@ def curve_svg(title: str, lines: Sequence[Sequence[Point]], dots: Sequence[Point
     )
 
 
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    known = list(values)
-    return min(known), max(known)
-
-
 def _thin(line: Sequence[Point]) -> list[Point]:
     """Means of neighbours, where there are more points than pixels."""
     number = min(len(line), _MOST_POINTS)
@@ -268,7 +260,3 @@ def _thin(line: Sequence[Point]) -> list[Point]:
 def line_html(title: str, facts: Mapping[str, str]) -> str:
     said = ", ".join(f"{name} {value}" for name, value in facts.items())
     return f"<div><b>{_visible(title)}</b> {_visible(said)}</div>"
-
-
-def _note(text: str) -> str:
-    return f'<div style="opacity:.6">{escape(text)}</div>'

@@ -68,7 +68,7 @@ class Image:
         """
         if isinstance(source, Image):
             return source
-        if _is_picture(source):
+        if "PIL.Image" in sys.modules and isinstance(source, sys.modules["PIL.Image"].Image):  # without loading PIL
             return _written(source, "the image")
         data, what = _file_of(source)
         digest = hashlib.sha256(data).hexdigest()
@@ -180,11 +180,6 @@ def _known(digest: str) -> Image | None:
         return _images.get(digest)
 
 
-def _is_picture(source: Any) -> bool:
-    """Whether it is a PIL image, without loading PIL."""
-    return "PIL.Image" in sys.modules and isinstance(source, sys.modules["PIL.Image"].Image)
-
-
 def _file_of(source: Any) -> tuple[bytes, str]:
     """The bytes of an image's file, and how errors call it."""
     if isinstance(source, Mapping):
@@ -195,7 +190,13 @@ def _file_of(source: Any) -> tuple[bytes, str]:
     if isinstance(source, bytes):
         return _within_size(source, "the image"), "the image"
     if isinstance(source, str) and source.startswith("data:"):
-        return _within_size(_of_data_url(source), "the image"), "the image"
+        head, _, data = source.partition(",")
+        if not head.endswith(";base64"):
+            raise ImageError(f"the image's data URL begins with {head[:40]!r}; it must be data:image/...;base64,...")
+        try:
+            return _within_size(base64.b64decode(data, validate=True), "the image"), "the image"
+        except (binascii.Error, ValueError) as error:
+            raise ImageError(f"the image's data URL is no base64: {error}") from error
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         raise ImageError(f"the image is at {source:.100}, and arl fetches nothing from the web; download it first")
     if isinstance(source, str | Path):
@@ -217,16 +218,6 @@ def _within_size(data: bytes, what: str) -> bytes:
     if len(data) > MAX_BYTES:
         raise ImageError(f"{what} has more than {MAX_BYTES:,} bytes; scale it down")
     return data
-
-
-def _of_data_url(url: str) -> bytes:
-    head, _, body = url.partition(",")
-    if not head.endswith(";base64"):
-        raise ImageError(f"the image's data URL begins with {head[:40]!r}; it must be data:image/...;base64,...")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the image's data URL is no base64: {error}") from error
 
 
 def _opened(data: bytes, what: str) -> Picture:

@@ -82,14 +82,10 @@ def check_number(where: str, value: Any, limit: float) -> None:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Whether two fields of records are equal. Columns are, if all their entries are."""
-    if _are_mappings(one, other):
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(are_equal(one[name], other[name]) for name in one)
     has_column = np.ndarray in (type(one), type(other))
     return np.array_equal(one, other) if has_column else one == other
-
-
-def _are_mappings(one: Any, other: Any) -> bool:
-    return isinstance(one, Mapping) and isinstance(other, Mapping)
 
 
 def _read(values: Sequence[float] | Array, dtype: np.dtype[Any]) -> Array | None:

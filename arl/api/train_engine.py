@@ -1,10 +1,13 @@
-"""Training sequences: the records that train engines take, of torch tensors, which are built only beside torch."""
+"""Train engines: their contract, and the records that they take, of torch tensors, built only beside torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from arl.api.types import no_arrays
 
@@ -15,18 +18,6 @@ if TYPE_CHECKING:
     from arl.api.routed_experts import Routes
     from arl.api.sampling_mask import KeptIds
     from arl.api.types import Arrays
-
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    import torch
-
-
-import hashlib
-import struct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +119,9 @@ class TrainSequence:
 
 
 TOKEN_FIELDS = (
-    "behavior_logprobs",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "advantages",
-    "values",
-    "returns",
-    "selected",
-    "turn_starts",
-    "loss_weights",
-    "versions",
-)
+    "behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages", "values", "returns", "selected",
+    "turn_starts", "loss_weights", "versions",
+)  # fmt: skip
 """The per-token fields of TrainSequence beside id and mask. PackedTokens has them for each trained token."""
 
 

@@ -136,7 +136,7 @@ class ModelRequest:
             raise ValueError(
                 f"routes_from is {self.routes_from}; it must be below {len(self.input_ids)}, the input_ids"
             )
-        if self.images and (flaw := placement_flaw(self.images, len(self.input_ids))):
+        if flaw := placement_flaw(self.images, len(self.input_ids)):
             raise ValueError(flaw)
 
 
@@ -321,22 +321,17 @@ class Trajectory:
     """The largest version among trained tokens; None when no token is trained."""
 
     def __post_init__(self) -> None:
-        self._check_lengths()
+        if (n := len(self.token_ids)) == 0:
+            raise TrajectoryError("token_ids is empty; return None from arun_episode to reject an episode")
+        for name in COLUMNS:
+            values = getattr(self, name)
+            if values is not None and len(values) != n:
+                raise TrajectoryError(f"{name} has {len(values)} entries for {n} token_ids; they must be equal")
         if flaw := _arrays_flaw(self.arrays, len(self.token_ids), "token_ids"):
             raise TrajectoryError(flaw)
         self._build_columns()
         self._check_numbers()
-        self._check_turns()
-        if self.kept_ids is not None:
-            if flaw := _kept_ids_flaw(self.kept_ids, self.token_ids):
-                raise TrajectoryError(flaw)
-            object.__setattr__(self, "kept_ids", self.kept_ids.packed())  # it may wait for long
-        if self.routes is not None and len(self.routes) != len(self.token_ids):
-            raise TrajectoryError(
-                f"routes has {len(self.routes)} entries for {len(self.token_ids)} token_ids; they must be equal"
-            )
-        if self.images:
-            self._check_images()
+        self._check_parts()
         if self.loss_mask.item(0):
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
@@ -376,29 +371,26 @@ class Trajectory:
             t = int((mask & (versions == NOT_SAMPLED)).argmax())
             raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
 
-    def _check_images(self) -> None:
-        if flaw := placement_flaw(self.images, len(self.token_ids)):
-            raise TrajectoryError(flaw)
-        for number, placed in enumerate(self.images):
-            if self.loss_mask[placed.start : placed.stop].any():
-                raise TrajectoryError(f"loss_mask is 1 within image {number}, whose placeholders nobody sampled")
-
-    def _check_turns(self) -> None:
-        end = 0
+    def _check_parts(self) -> None:
+        """Turns, kept ids, routes and images."""
+        n, end = len(self.token_ids), 0
         for turn in self.turns:
             if turn.start < end:
                 raise TrajectoryError(f"a turn begins at token {turn.start}, before the one before it ends at {end}")
             end = turn.stop
-        if end > len(self.token_ids):
-            raise TrajectoryError(f"a turn ends at token {end}, but there are {len(self.token_ids)} token_ids")
-
-    def _check_lengths(self) -> None:
-        if (n := len(self.token_ids)) == 0:
-            raise TrajectoryError("token_ids is empty; return None from arun_episode to reject an episode")
-        for name in COLUMNS:
-            values = getattr(self, name)
-            if values is not None and len(values) != n:
-                raise TrajectoryError(f"{name} has {len(values)} entries for {n} token_ids; they must be equal")
+        if end > n:
+            raise TrajectoryError(f"a turn ends at token {end}, but there are {n} token_ids")
+        if self.kept_ids is not None:
+            if flaw := _kept_ids_flaw(self.kept_ids, self.token_ids):
+                raise TrajectoryError(flaw)
+            object.__setattr__(self, "kept_ids", self.kept_ids.packed())  # it may wait for long
+        if self.routes is not None and len(self.routes) != n:
+            raise TrajectoryError(f"routes has {len(self.routes)} entries for {n} token_ids; they must be equal")
+        if flaw := placement_flaw(self.images, n):
+            raise TrajectoryError(flaw)
+        for number, placed in enumerate(self.images):
+            if self.loss_mask[placed.start : placed.stop].any():
+                raise TrajectoryError(f"loss_mask is 1 within image {number}, whose placeholders nobody sampled")
 
     def _check_numbers(self) -> None:
         _check_number("reward", self.reward, MAX_REWARD)

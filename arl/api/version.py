@@ -18,23 +18,14 @@ def install_command(extra: str) -> str:
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"
-    return f"pip install {shlex.quote(_requirement(extra, _origin()))}"
-
-
-def _origin() -> dict[str, Any]:
-    """Where the package was installed from, by PEP 610; empty if it came from an index."""
-    try:
-        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    try:  # where the package was installed from, by PEP 610; nothing if it came from an index
+        origin = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:
-        return {}
-    return json.loads(text) if text else {}
-
-
-def _requirement(extra: str, origin: dict[str, Any]) -> str:
-    """A wheel on this machine needs no address: pip finds the installed package, and adds what the extra lists."""
+        origin = dict[str, Any]()
     named, url, vcs = f"{DISTRIBUTION}[{extra}]", origin.get("url", ""), origin.get("vcs_info")
     inside = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
     if vcs:
-        return f"{named} @ {vcs['vcs']}+{url}@{vcs['commit_id']}{inside}"
-    is_elsewhere = url and not url.startswith("file:")
-    return f"{named} @ {url}{inside}" if is_elsewhere else named
+        named = f"{named} @ {vcs['vcs']}+{url}@{vcs['commit_id']}{inside}"
+    elif url and not url.startswith("file:"):  # pip finds the installed package of a wheel on this machine
+        named = f"{named} @ {url}{inside}"
+    return f"pip install {shlex.quote(named)}"

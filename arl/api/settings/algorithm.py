@@ -8,6 +8,7 @@ given beside it changes that field alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Literal, Self, cast
 
 from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
@@ -118,12 +119,8 @@ class AlgorithmConfig(Section):
         """Whether p must be known before the first update on a batch."""
         recomputed = self.proximal == "recomputed" and self.num_updates > 1
         in_advantages = isinstance(self.advantage, DistillationAdvantage) or self.has_kl_in_reward
-        return recomputed or (in_advantages and self.proximal == "recomputed") or self._looks_at_p
-
-    @property
-    def _looks_at_p(self) -> bool:
-        """Whether a part of the whole batch or minibatch is computed from p, even where p is bypassed."""
-        return self.selection is not None or self.loss.kind == "kto"
+        in_batch = self.selection is not None or self.loss.kind == "kto"  # also where p is bypassed
+        return recomputed or (in_advantages and self.proximal == "recomputed") or in_batch
 
     @property
     def needs_reference(self) -> bool:
@@ -146,11 +143,6 @@ class AlgorithmConfig(Section):
         return isinstance(self.loss, ClippedLossConfig) and self.loss.level == "turn"
 
     @property
-    def looks_at_turns(self) -> bool:
-        """Whether it matters where turns begin."""
-        return self.has_critic_of_turns or self.has_ratios_of_turns
-
-    @property
     def has_kl_in_reward(self) -> bool:
         return self.kl.coefficient > 0 and self.kl.place == "reward"
 
@@ -169,28 +161,15 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _parts_make_sense_together(self) -> Self:
-        for reason in self._contradictions():
+        for reason in chain(
+            self._advantage_contradictions(),
+            self._comparison_contradictions(),
+            self._proximal_contradictions(),
+            self._weight_contradictions(),
+            self._kl_contradictions(),
+        ):
             raise ValueError(reason)
         return self
-
-    def _contradictions(self) -> Iterator[str]:
-        yield from self._advantage_contradictions()
-        yield from self._comparison_contradictions()
-        match self.proximal:
-            case "recomputed":
-                yield from self._recomputed_contradictions()
-            case "approximated":
-                yield from self._approximated_contradictions()
-            case "bypassed":
-                yield from self._bypassed_contradictions()
-        yield from self._weight_contradictions()
-        yield from self._kl_contradictions()
-        usual = (BASE["sequence_tokens"], PRESETS[self.preset].settings["sequence_tokens"])
-        if self.aggregation != "sequence_sum" and self.sequence_tokens not in usual:
-            yield (
-                f"sequence_tokens is {self.sequence_tokens}, but aggregation={self.aggregation} does not divide by it; "
-                "use aggregation=sequence_sum"
-            )
 
     def _advantage_contradictions(self) -> Iterator[str]:
         kind = self.advantage.kind
@@ -236,10 +215,12 @@ class AlgorithmConfig(Section):
                     "use level sequence or geometric, which then look at all of its tokens, or none"
                 )
 
-    def _recomputed_contradictions(self) -> Iterator[str]:
-        """With one update per batch c equals p at the only gradient, and r is 1."""
-        if self.num_updates > 1:
+    def _proximal_contradictions(self) -> Iterator[str]:
+        if self.proximal == "approximated":
+            yield from self._approximated_contradictions()
+        if self.proximal != "recomputed" or self.num_updates > 1:
             return
+        # With one update per batch c equals p at the only gradient, and r is 1.
         unmoved = "but with one update per batch c - p is 0; use minibatches=2, or proximal=bypassed"
         if isinstance(self.selection, KLCovSelection):
             yield f"selection.kind is kl_cov, which holds tokens back by c - p, {unmoved}"
@@ -262,16 +243,16 @@ class AlgorithmConfig(Section):
         if self.num_updates == 1:
             yield "proximal is approximated, but with one update per batch p is c, which costs nothing; use recomputed"
 
-    def _bypassed_contradictions(self) -> Iterator[str]:
-        of = "with proximal=bypassed there is no exp(p - b)"
-        if self.weights:
-            also = " and rejections=[]" if self.rejections else ""
-            yield f"weights has a part of level {self.weights[0].level}, but {of} to weigh by; set weights=[]{also}"
-        if self.rejections:
-            yield f"rejections has a part of level {self.rejections[0].level}, but {of} to look at; set rejections=[]"
-
     def _weight_contradictions(self) -> Iterator[str]:
         levels = [part.level for part in self.weights]
+        if self.proximal == "bypassed":
+            of = "with proximal=bypassed there is no exp(p - b)"
+            if levels:
+                also = " and rejections=[]" if self.rejections else ""
+                yield f"weights has a part of level {levels[0]}, but {of} to weigh by; set weights=[]{also}"
+            if self.rejections:
+                level = self.rejections[0].level
+                yield f"rejections has a part of level {level}, but {of} to look at; set rejections=[]"
         if not levels and self.proximal != "bypassed":
             yield (
                 f"weights is empty, but with proximal={self.proximal} a token counts by exp(p - b); use "
@@ -281,6 +262,12 @@ class AlgorithmConfig(Section):
             yield "weights has a part of level none beside others; it means that w is 1, so it stands alone"
         for level in (level for level in dict.fromkeys(levels) if levels.count(level) > 1):
             yield f"weights has two parts of level {level}, whose product would be its square; leave one out"
+        usual = (BASE["sequence_tokens"], PRESETS[self.preset].settings["sequence_tokens"])
+        if self.aggregation != "sequence_sum" and self.sequence_tokens not in usual:
+            yield (
+                f"sequence_tokens is {self.sequence_tokens}, but aggregation={self.aggregation} does not divide by it; "
+                "use aggregation=sequence_sum"
+            )
 
     def _kl_contradictions(self) -> Iterator[str]:
         kl = self.kl

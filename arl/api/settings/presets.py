@@ -56,7 +56,7 @@ def _preset(paper: str, about: str, **changes: Any) -> Preset:
     return Preset(paper=paper, about=about, settings=laid_over(BASE, changes))
 
 
-_OF_PPO: Mapping[str, Preset] = {
+PRESETS: Mapping[str, Preset] = {
     "decoupled_ppo": _preset(
         "2505.24298",
         "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed, and held near the sampler's policy.",
@@ -88,9 +88,6 @@ _OF_PPO: Mapping[str, Preset] = {
         critic={"value_clip": 0.2},
         minibatches=4,  # not the paper's, which names discount and lam
     ),
-}
-
-_OF_GRPO: Mapping[str, Preset] = {
     "grpo": _preset(
         "2402.03300",
         "Group-relative advantages: every trajectory weighs the same, and a KL holds the policy to the first model.",
@@ -154,9 +151,6 @@ _OF_GRPO: Mapping[str, Preset] = {
         selection={"kind": "kl_cov", "share": 2e-3, "coefficient": 1.0},
         minibatches=8,
     ),
-}
-
-_OF_REINFORCE: Mapping[str, Preset] = {
     "reinforce": _preset(
         "2402.14740",
         "The plain policy gradient: rewards as they are, from groups of any size, also of one.",
@@ -213,9 +207,6 @@ _OF_REINFORCE: Mapping[str, Preset] = {
         aggregation="sequence_sum",
         **_BYPASSED,
     ),
-}
-
-_OF_ADVANTAGES: Mapping[str, Preset] = {
     "gdpo": _preset(
         "2601.05242",
         "For several named rewards: normalises each in its group, so that none drowns the others.",
@@ -258,9 +249,6 @@ _OF_ADVANTAGES: Mapping[str, Preset] = {
         advantage={"kind": "distillation"},
         loss=_UNCLIPPED,
     ),
-}
-
-_OF_CORRECTIONS: Mapping[str, Preset] = {
     "importance_sampling": _preset(
         "Precup et al. 2000",
         "-A exp(c - b), without any clip: unbiased for each token, and noisy.",
@@ -297,9 +285,6 @@ _OF_CORRECTIONS: Mapping[str, Preset] = {
         loss={"kind": "dppo_tv", "delta": 0.15},
         **_BYPASSED,
     ),
-}
-
-_OF_PREFERENCES: Mapping[str, Preset] = {
     "online_dpo": _preset(
         "2402.04792",
         "DPO on the best and the worst episode of each group: where only the order of rewards means something.",
@@ -316,15 +301,6 @@ _OF_PREFERENCES: Mapping[str, Preset] = {
         aggregation="sequence_mean",
         **_BYPASSED,
     ),
-}
-
-PRESETS: Mapping[str, Preset] = {
-    **_OF_PPO,
-    **_OF_GRPO,
-    **_OF_REINFORCE,
-    **_OF_ADVANTAGES,
-    **_OF_CORRECTIONS,
-    **_OF_PREFERENCES,
 }
 
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -98,17 +98,13 @@ def settings_of(
         about = field.description or (_summary(variants[0]) if len(variants) == 1 else "")
         yield Setting(name=path, about=about, default=value, variant=variant, field=field)
         if len(variants) > 1:
-            yield _tag_setting(variants, value, path)
+            tag = _tag(variants[0])
+            kinds = " ".join(f"{', '.join(_kinds(one))}: {_summary(one)}" for one in variants)
+            of_tag, chosen = variants[0].model_fields[tag], getattr(value, tag, REQUIRED)
+            yield Setting(name=f"{path}.{tag}", about=kinds, default=chosen, variant="", field=of_tag)
         for inner in variants:
             kind = ", ".join(_kinds(inner)) if len(variants) > 1 else ""
             yield from settings_of(inner, value if type(value) is inner else None, f"{path}.", kind)
-
-
-def _tag_setting(variants: list[type[BaseModel]], section: object, path: str) -> Setting:
-    tag = _tag(variants[0])
-    about = " ".join(f"{', '.join(_kinds(variant))}: {_summary(variant)}" for variant in variants)
-    default = getattr(section, tag, REQUIRED)
-    return Setting(name=f"{path}.{tag}", about=about, default=default, variant="", field=variants[0].model_fields[tag])
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:
@@ -134,13 +130,9 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
     return f"{given!r} was given for a whole section; set its fields, such as --{name}.{example} VALUE{alone}"
 
 
-def part_of_list(_name: str, field: FieldInfo, given: object) -> str:
-    """The message about a value that was given for one of a list's sections."""
-    return f"{given!r} was given for a part of a list; each part is a mapping, such as {_example_of_part(field)}"
-
-
-def _has_parts(field: FieldInfo | None) -> TypeGuard[FieldInfo]:
-    return field is not None and bool(sections(field.annotation))
+def _example_of_list(field: FieldInfo | None) -> str:
+    has_parts = field is not None and sections(field.annotation)
+    return f" with all parts, such as [{_example_of_part(field)}]" if field and has_parts else ""
 
 
 def _example_of_part(field: FieldInfo) -> str:
@@ -185,11 +177,13 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails, missing: str) -> st
             return f"{name}.{tag} is {context['tag']!r}; allowed there: {allowed}"
         case "missing":
             return f"{name} is missing" + ("" if "]" in name else f"; {missing.format(name=name)}")
+        case "model_type" | "model_attributes_type" if field is not None and name.endswith("]"):
+            example = _example_of_part(field)
+            return f"{name}: {given!r} was given for a part of a list; each part is a mapping, such as {example}"
         case "model_type" | "model_attributes_type" if field is not None:
-            return f"{name}: {(part_of_list if name.endswith(']') else whole_section)(name, field, given)}"
+            return f"{name}: {whole_section(name, field, given)}"
         case "tuple_type":
-            whole = f" with all parts, such as [{_example_of_part(field)}]" if _has_parts(field) else ""
-            return f"{name} is {given!r}; it must be a list{whole}"
+            return f"{name} is {given!r}; it must be a list{_example_of_list(field)}"
         case "value_error":
             return f"{name}: {message}" if name else message
         case _:
