@@ -120,7 +120,9 @@ def has_many(field: FieldInfo) -> bool:
 
 
 def whole_section(name: str, field: FieldInfo, given: object) -> str:
-    """The message about one value that was given for a whole section."""
+    """The message about one value that was given for a whole section, or for one of a list's."""
+    if name.endswith("]"):
+        return f"{given!r} was given for a part of a list; each part is a mapping, such as {_example_of_part(field)}"
     first = sections(field.annotation)[0]
     choice = next((tag for tag in TAGS if tag in first.model_fields), None)
     if isinstance(given, str) and choice is not None:
@@ -177,9 +179,6 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails, missing: str) -> st
             return f"{name}.{tag} is {context['tag']!r}; allowed there: {allowed}"
         case "missing":
             return f"{name} is missing" + ("" if "]" in name else f"; {missing.format(name=name)}")
-        case "model_type" | "model_attributes_type" if field is not None and name.endswith("]"):
-            example = _example_of_part(field)
-            return f"{name}: {given!r} was given for a part of a list; each part is a mapping, such as {example}"
         case "model_type" | "model_attributes_type" if field is not None:
             return f"{name}: {whole_section(name, field, given)}"
         case "tuple_type":
