@@ -11,14 +11,14 @@ import inspect
 import io
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from arl.api.errors import ConfigError, says_all
+from arl.api.errors import ArlError, ConfigError, says_all
 from arl.api.settings.endpoint import ENDPOINT_KEY
 from arl.api.settings.run import Config
 from arl.run.experiment import IS_LOADED_FOR_ITS_EXPERIMENT, Experiment, Setup
@@ -141,6 +141,20 @@ def _loaded(options: argparse.Namespace) -> Experiment[Any]:
     except ConfigError as error:
         cause = f"{users_traceback(error.__cause__)}" if error.__cause__ else ""
         exit_with(2, f"{cause}error: {error}")
+
+
+@contextmanager
+def errors_told(if_stopped: str) -> Iterator[None]:
+    """End the process with a message, and with code 2 for a ConfigError, 1 for other errors of arl, 130 after
+    Ctrl-C."""
+    try:
+        yield
+    except ConfigError as error:
+        exit_with(2, f"error: {error}")
+    except ArlError as error:
+        exit_with(1, f"error: {error}")
+    except KeyboardInterrupt:
+        exit_with(130, if_stopped)
 
 
 def positive(text: str) -> int:

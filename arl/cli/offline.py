@@ -19,10 +19,11 @@ from rich.text import Text
 
 from arl.api.errors import ArlError, ConfigError
 from arl.api.settings.finetuning import FinetuneConfig
+from arl.cli.command import errors_told
 from arl.cli.viewing import the_run
 from arl.run.export import SavedWeights
 from arl.run.replay import TOLERANCE, ComparedStep, Replayed, ReplayedStep, replay
-from arl.run.script import exit_with, run_script
+from arl.run.script import run_script
 from arl.runtime.console import is_json, tell
 from arl.training.display import hide_progress_bars
 
@@ -66,29 +67,22 @@ def replay_steps(argv: Sequence[str]) -> None:
     options = _replay_parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE)
     hide_progress_bars()
-    try:
-        run_dir = the_run(options.run_dir)
 
-        def show(step: ReplayedStep | ComparedStep) -> None:
-            if isinstance(step, ReplayedStep):
-                console.print(Text(_line(step, options.tolerance)))
-            else:
-                console.print(*_compared(step), sep="\n")
+    def show(step: ReplayedStep | ComparedStep) -> None:
+        if isinstance(step, ReplayedStep):
+            console.print(Text(_line(step, options.tolerance)))
+        else:
+            console.print(*_compared(step), sep="\n")
 
+    with errors_told("stopped; the run is as it was"):
         found = replay(
-            run_dir,
+            the_run(options.run_dir),
             options.steps,
             changes=dict(map(_change, options.set)),
             model=options.model,
             tolerance=options.tolerance,
             on_step=None if options.json else show,
         )
-    except ConfigError as error:
-        exit_with(2, f"error: {error}")
-    except ArlError as error:
-        exit_with(1, f"error: {error}")
-    except KeyboardInterrupt:
-        exit_with(130, "stopped; the run is as it was")
     if options.json:
         sys.stdout.write(json.dumps(asdict(found), default=str) + "\n")
     elif found.steps:
@@ -189,7 +183,7 @@ EXPORT_ABOUT = (
 def export(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl export`. Ends the process with code 2 for a wrong argument, 1 for a failure."""
     options = _export_parser().parse_args(argv)
-    try:
+    with errors_told("stopped; nothing was left half written"):
         if options.public and options.push is None:
             raise ConfigError("--public needs --push, which is missing")
         weights = SavedWeights.of(options.run_dir, options.version, options.model, options.policy)
@@ -201,12 +195,6 @@ def export(argv: Sequence[str]) -> None:
         else:
             with tempfile.TemporaryDirectory(prefix="arl-export-") as scratch:
                 _export(weights, Path(scratch) / "model", options)
-    except ConfigError as error:
-        exit_with(2, f"error: {error}")
-    except ArlError as error:
-        exit_with(1, f"error: {error}")
-    except KeyboardInterrupt:
-        exit_with(130, "stopped; nothing was left half written")
 
 
 def _export_parser() -> argparse.ArgumentParser:

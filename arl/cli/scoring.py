@@ -167,9 +167,9 @@ async def _score(stage: Stage, scores: Scores, number: int, limit: int | None, o
 
     async def ended(run: Run, advance: Advance) -> None:
         outcome = scores.add(run)
-        if out is not None:
+        if (file := out) is not None:
             line = json.dumps(_row(run, outcome, stage.decode)) + "\n"
-            await offload(lambda: (out.write(line), out.flush()))
+            await offload(lambda: (file.write(line), file.flush()))
         advance(reward=scores.total_reward / scores.num_episodes)
         budget.record(run.episode.error)
 

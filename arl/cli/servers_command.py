@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from arl.api.errors import ArlError, ConfigError, RunFileError, ServerError
-from arl.cli.command import amount, counted
+from arl.api.errors import ConfigError, RunFileError, ServerError
+from arl.cli.command import amount, counted, errors_told
 from arl.engine.client.servers_file import (
     DRAIN_S,
     SERVERS,
@@ -49,14 +49,8 @@ def main(argv: Sequence[str]) -> None:
     """argv: the arguments after `arl servers`. Ends the process with code 1 if a server could not join or leave, and 2
     if there is no such run, or it cannot be told which servers to have."""
     options = _parser().parse_args(argv)
-    try:
+    with errors_told("not waited for: the run still does what its servers file says"):
         options.act(options)
-    except ConfigError as error:
-        exit_with(2, f"error: {error}")
-    except ArlError as error:
-        exit_with(1, f"error: {error}")
-    except KeyboardInterrupt:
-        exit_with(130, "not waited for: the run still does what its servers file says")
 
 
 def _parser() -> argparse.ArgumentParser:
