@@ -30,7 +30,7 @@ from arl.engine.tiny import write_tiny_model, write_tiny_vision_model
 from arl.rewards import NumericMatch
 from arl.run.engines import _check_room
 from arl.run.inputs import Given, RunTask, given_tasks
-from arl.run.launch import _check, launch
+from arl.run.launch import _check, check_sees, launch
 from arl.run.learner import _check_models_beside, load_train_engine
 from arl.training.metrics_log import read_jsonl
 from arl.training.run_result import how_it_ended
@@ -281,6 +281,19 @@ def test_what_leaves_no_room_in_a_sub_agents_context_is_refused(settings: dict[s
     config = Config.model_validate({"model": "m", "engine": {"context_length": 800}})
     with pytest.raises(ConfigError, match=f"{said}, and prompt and .* 800 tokens") if said else nullcontext():
         _check_room(config, RunTask(workflow=workflow, dataset=[{}], eval_dataset=None), None)
+
+
+class Broken:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        raise OSError("the disk is gone")
+
+
+def test_a_first_row_that_cannot_be_read_fails_its_episodes_and_not_the_start(tmp_path: Path) -> None:
+    workflow = SingleTurnWorkflow(TOKENIZER, NumericMatch())
+    check_sees(small(tmp_path), RunTask(workflow=workflow, dataset=Broken(), eval_dataset=None), Broken())
 
 
 def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> None:
