@@ -32,5 +32,5 @@ def write_run(run_dir: Path, model: Path | str, **settings: Any) -> None:
             engine.train_batch([], lambda *_: pytest.fail("nothing is trained"))
             for parameter in trained_parameters(engine._policy).values():
                 parameter.data += 0.01 * torch.rand_like(parameter)
-            checkpoints.begin(version, engine.save, RunState(values={"version": version})).wait()
+            checkpoints.begin(version, engine.save, RunState(values={"version": version}))()
             engine.export(run_dir / f"written {version}")

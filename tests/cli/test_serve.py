@@ -202,7 +202,7 @@ def test_programs_elsewhere_take_the_place_of_any_workflow_but_one_that_rewards_
     of_sdk = played_elsewhere(SDKWorkflow(never, reward, proxy=proxy), "none", where)
     assert of_sdk._proxy is proxy
     of_agent = played_elsewhere(SingleTurnWorkflow(TOKENIZER, reward, sampling=sampling), "none", where)
-    assert of_agent._proxy._policy.sampling is sampling
+    assert of_agent._proxy.sampling is sampling
     assert of_sdk._score is not None
     assert of_agent._score is not None
     assert played_elsewhere(Own(), str(tmp_path), where)._score is None
