@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.util import find_spec
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -55,6 +54,7 @@ class Trackers(Tracker):
         named = [(one.kind, _READY_MADE[one.kind](one)) for one in ready_made]
         named += [(type(one).__name__, one) for one in own]
         counts, self._closing_s = Counter[str](), closing_s
+        self._ids, self._changing = dict[str, str](), threading.Lock()
         self._threads: list[_TrackerThread] = []
         for name, tracker in named:
             counts[name] += 1
@@ -66,9 +66,22 @@ class Trackers(Tracker):
 
     def open(self, run: TrackedRun) -> None:
         """run.run_id does not count: each tracker gets its own, from run_dir/trackers.json."""
-        ids = _RunIds(run.run_dir / "trackers.json")
+        self._ids_file = run.run_dir / "trackers.json"
+        with suppress(OSError, ValueError, AttributeError):  # none yet, or a broken file: as in a new run
+            self._ids |= {name: str(run_id) for name, run_id in json.loads(self._ids_file.read_text()).items()}
         for thread in self._threads:
-            thread.open(run, ids)
+            thread.open(replace(run, run_id=self._ids.get(thread.name)), self._keep_id)
+
+    def _keep_id(self, name: str, run_id: str) -> None:
+        """Keep what a tracker's `open` returned. Without it the tracker works, but a continued run gets no id."""
+        with self._changing:
+            self._ids[name] = run_id
+            aside = self._ids_file.with_name(self._ids_file.name + ".tmp")
+            try:
+                aside.write_text(json.dumps(self._ids, indent=2) + "\n")
+                aside.replace(self._ids_file)
+            except OSError as error:
+                log.warning("the run's id in the tracker %s is not kept for a continued run: %s", name, error)
 
     def step(self, stats: StepStats, trajectories: Sequence[TrackedTrajectory]) -> None:
         self._put(f"step {stats.version}", "step", stats, trajectories)
@@ -99,7 +112,7 @@ class _TrackerThread:
     """A tracker, its thread, and the calls that wait for it. Its first failure is logged; later ones are counted."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name, self._tracker = name, tracker
+        self.name, self._tracker = name, tracker
         self._calls = SimpleQueue[tuple[str, str, tuple[Any, ...]] | None]()
         self._thread = threading.Thread(target=self._work, name=f"arl-tracker-{name}", daemon=True)
         self._doing = "opening"
@@ -107,8 +120,9 @@ class _TrackerThread:
         """Left: the run has ended without it."""
         self._num_dropped = self._num_failed = 0
 
-    def open(self, run: TrackedRun, ids: _RunIds) -> None:
-        self._run, self._ids, self._is_open = replace(run, run_id=ids.known.get(self._name)), ids, True
+    def open(self, run: TrackedRun, keep_id: Callable[[str, str], None]) -> None:
+        self._is_open, self._keep_id = True, keep_id
+        self._calls.put(("opening", "open", (run,)))
         self._thread.start()
 
     def put(self, about: str, method: str, *args: Any) -> None:
@@ -120,7 +134,7 @@ class _TrackerThread:
                 log.warning(
                     "the tracker %s is still busy with %s, and %d records wait for it: it misses every record from "
                     "%s on until it continues",
-                    *(self._name, self._doing, MOST_WAITING, about),
+                    *(self.name, self._doing, MOST_WAITING, about),
                 )
 
     def close(self, error: str | None) -> None:
@@ -137,52 +151,30 @@ class _TrackerThread:
         """Wait as `has_ended` does; then go on without it, and log what it has missed."""
         if not self.has_ended(deadline):
             self._is_left, place = True, place_of(self._thread.ident or 0)
-            log.error("the tracker %s is still at %s, in %s; the run ends without it", self._name, self._doing, place)
+            log.error("the tracker %s is still at %s, in %s; the run ends without it", self.name, self._doing, place)
         if self._num_dropped or self._num_failed > 1:
-            missed = (self._name, self._num_dropped, self._num_failed)
+            missed = (self.name, self._num_dropped, self._num_failed)
             log.warning("the tracker %s has missed %d records, and failed in %d calls", *missed)
 
     def _work(self) -> None:
-        try:
-            self._ids.put(self._name, self._tracker.open(self._run))
-        except BaseException as error:  # noqa: BLE001 - a user's code; sys.exit, too, must end nothing but this call
-            self._is_open = False
-            return self._failed(error, "the run goes on without it")
         while (call := self._calls.get()) is not None:
             self._doing, method, args = call
             try:
-                getattr(self._tracker, method)(*args)
-            except BaseException as error:  # noqa: BLE001 - as above
-                self._failed(error, "the run goes on, and counts its further failures")
-
-    def _failed(self, error: BaseException, then: str) -> None:
-        self._num_failed += 1
-        if self._num_failed == 1 and not self._is_left:
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}"
-            log.warning("the tracker %s failed in %s: %s (at %s); %s", self._name, self._doing, said, where, then)
-
-
-class _RunIds:
-    """run_dir/trackers.json: name -> what the tracker's `open` returned."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._changing, self.known = path, threading.Lock(), dict[str, str]()
-        with suppress(OSError, ValueError, AttributeError):  # none yet, or a broken file: as in a new run
-            self.known |= {name: str(run_id) for name, run_id in json.loads(path.read_text()).items()}
-
-    def put(self, name: str, run_id: str | None) -> None:
-        """Keep what `open` returned. Without it the tracker works, but a continued run gets no id."""
-        if run_id is not None:
-            with self._changing:
-                self.known[name] = str(run_id)
-                aside = self._path.with_name(self._path.name + ".tmp")
-                try:
-                    aside.write_text(json.dumps(self.known, indent=2) + "\n")
-                    aside.replace(self._path)
-                except OSError as error:
-                    log.warning("the run's id in the tracker %s is not kept for a continued run: %s", name, error)
+                found = getattr(self._tracker, method)(*args)
+                if method == "open" and found is not None:
+                    self._keep_id(self.name, str(found))
+            except BaseException as error:  # noqa: BLE001 - a user's code; sys.exit, too, must end nothing but this call
+                self._num_failed += 1
+                self._is_open = method != "open"
+                if self._num_failed == 1 and not self._is_left:
+                    said = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+                    place = traceback.extract_tb(error.__traceback__)[-1]
+                    where = f"{place.filename}:{place.lineno}"
+                    then = ", and counts its further failures" if self._is_open else " without it"
+                    about = (self.name, self._doing, said, where, then)
+                    log.warning("the tracker %s failed in %s: %s (at %s); the run goes on%s", *about)
+                if not self._is_open:
+                    return
 
 
 def check_trackers(configs: Sequence[TrackerConfig], own: Sequence[object]) -> None:
