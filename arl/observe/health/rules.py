@@ -292,7 +292,7 @@ def _fresh(run: Digest) -> Symptom | None:
         causes = "another temperature, undeclared truncation of the samples, or another precision"
     else:
         when = "They agreed in the first step, before weights were loaded"
-        causes = "a load that leaves out some layers, a stale prefix cache, or wrong version labels"
+        causes = "a load that leaves out some layers, wrong version labels, or a prefix cache that a load did not flush"
     return Symptom(
         kind="distance",
         severity="warning",

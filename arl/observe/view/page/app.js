@@ -1,4 +1,4 @@
-// The frame around the views: routes in the address, the runs, the theme, and what a live run says.
+// The frame around the views: routes in the address, the runs, and what a live run says.
 
 import { KeyNeeded, follow, get, queryOf, setKey } from "./server.js";
 import { runColour } from "./colour.js";
@@ -13,7 +13,7 @@ const VIEWS = { run: runView, episodes: episodesView, group: groupView, episode:
 const TABS = { run: "Run", episodes: "Episodes", health: "Health" };
 const WITHIN = { group: "episodes", episode: "episodes" }; // their addresses begin with the run
 const MOST_STREAMS = 3; // browsers have six connections to a server, for all their tabs
-const [main, views, chips, live, theme] = ["main", "views", "runs", "live", "theme"].map((id) => document.getElementById(id));
+const [main, views, chips, live] = ["main", "views", "runs", "live"].map((id) => document.getElementById(id));
 
 let runs = [];
 let shown = []; // numbers of the runs that the address names: all are drawn together, other views show the first
@@ -125,21 +125,7 @@ function fail(error) {
   field.focus();
 }
 
-// The theme: the system's, until somebody presses the switch.
-const THEMES = { system: "◐", dark: "☾", light: "☀" };
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  localStorage.setItem("arl-theme", name);
-  theme.textContent = THEMES[name];
-  theme.title = theme.ariaLabel = `Colours: ${name}. Press for the next`;
-}
-setTheme(localStorage.getItem("arl-theme") ?? "system");
-theme.addEventListener("click", () => {
-  const names = Object.keys(THEMES);
-  setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % 3]);
-  mount();
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", mount);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", mount); // charts and scales are drawn in its colours
 
 // Views may answer keys, unless somebody types. An answer is an action; one that does nothing now returns false.
 document.addEventListener("keydown", (event) => {

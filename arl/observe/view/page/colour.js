@@ -8,10 +8,7 @@ const ABOVE = ["#fdbe85", "#e6711b", "#a63603"];
 export const [BLUE, ORANGE, PURPLE, GREEN, PINK, OCHRE] = [
   ["#0b6e8f", "#56b4d9"], ["#c2410c", "#f0934e"], ["#6b4fbb", "#a996f5"], ["#2f7d32", "#6fc276"], ["#b0276b", "#ef7fb6"], ["#8a6a0f", "#d9bb4a"],
 ];
-export const isDark = () => {
-  const { theme } = document.documentElement.dataset;
-  return theme === "system" ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
-};
+export const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 export const tone = (pair) => pair[Number(isDark())];
 export const runColour = (k) => tone([BLUE, ORANGE, PURPLE, GREEN, PINK, OCHRE][k % 6]);
 // One of the style sheet's colours, for a canvas.
