@@ -60,73 +60,55 @@ class Symptom:
     """A few words for the line of a step; empty for what the line leaves out."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Holds when the mean of a metric over the last steps is above, or below, a bound. `{mean}` may stand in texts."""
-
-    metric: str
-    is_bad: Callable[[float], bool]
-    severity: Severity
-    text: str
-    advice: str
-    remark: str = ""
-
-
-_RULES = (
-    _Rule(
+_RULES: tuple[tuple[str, Callable[[float], bool], Severity, str, str, str], ...] = (
+    (
         "clip_fraction", lambda mean: mean > 0.3, "warning",
         "{mean:.0%} of the trained tokens were clipped in the last steps: a batch moves the policy too far.",
         "Use a smaller train.optimizer.lr, or fewer algorithm.minibatches.",
         "{mean:.0%} of the tokens are clipped",
     ),
-    _Rule(
+    (
         "effective_sample_size", lambda mean: mean < _SAMPLE_SIZE, "warning",
         "The effective sample size was {mean:.2f} in the last steps: few tokens carry most of the weight.",
         "Use a smaller rollout.max_staleness or train.optimizer.lr, or tighter algorithm.rejections with outward.",
         "importance weights: the effective sample size is {mean:.2f}",
     ),
-    _Rule(
+    (
         "behavior_weight_zero", lambda mean: mean > 0.3, "warning",
         "{mean:.0%} of the trained tokens had weight 0 in the last steps: algorithm.rejections left them out.",
         "Use a smaller rollout.max_staleness; check that sampler and trainer agree (behavior_kl_proximal).",
         "{mean:.0%} of the tokens have weight 0",
     ),
-    _Rule(
+    (
         "nonfinite_grads", lambda mean: mean > 0, "warning",
         "Gradients were not finite in the last steps, and their optimizer steps were skipped.",
         "Use a smaller train.optimizer.lr, or train.dtype float32.",
         "gradients are not finite",
     ),
-    _Rule(  # a note: the lag alone cannot tell a workflow from a busy machine
+    (  # a note: the lag alone cannot tell a workflow from a busy machine
         "event_loop_lag_s", lambda mean: mean > 0.3, "note",
         "The event loop was blocked for up to {mean:.2f} s: by a workflow, or because no core was to spare.",
-        "If it is the workflow: move that work into a thread, or set rollout.num_workers.",
+        "If it is the workflow: move that work into a thread, or set rollout.num_workers.", "",
     ),
-    _Rule(
+    (
         "servers/fenced", lambda mean: mean >= 0.5, "warning",
         "{mean:.1f} inference servers were fenced at the end of the last steps.",
         "See the servers below, and their logs.",
         "{mean:.1f} servers are fenced",
     ),
 )  # fmt: skip
+"""Each holds when the mean of a metric over the last steps is bad: (metric, whether it is, and a Symptom's severity,
+text, advice and remark, in which `{mean}` may stand)."""
 
 
 def remarks(run: Digest) -> list[Symptom]:
     """The symptoms in the numbers, the most important first."""
     found = [one for check in _CHECKS if (one := check(run)) is not None]
-    known = ((rule, mean_of(run.last, rule.metric)) for rule in _RULES)
-    found += [_told(rule, value) for rule, value in known if value is not None and rule.is_bad(value)]
+    for metric, is_bad, severity, text, advice, remark in _RULES:
+        if (value := mean_of(run.last, metric)) is not None and is_bad(value):
+            told, few = text.format(mean=value), remark.format(mean=value)
+            found.append(Symptom(kind=metric, severity=severity, text=told, advice=advice, remark=few))
     return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
-
-
-def _told(rule: _Rule, mean: float) -> Symptom:
-    return Symptom(
-        kind=rule.metric,
-        severity=rule.severity,
-        text=rule.text.format(mean=mean),
-        advice=rule.advice,
-        remark=rule.remark.format(mean=mean),
-    )
 
 
 def _rewards(run: Digest) -> Symptom | None:
