@@ -347,27 +347,6 @@ async def test_it_fits_a_phone_and_the_dark(page: Page, address: str) -> None:
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_text_stands_out_on_every_colour_of_the_scales(page: Page, address: str, scheme: Any) -> None:
-    await page.emulate_media(color_scheme=scheme)
-    await show(page, address, "health")
-    pairs = await page.evaluate("""async () => {
-        const { scale } = await import("/colour.js");
-        const shades = [{ low: 0, high: 1 }, { low: -1, high: 1, signed: true }].map((how) => scale([], how).colour);
-        const rgb = (text) => (text[0] === "#" ? [...text.slice(1)].map((c) => parseInt(c + c, 16))
-            : text.match(/\\d+/g).map(Number));
-        return shades.flatMap((colour) => Array.from({ length: 101 }, (_, k) => colour(k / 50 - 1).map(rgb)));
-    }""")
-    assert min(contrast(np.array(ground), np.array(text)) for ground, text in pairs) >= 4.5
-
-
-def contrast(a: np.ndarray, b: np.ndarray) -> float:
-    """As in WCAG 2."""
-    linear = [np.where(c <= 10.3, c / 12.92 / 255, ((c / 255 + 0.055) / 1.055) ** 2.4) for c in (a, b)]
-    low, high = sorted(float(channels @ [0.2126, 0.7152, 0.0722]) for channels in linear)
-    return (high + 0.05) / (low + 0.05)
-
-
 async def test_errors_are_the_servers_sentences(browser: Browser, address: str) -> None:
     async with opened(browser, address, but="404") as page:
         await page.goto(f"{address}#/episode/0/1/999.9")
