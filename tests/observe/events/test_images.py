@@ -15,11 +15,10 @@ import pytest
 from records import grouped, trajectory
 
 from arl.api.errors import ImageError, RunFileError
-from arl.api.events import EpisodeBegan, KeptTokens, Lost
+from arl.api.events import EpisodeBegan, KeptTokens
 from arl.api.images import Image, PlacedImage
 from arl.api.settings.run import EventsConfig
 from arl.api.types import ModelRequest, ModelResponse, Trajectory
-from arl.observe.events import writer
 from arl.observe.events.batches import TokenRow, frames_of, packed, unpacked
 from arl.observe.events.image_store import ImageStore
 from arl.observe.events.records import logged_images
