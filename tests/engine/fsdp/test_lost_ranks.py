@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from random_groups import random_groups
+from train_models import learner_config
 
 from arl.api.errors import ProcessLostError
 from arl.api.settings.run import Config
@@ -34,14 +35,7 @@ def host_impatient_learner(config: Config) -> LearnerHost:
 
 
 def ranks(model_dir: Path, directory: Path) -> RecoveringLearner:
-    settings = {
-        "model": str(model_dir),
-        "run_dir": directory,
-        "rollout": {"batch_size": 4, "group_size": 2},
-        "train": {"num_ranks": 2, "optimizer": {"lr": 1e-3, "eps": 1e-3}},
-        "algorithm": {"minibatches": 2},
-    }
-    config = Config.model_validate(settings)
+    config = learner_config(model_dir, train={"num_ranks": 2}, algorithm={"minibatches": 2}, run_dir=directory)
     start = partial(RemoteLearner, partial(host_impatient_learner, config), directory / "trainer.log", 1)
     return RecoveringLearner(start, directory / "checkpoints", config.train)
 

@@ -13,7 +13,7 @@ from light_rank import LightRank
 from safetensors.torch import load_file
 from train_models import write_model
 from train_sequences import LOSS, FailingLoss, assert_same_metrics, assert_same_rows, random_sequences
-from train_variants import LORA, OPTIMIZER, assert_same_tensors
+from train_variants import OPTIMIZER, assert_same_tensors
 
 from arl.api.errors import CheckpointError, ConfigError, ProcessLostError, TrainingError, TransportError
 from arl.api.settings.engines import TrainConfig
@@ -21,7 +21,6 @@ from arl.api.train_engine import TrainSequence
 from arl.engine.fsdp.ray_cluster import Placement, RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.engine.weights.disk import AdapterEngine
 from arl.engine.weights.distributed import SendableSnapshot
 
 # Ranks take their time to start on a machine that has other things to do.
@@ -219,20 +218,3 @@ def test_a_call_beside_training_may_last_while_its_rank_answers(monkeypatch: pyt
     assert training.verdict([0], {0: (8, "somewhere")}) is None
     now = 28.0
     assert "rank 0 does not answer" in str(beside.verdict([0], {}))
-
-
-@pytest.mark.slow
-def test_rank_zero_writes_the_adapters(model_dir: Path, tmp_path: Path):
-    engine = RayTrainEngine(model_dir, config(2, lora=LORA))
-    try:
-        assert isinstance(engine, AdapterEngine)
-        engine.train_batch(minibatches(), LOSS)
-        assert engine.snapshot_adapter().write(tmp_path / "ours") > 0
-    finally:
-        engine.close()
-    one = FSDPTrainEngine(model_dir, config(1, lora=LORA))
-    one.train_batch(minibatches(), LOSS)
-    one.snapshot_adapter().write(tmp_path / "theirs")
-    one.close()
-    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
-    assert_same_tensors(ours, theirs)

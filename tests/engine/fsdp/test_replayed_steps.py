@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from random_groups import random_groups
+from train_models import learner_config
 
 import arl.run.replay
 from arl.api.errors import ConfigError, RecordingError
@@ -70,16 +71,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(model_dir: Path, run_dir: Path, **changes: Any) -> Config:
-    settings = {
-        "model": str(model_dir),
-        "run_dir": run_dir,
-        "record": True,
-        "rollout": {"batch_size": 4, "group_size": 6},
-        "train": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "max_tokens_per_microbatch": 200},
-        "algorithm": {"minibatches": 2, "kl": {"coefficient": 0.01}},
-        "log": {"console": False},
-    }
-    return Config.model_validate(laid_over(settings, changes))
+    algorithm = {"minibatches": 2, "kl": {"coefficient": 0.01}}
+    train = {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "max_tokens_per_microbatch": 200}
+    sections = {"train": train, "algorithm": algorithm, "log": {"console": False}}
+    rollout = {"batch_size": 4, "group_size": 6}
+    return learner_config(model_dir, run_dir=run_dir, record=True, rollout=rollout, **laid_over(sections, changes))
 
 
 PRIME = {"preset": "prime", "minibatches": 2, "kl": {"coefficient": 0.0}, "dynamic_sampling": False}
