@@ -73,26 +73,23 @@ class RankSaving:
         self.written.result()
 
 
-class CheckpointWriter:
-    """Writes a train engine's checkpoints, one after another. All ranks make the same calls in the same order."""
+class EngineCheckpoints:
+    """Writes a train engine's checkpoints, one after another, and reads them. All ranks make the same calls in the same
+    order."""
 
-    def __init__(self, adapters: Adapters | None) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.AdamW, reference: Reference, adapters: Adapters | None
+    ) -> None:
         """A collective of the default process group."""
+        self._module = module
+        self._optimizer = optimizer
+        self._reference = reference
         self._adapters = adapters
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-checkpoint")
         self._last: Future[None] | None = None
 
-    def begin(
-        self,
-        directory: Path,
-        module: nn.Module,
-        optimizer: torch.optim.AdamW,
-        reference: Reference,
-        *,
-        version: int,
-        num_updates: int,
-    ) -> RankSaving:
+    def begin(self, directory: Path, version: int, num_updates: int) -> RankSaving:
         """Copy weights, optimizer state, reference and random state aside, and begin to write them to `directory`.
 
         Waits for the previous checkpoint, so that there is one copy at a time. The directory gets its name when it is
@@ -101,7 +98,7 @@ class CheckpointWriter:
         """
         if self._last:
             wait([self._last])  # its error belongs to its own saving
-        tensors = _copied(_tensors(module, optimizer, reference, dist.get_rank()))
+        tensors, module = _copied(self._tensors(dist.get_rank())), self._module
         progress = Progress(
             version=version,
             num_updates=num_updates,
@@ -109,16 +106,56 @@ class CheckpointWriter:
             device=_device_type(module),
             parameters={name: list(p.shape) for name, p in trained_parameters(module).items()},
             lora=self._adapters.origin if self._adapters else None,
-            has_reference=bool(reference.values),
+            has_reference=bool(self._reference.values),
             frozen=_frozen(module, self._adapters),
         )
         self._last = self._thread.submit(self._write, Path(os.path.abspath(directory)), tensors, progress)
         return RankSaving(written=self._last)
 
+    def load(self, directory: Path) -> Progress:
+        """Read weights, optimizer state, reference and random state in place, on any number of ranks.
+
+        A stored reference is held from then on. A rank without a stored random state keeps its own. Raises
+        CheckpointError that names the mismatch. After a failed read the engine may be half loaded and must not be used.
+        """
+        progress = _checked_progress(directory, self._module, self._adapters)
+        if self._reference.values and not progress.has_reference:
+            raise CheckpointError(
+                f"{directory} has no reference policy, and this run needs one: perhaps it was written with "
+                "algorithm.kl.coefficient=0. Keep that setting, or begin another run from the model itself"
+            )
+        if progress.has_reference and not self._reference.values:
+            self._reference.update(1.0)
+        rank = dist.get_rank()
+        tensors = self._tensors(rank if rank < progress.world_size else None)
+        if progress.device != "cuda":
+            tensors.pop("cuda_rng", None)
+        _read_in_place(directory, tensors)
+        if "rng" in tensors:
+            torch.set_rng_state(tensors["rng"][str(rank)])
+        if "cuda_rng" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda_rng"][str(rank)])
+        return progress
+
     def close(self) -> None:
         """Wait for the checkpoint under way, and leave the process group."""
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
+
+    def _tensors(self, rank: int | None) -> dict[str, Any]:
+        """The checkpoint's tensors, in the model's own memory. rank: whose random state to include."""
+        named, states = trained_parameters(self._module), self._optimizer.state
+        tensors: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
+        # The optimizer skips a parameter that the loss does not reach, so each has its own count of steps.
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            tensors[kind] = {name: states[p][kind] for name, p in named.items()}
+        if self._reference.values:
+            tensors["reference"] = dict(self._reference.values)
+        if rank is not None:
+            tensors["rng"] = {str(rank): torch.get_rng_state()}
+            if _device_type(self._module) == "cuda":
+                tensors["cuda_rng"] = {str(rank): torch.cuda.get_rng_state()}
+        return tensors
 
     def _write(self, directory: Path, tensors: dict[str, Any], progress: Progress) -> None:
         aside: Path | None = None
@@ -146,34 +183,6 @@ class CheckpointWriter:
         return values[0]
 
 
-def load_checkpoint(
-    directory: Path, module: nn.Module, optimizer: torch.optim.AdamW, adapters: Adapters | None, reference: Reference
-) -> Progress:
-    """Read weights, optimizer state, reference and random state in place, on any number of ranks.
-
-    A stored reference is held from then on. A rank without a stored random state keeps its own. Raises CheckpointError
-    that names the mismatch. After a failed read the engine may be half loaded and must not be used.
-    """
-    progress = _checked_progress(directory, module, adapters)
-    if reference.values and not progress.has_reference:
-        raise CheckpointError(
-            f"{directory} has no reference policy, and this run needs one: perhaps it was written with "
-            "algorithm.kl.coefficient=0. Keep that setting, or begin another run from the model itself"
-        )
-    if progress.has_reference and not reference.values:
-        reference.update(1.0)
-    rank = dist.get_rank()
-    tensors = _tensors(module, optimizer, reference, rank if rank < progress.world_size else None)
-    if progress.device != "cuda":
-        tensors.pop("cuda_rng", None)
-    _read_in_place(directory, tensors)
-    if "rng" in tensors:
-        torch.set_rng_state(tensors["rng"][str(rank)])
-    if "cuda_rng" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda_rng"][str(rank)])
-    return progress
-
-
 def load_weights(directory: Path, module: nn.Module, adapters: Adapters | None) -> Progress:
     """Read the trained weights alone, in place: an export needs no optimizer. Raises CheckpointError."""
     progress = _checked_progress(directory, module, adapters)
@@ -192,25 +201,6 @@ class _Files(FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-
-
-def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Reference, rank: int | None) -> dict[str, Any]:
-    """The checkpoint's tensors, in the model's own memory. rank: whose random state to include."""
-    named = trained_parameters(module)
-    tensors: dict[str, Any] = {
-        "model": {name: p.detach() for name, p in named.items()},
-        "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
-        "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
-        # The optimizer skips a parameter that the loss does not reach, so each has its own count.
-        "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
-    }
-    if reference.values:
-        tensors["reference"] = dict(reference.values)
-    if rank is not None:
-        tensors["rng"] = {str(rank): torch.get_rng_state()}
-        if _device_type(module) == "cuda":
-            tensors["cuda_rng"] = {str(rank): torch.cuda.get_rng_state()}
-    return tensors
 
 
 def _frozen(module: nn.Module, adapters: Adapters | None) -> dict[str, int]:

@@ -47,7 +47,7 @@ from arl.engine.fsdp.policy import (
     trained_parameters,
     transformer_layers,
 )
-from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, fingerprints, load_checkpoint
+from arl.engine.fsdp.saving import EngineCheckpoints, RankSaving, fingerprints
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.fsdp.vision import NoImages, check_images, vision_tower
 from arl.engine.model_files import model_limits
@@ -118,8 +118,7 @@ class FSDPTrainEngine:
             self._reference = Reference(self._policy)
             self._optimizer = build_optimizer(self._policy, config.optimizer)
             self._is_away = False
-            self._adapters = adapters
-            self._checkpoints = CheckpointWriter(adapters)
+            self._checkpoints = EngineCheckpoints(self._policy, self._optimizer, self._reference, adapters)
             self._snapshots = SnapshotTaker(writer, self._device, adapters)
         except BaseException:  # also if interrupted: nobody else can release it
             self._lease.release()
@@ -224,19 +223,12 @@ class FSDPTrainEngine:
 
     def save(self, directory: Path) -> RankSaving:
         self._enter()
-        return self._checkpoints.begin(
-            directory,
-            self._policy,
-            self._optimizer,
-            self._reference,
-            version=self._version,
-            num_updates=self._num_updates,
-        )
+        return self._checkpoints.begin(directory, self._version, self._num_updates)
 
     def load(self, directory: Path) -> None:
         """Continue from `save`'s directory, with its reference. Raises CheckpointError, which names the mismatch."""
         self._enter()
-        progress = load_checkpoint(directory, self._policy, self._optimizer, self._adapters, self._reference)
+        progress = self._checkpoints.load(directory)
         self._version, self._num_updates = progress.version, progress.num_updates
 
     def close(self) -> None:
