@@ -111,7 +111,7 @@ class Learned:
 
 
 def config_of(name: str) -> AlgorithmConfig:
-    """The preset with two minibatches, so that ratios leave 1, and enough selected tokens and pairs for this batch."""
+    """The preset with two minibatches, so that ratios leave 1, and enough selected tokens for this batch."""
     selections = {"clip_cov": {"share": 0.1, "low": 0.01}, "kl_cov": {"share": 0.1}}
     changes: dict[str, Any] = {"selection": selections[name]} if name in selections else {}
     beside = {role: {"lr": 3e-3} for role in preset(name).trained_models[1:]}
@@ -190,7 +190,8 @@ def test_microbatches_shared_prefixes_order_and_ranks_do_not_matter_and_somethin
     train = TRAIN.model_copy(update={"max_tokens_per_microbatch": 100, "share_prefixes": False})
     shuffled = [with_trajectories_reordered(groups, seed=1) for groups in batches]
     split = learned(name, shuffled, model_dir, train)
-    assert split["policy"].metrics[0]["microbatches"] > 2 * alone["policy"].metrics[0]["microbatches"]
+    least = 1 if name == "online_dpo" else 2  # it has three pairs in all, and none is split
+    assert split["policy"].metrics[0]["microbatches"] > least * alone["policy"].metrics[0]["microbatches"]
     for other in (split, *pair.reports(ranks)):
         assert_same(other, alone)
     before = load_file(model_dir / "model.safetensors")
