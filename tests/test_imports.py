@@ -193,4 +193,4 @@ def test_what_a_run_does_not_use_it_does_not_load() -> None:
     loaded = run.stdout.split()
     unused = ("workflow", "rewards", "sandbox", "endpoint", "algorithm", "cluster.plan", "cluster.node_checks")
     assert [name for name in loaded if is_in(name, [f"arl.{wing}" for wing in unused])] == []
-    assert len(loaded) <= 120
+    assert len(loaded) <= 105

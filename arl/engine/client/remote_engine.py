@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -43,7 +43,7 @@ from arl.api.errors import (
     left,
 )
 from arl.api.events import NOWHERE, Events
-from arl.api.settings.engines import RELEASED, ClientConfig, Protocol, StockServersConfig
+from arl.api.settings.engines import RELEASED, ClientConfig, StockServersConfig
 from arl.api.types import ModelRequest, ModelResponse
 from arl.data.image_processor import FAMILIES
 from arl.engine.client.health import Upkeep, WeightCheck
@@ -62,7 +62,6 @@ from arl.engine.client.server_pool import Attempt, Server, ServerPool, version_o
 from arl.engine.client.server_processes import ServerProcesses
 from arl.engine.client.servers_file import DRAIN_S, base_url
 from arl.engine.client.sglang_client import SGLangClient
-from arl.engine.client.vllm_client import VLLMClient
 from arl.engine.client.watchdog import Patience, ServerWatch
 from arl.runtime.http.client import Connections
 from arl.runtime.http.server import allow_many_connections
@@ -75,11 +74,13 @@ _SHARE_OF_TIMEOUT = 0.5
 _KEEPALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which SGLang runs on, closes them from its side (5 s)."""
 
-_CLIENTS: Mapping[Protocol, type[ServerClient]] = {"sglang": SGLangClient, "vllm": VLLMClient}
-
 
 def client_class(config: ClientConfig) -> type[ServerClient]:
-    return _CLIENTS[config.protocol]
+    if config.protocol == "vllm":
+        from arl.engine.client.vllm_client import VLLMClient
+
+        return VLLMClient
+    return SGLangClient
 
 
 class RemoteInferenceEngine:
