@@ -17,7 +17,7 @@ _COMMANDS = {
     "export": ("offline:export", "write a run's checkpoint as a Hugging Face directory, or push it to the hub"),
     "runs": ("runs_command", "list the runs in a folder: how each ended or that it trains, steps, rewards"),
     "view": ("viewing", "show runs in a browser: every episode and token"),
-    "top": ("terminal", "show a run in this terminal, live"),
+    "top": ("viewing:watch", "show a run in this terminal, live"),
     "replay": ("offline:replay_steps", "train steps of a recorded run again: are they the same, and what if?"),
     "finetune": ("offline:finetune", "fine-tune a model on chats or preferences, or as a reward model"),
     "servers": ("servers_command", "show the servers of a run, add some, remove some, while it trains"),
