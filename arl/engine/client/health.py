@@ -266,7 +266,7 @@ class Upkeep:
 
     def watch(self, *others: Coroutine[Any, Any, None]) -> None:
         """Begin to watch over the servers, once the tasks' group is open. others: more that lasts as long."""
-        for watching in (*others, self._watch.listen(self._is_silent, self.suspect), self._watch.hold_floor()):
+        for watching in (*others, self._watch.listen(self.fence, self.suspect), self._watch.hold_floor()):
             self._watching.append(self._group.create_task(watching))
             self._watching[-1].add_done_callback(self._forget)
 
@@ -404,11 +404,6 @@ class Upkeep:
         except (ServerError, TimeoutError):
             self.fence(server, reason)
 
-    def _is_silent(self, server: Server) -> None:
-        reason = f"{server.address} gives no sign of life"
-        self.fence(server, reason)
-        self._pool.lose_attempts(server, reason)
-
     def _lose(self, server: Server, reason: str) -> None:
         """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost."""
         was_paused = server.is_paused
@@ -462,7 +457,8 @@ class Upkeep:
         """Whether it is healthy, and holds the newest weights, after it got what it lacked."""
         target = self._target
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            told = await server.client.holding(with_adapters=server.weights.adapter is not None)
+            adapters = frozenset[str]() if server.weights.adapter is None else await server.client.adapters()
+            told = Holding(label=await server.client.weight_label(), adapters=adapters)
         if (target is None or target.adapter is not None) and told.label != server.initial_label:
             raise ServerError(f"it serves weights {told.label!r}, but it began with {server.initial_label!r}")
         if not server.keeps(told):

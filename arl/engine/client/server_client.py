@@ -328,10 +328,6 @@ class ServerClient(JsonClient):
     @abstractmethod
     async def weight_label(self) -> str: ...
 
-    async def holding(self, *, with_adapters: bool) -> Holding:
-        adapters = await self.adapters() if with_adapters else frozenset[str]()
-        return Holding(label=await self.weight_label(), adapters=adapters)
-
     async def adapters(self) -> frozenset[str]:
         cards = (await self.look_up("v1/models")).get("data") or []
         try:

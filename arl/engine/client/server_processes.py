@@ -48,7 +48,12 @@ _STEADY_S = 600.0
 """A server that has served for this long may again die _MAX_RESTARTS times."""
 _MAX_RESTARTS = 3
 """How often in a row a server that died or hangs is started again."""
-_SGLANG = {KEEPS_IMAGES: "0"}
+_VLLM = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -410,9 +415,12 @@ def stock_program(
     """
     if (python := shutil.which(str(config.python))) is None:
         raise ConfigError(f"engine.python is {str(config.python)!r}, which is not an executable program")
-    is_vllm = config.protocol == "vllm"
-    command, environment = (_vllm_command, _vllm_environment(config)) if is_vllm else (_sglang_command, _SGLANG)
-    server = command(model, config, host, port)
+    if config.protocol == "vllm":
+        server, environment = _vllm_command(model, config, host, port), _VLLM
+        if not config.gpus_per_server:
+            environment = {**_VLLM, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    else:
+        server, environment = _sglang_command(model, config, host, port), {KEEPS_IMAGES: "0"}
     if api_key_file:
         server += ["--config", api_key_file]
     gpus = {} if config.on_ray else {"CUDA_VISIBLE_DEVICES": _gpus(config, number)}  # an actor has its own from Ray
@@ -449,13 +457,6 @@ def _vllm_command(model: str, config: ServerProcessesConfig, host: str, port: in
     if config.gpus_per_server:
         command += ["--tensor-parallel-size", str(config.gpus_per_server)]
     return [*command, *config.arguments]
-
-
-def _vllm_environment(config: ServerProcessesConfig) -> dict[str, str]:
-    shared = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {**shared, **quiet, **({} if config.gpus_per_server else on_cpu)}
 
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -24,6 +24,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from arl.api.errors import ServerError
@@ -45,6 +46,9 @@ _QUIET_S = 60.0
 """The log tells of at most one fence of each server in this time."""
 _MAX_LINES = 20
 """How many servers it names in this time."""
+
+Blame = Callable[[Server, str], None]
+"""Called with a server and the reason."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +121,25 @@ class ServerWatch:
         self._last_lines.pop(server, None)
         self._asked.pop(server, None)
 
-    async def listen(self, silent: Callable[[Server], None], suspect: Callable[[Server, str], None]) -> None:
+    async def listen(self, fence: Blame, suspect: Blame) -> None:
         """Ask servers in service for signs of life, for ever, each by itself: one that is slow keeps no other waiting.
 
-        silent, suspect: called for those without one.
+        fence, suspect: called for those without one.
         """
 
         async def ask(server: Server) -> None:
             self._asked[server] = _now()
             self._asking.add(server)
             try:
-                await self._ask(server, silent, suspect)
+                for _ in range(2):  # one connection may have been dropped silently, though the server is well
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_SILENCE_S / 2):
+                            return await server.client.check_alive()
+                reason = f"{server.address} gives no sign of life"
+                fence(server, reason)
+                self._pool.lose_attempts(server, reason)
+            except ServerError as error:
+                suspect(server, str(error))
             finally:
                 self._asking.discard(server)
 
@@ -147,20 +159,6 @@ class ServerWatch:
                 if heard + _LISTEN_EVERY_S <= now:
                     due.append(server)
         return due
-
-    async def _ask(
-        self, server: Server, silent: Callable[[Server], None], suspect: Callable[[Server, str], None]
-    ) -> None:
-        for _ in range(2):  # one connection may have been dropped silently, though the server is well
-            try:
-                async with asyncio.timeout(_SILENCE_S / 2):
-                    await server.client.check_alive()
-            except TimeoutError:
-                continue
-            except ServerError as error:
-                suspect(server, str(error))
-            return
-        silent(server)
 
     async def hold_floor(self) -> None:
         """Raises ServerError when too few servers have served for absence_timeout_s."""
