@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -71,43 +71,36 @@ class BodyError(RequestError):
         self.can_be_dropped = can_be_dropped
 
 
+class FieldRules(TypedDict, total=False):
+    """Decide on fields that a RequestBody does not have."""
+
+    ignored: Collection[str]
+    """Fields without effect, whatever their value."""
+    only: Mapping[str, Sequence[Any]]
+    """Field -> its allowed values, which have no effect."""
+    refused: Mapping[str, str]
+    """Field -> why it, or another value than those in `only`, cannot be honoured."""
+    vital: Collection[str]
+    """Of the refused fields, those without which a request would mean something else."""
+    takes_empty: bool
+    """An unknown field may be false or empty, because it then asks for nothing."""
+    takes_others: bool
+    """Unknown fields are dropped."""
+
+
 class RequestBody(BaseModel):
     """A JSON object that a client sends. A null field counts as absent; every other field must be known.
 
-    The arguments of a subclass's class statement decide on fields that it does not have:
-
-    ignored: fields without effect, whatever their value.
-    only: field -> its allowed values, which have no effect.
-    refused: field -> why it, or another value than those in `only`, cannot be honoured.
-    vital: of the refused fields, those without which a request would mean something else.
-    takes_empty: an unknown field may be false or empty, because it then asks for nothing.
-    takes_others: unknown fields are dropped.
+    A subclass's class statement takes FieldRules. Those that it does not give are its base's.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    _ignored: ClassVar[Collection[str]] = ()
-    _only: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    _refused: ClassVar[Mapping[str, str]] = {}
-    _vital: ClassVar[Collection[str]] = ()
-    _takes_empty: ClassVar[bool] = False
-    _takes_others: ClassVar[bool] = False
+    _rules: ClassVar[FieldRules] = {}
 
-    def __init_subclass__(
-        cls,
-        *,
-        ignored: Collection[str] | None = None,
-        only: Mapping[str, Sequence[Any]] | None = None,
-        refused: Mapping[str, str] | None = None,
-        vital: Collection[str] | None = None,
-        takes_empty: bool | None = None,
-        takes_others: bool | None = None,
-    ) -> None:
+    def __init_subclass__(cls, **rules: Unpack[FieldRules]) -> None:
         super().__init_subclass__()
-        given = {"ignored": ignored, "only": only, "refused": refused, "vital": vital}
-        for name, value in {**given, "takes_empty": takes_empty, "takes_others": takes_others}.items():
-            if value is not None:  # else it keeps its base's value
-                setattr(cls, f"_{name}", value)
+        cls._rules = {**cls._rules, **rules}
 
     @model_validator(mode="before")
     @classmethod
@@ -123,17 +116,19 @@ class RequestBody(BaseModel):
     @classmethod
     def _check_unknown(cls, name: str, value: Any) -> None:
         is_empty = value is False or value in ("", [], {})
-        if cls._takes_others or name in cls._ignored or (is_empty and cls._takes_empty):
+        rules, kind = cls._rules, "unsupported_parameter"
+        is_taken = is_empty and rules.get("takes_empty")
+        if is_taken or rules.get("takes_others") or name in rules.get("ignored", ()):
             return
-        why, kind = cls._refused.get(name), "unsupported_parameter"
+        why = rules.get("refused", {}).get(name)
         reason = f": {why}; leave it out" if why else f" (here {shown(value)}): it is not known here; leave it out"
-        if name in cls._only:
-            if value in cls._only[name]:
+        if (allowed := rules.get("only", {}).get(name)) is not None:
+            if value in allowed:
                 return
             kind, because = "unsupported_value", f": {why}" if why else ""
-            allowed = " or ".join(map(shown, cls._only[name]))
-            reason = f" is {shown(value)}, which cannot be honoured here{because}; leave it out, or set it to {allowed}"
-        context = {"reason": reason, "field": name, "is_vital": name in cls._vital}
+            values = " or ".join(map(shown, allowed))
+            reason = f" is {shown(value)}, which cannot be honoured here{because}; leave it out, or set it to {values}"
+        context = {"reason": reason, "field": name, "is_vital": name in rules.get("vital", ())}
         raise PydanticCustomError(kind, "{reason}", context)
 
 
