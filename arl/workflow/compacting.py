@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import AGENT
-from arl.workflow.conversation import Conversation, check_entries, trajectories
+from arl.workflow.conversation import Conversation
 from arl.workflow.messages import Message, images_in, text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from arl.api.engine import Sampler
-    from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
+    from arl.api.types import ModelRequest, ModelResponse, SamplingParams
     from arl.workflow.chat_template import ChatTemplate
     from arl.workflow.dialogue import Rewriting, Turn
     from arl.workflow.tools import Tool
@@ -161,19 +161,13 @@ class CompactingConversation(Conversation):
             role=role,
         )
         self.compaction = compaction
-        self.summaries: list[Turn] = []
-        """The turns in which the model wrote a summary."""
         self._task = tuple(self._messages)
-
-    @property
-    def num_turns(self) -> int:
-        return len(self._dialogue.turns) - len(self.summaries)
 
     @property
     def metrics(self) -> dict[str, float]:
         """compactions, and means over contexts and summaries."""
         lasts = [*self.summaries, *([self._last] if self._last else [])]
-        made = {"compactions": float(len(self.summaries))}
+        made = {**super().metrics, "compactions": float(len(self.summaries))}
         if lasts:
             made["context_tokens"] = fmean(len(turn.token_ids) for turn in lasts)
         if self.summaries:
@@ -204,41 +198,9 @@ class CompactingConversation(Conversation):
             prompt = await self._aprompt()
         return await self._answered(prompt, within, sampling)
 
-    def trajectories(
-        self,
-        reward: float,
-        metrics: Mapping[str, float] | None = None,
-        role: str | None = None,
-        *,
-        rewards: Mapping[str, float] | None = None,
-        turn_rewards: Sequence[float] | None = None,
-        states: Sequence[str | None] | None = None,
-    ) -> tuple[Trajectory, ...]:
-        """One trajectory for each context, or for each branch of it: see Conversation.
-
-        Without train_summaries, trajectories end before the summaries.
-        """
+    def _trained_turns(self) -> tuple[Turn, ...]:
         turns = self._dialogue.turns
-        if not self.compaction.train_summaries:
-            turns = tuple(turn for turn in turns if turn not in self.summaries)
-        check_entries(self.num_turns, turn_rewards=turn_rewards, states=states)
-        return trajectories(
-            turns,
-            reward,
-            metrics={**(metrics or {}), **self.metrics, "context_full": float(self.is_full)},
-            role=role or self.role,
-            rewards=rewards,
-            turn_rewards=self._spread(turns, turn_rewards, 0.0),
-            states=self._spread(turns, states, None),
-            cut_after=turns[-1] if turns and self.is_full else None,
-        )
-
-    def _spread(self, turns: Sequence[Turn], given: Sequence[T] | None, of_summary: T) -> list[T] | None:
-        """One entry for each of the turns: those given, and `of_summary` for summaries."""
-        if given is None:
-            return None
-        left = iter(given)
-        return [of_summary if turn in self.summaries else next(left) for turn in turns]
+        return turns if self.compaction.train_summaries else tuple(turn for turn in turns if turn not in self.summaries)
 
     async def _compact(self, engine: Sampler, sampling: SamplingParams) -> bool:
         """Summarise, and begin a fresh context. False: there is no room to do so."""

@@ -6,8 +6,7 @@ Each path from the root to a leaf of a Dialogue is a trajectory, and each turn i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import AGENT, ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
     from arl.workflow.tools import Tool
     from arl.workflow.turn_columns import Columns, Part
+
+T = TypeVar("T")
 
 MAX_EPISODE_TOKENS = 4_000_000
 """Most tokens of an episode's trajectories together; shared beginnings count in each."""
@@ -54,6 +55,8 @@ class Conversation:
         self.session_id = session_id or new_id()
         self.role = role
         self._messages: list[Message] = [with_read_images(message) for message in messages]
+        self.summaries: list[Turn] = []
+        """The turns in which the model wrote a summary, if the conversation compacts itself."""
         self._last: Turn | None = None
         self._num_unanswered = 0
 
@@ -64,7 +67,13 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        return len(self._dialogue.turns)
+        """The number of turns, summaries apart."""
+        return len(self._dialogue.turns) - len(self.summaries)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Added to those of the trajectories."""
+        return {"context_full": float(self.is_full)}
 
     @property
     def is_full(self) -> bool:
@@ -147,16 +156,26 @@ class Conversation:
         reward. turn_rewards, states: one for each sampled turn (see TurnSpan), else raises TrajectoryError. role:
         instead of the conversation's.
         """
+        check_entries(self.num_turns, turn_rewards=turn_rewards, states=states)
+        turns = self._trained_turns()
         return trajectories(
-            self._dialogue.turns,
+            turns,
             reward,
-            metrics={**(metrics or {}), "context_full": float(self.is_full)},
+            metrics={**(metrics or {}), **self.metrics},
             role=role or self.role,
             rewards=rewards,
-            turn_rewards=turn_rewards,
-            states=states,
-            cut_after=self._last if self.is_full else None,
+            turn_rewards=self._spread(turns, turn_rewards, 0.0),
+            states=self._spread(turns, states, None),
+            cut_after=turns[-1] if turns and self.is_full else None,
         )
+
+    def _trained_turns(self) -> tuple[Turn, ...]:
+        return self._dialogue.turns
+
+    def _spread(self, turns: Sequence[Turn], given: Sequence[T] | None, of_summary: T) -> list[T] | None:
+        """One entry for each of the turns: those given, and `of_summary` for summaries."""
+        left = iter(given or ())
+        return None if given is None else [of_summary if turn in self.summaries else next(left) for turn in turns]
 
     def _prompt(self) -> Prompt:
         return self._dialogue.prompt(self._messages, self._tools, after=self._last)
@@ -169,16 +188,6 @@ class Conversation:
         self._last = turn
         self._messages.append(turn.message)
         return turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
-    """A trajectory in the making."""
-
-    turns: tuple[Turn, ...]
-    """From the root to a leaf."""
-    owned: tuple[Turn, ...]
-    """The turns that are trained here, all of one temperature."""
 
 
 def trajectories(
@@ -199,6 +208,8 @@ def trajectories(
     metrics, so that they are averaged over episodes. cut_after: the turn that left no room for another.
     Raises TrajectoryError unless turn_rewards and states have one entry for each turn, and if nothing was sampled.
     """
+    from arl.workflow.turn_columns import joined, kept_ids, routes
+
     if not turns or any(turn.response is None for turn in turns):
         raise TrajectoryError("nothing was sampled, or a turn was demonstrated: there is no trajectory to train on")
     check_entries(len(turns), turn_rewards=turn_rewards, states=states)
@@ -207,7 +218,7 @@ def trajectories(
         for turn, r, state in zip(turns, turn_rewards or [0.0] * len(turns), states or [None] * len(turns), strict=True)
     }
     paths = list(paths_of(turns))
-    num_tokens = sum(len(turn.given_ids) + len(turn.output_ids) for path in paths for turn in path.turns)
+    num_tokens = sum(len(turn.given_ids) + len(turn.output_ids) for path, _ in paths for turn in path)
     if num_tokens > MAX_EPISODE_TOKENS:
         raise TrajectoryError(
             f"the episode is {len(paths)} trajectories of {num_tokens} tokens together, and at most "
@@ -216,19 +227,37 @@ def trajectories(
             "for instance), or keep the sampled tokens in view (rewriting='keep')"
         )
     made: list[Trajectory] = []
-    columns: dict[tuple[int, int], Columns] = {}
-    for path in paths:
-        last = path.turns[-1]
+    columns: dict[tuple[int, int], Columns] = {}  # of turns that several paths share, made once
+    for path, trained in paths:
+        is_trained = set(trained)
+        owned: list[TurnSpan] = []
+        parts: list[Part] = []
+        start = 0
+        for turn in path:
+            assert turn.response is not None
+            parts.append((turn.given_ids, turn.response, turn in is_trained))
+            stop = start + len(turn.given_ids) + len(turn.output_ids)
+            if turn in is_trained:
+                turn_reward, state = spans[id(turn)]
+                owned.append(TurnSpan(start=stop - len(turn.output_ids), stop=stop, reward=turn_reward, state=state))
+            start = stop
+        token_ids, loss_mask, logprobs, versions = joined(parts, columns)
         made.append(
-            _trajectory(
-                path,
-                spans,
-                columns,
+            Trajectory(
+                token_ids=token_ids,
+                loss_mask=loss_mask,
+                behavior_logprobs=logprobs,
+                versions=versions,
                 reward=reward,
                 rewards=rewards or {},
+                turns=tuple(owned),
+                is_truncated=path[-1].is_truncated or path[-1] is cut_after,
                 metrics=metrics or {} if not made else {},
                 role=role,
-                is_truncated=last.is_truncated or last is cut_after,
+                temperature=_temperature(trained[0]),
+                kept_ids=kept_ids(parts),
+                routes=routes(parts),
+                images=images_of(path),
             )
         )
     return tuple(made)
@@ -241,8 +270,12 @@ def check_entries(num_turns: int, *, turn_rewards: Sequence[float] | None, state
             raise TrajectoryError(f"{name} has {len(given)} entries for {num_turns} sampled turns; give one for each")
 
 
-def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
-    """The paths, in the order of their leaves. Forgotten turns (not in `turns`) are seen by later ones, not trained."""
+def paths_of(turns: Sequence[Turn]) -> Iterator[tuple[list[Turn], list[Turn]]]:
+    """Trajectories in the making, in the order of their leaves: the turns from the root to a leaf, and those of them
+    that are trained there, all of one temperature.
+
+    Forgotten turns (not in `turns`) are seen by later ones, not trained.
+    """
     untaken = set(map(id, turns))
     parents = set[int]()
     for turn in turns:
@@ -255,54 +288,8 @@ def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
         new = [turn for turn in path if id(turn) in untaken]
         untaken.difference_update(map(id, new))
         for temperature in dict.fromkeys(_temperature(turn) for turn in new):
-            owned = tuple(turn for turn in new if _temperature(turn) == temperature)
-            yield Path(turns=tuple(path[: path.index(owned[-1]) + 1]), owned=owned)
-
-
-def _trajectory(
-    path: Path,
-    spans: Mapping[int, tuple[float, str | None]],
-    columns: dict[tuple[int, int], Columns],
-    *,
-    reward: float,
-    rewards: Mapping[str, float],
-    metrics: Mapping[str, float],
-    role: str,
-    is_truncated: bool,
-) -> Trajectory:
-    """columns: of turns that several paths share, made once."""
-    from arl.workflow.turn_columns import joined, kept_ids, routes
-
-    owned: list[TurnSpan] = []
-    trained = set(map(id, path.owned))
-    parts: list[Part] = []
-    start = 0
-    for turn in path.turns:
-        assert turn.response is not None
-        stop = start + len(turn.given_ids) + len(turn.output_ids)
-        is_owned = id(turn) in trained
-        parts.append((turn.given_ids, turn.response, is_owned))
-        if is_owned:
-            turn_reward, state = spans[id(turn)]
-            owned.append(TurnSpan(start=stop - len(turn.output_ids), stop=stop, reward=turn_reward, state=state))
-        start = stop
-    token_ids, loss_mask, logprobs, versions = joined(parts, columns)
-    return Trajectory(
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=logprobs,
-        versions=versions,
-        reward=reward,
-        rewards=rewards,
-        turns=tuple(owned),
-        is_truncated=is_truncated,
-        metrics=metrics,
-        role=role,
-        temperature=_temperature(path.owned[0]),
-        kept_ids=kept_ids(parts),
-        routes=routes(parts),
-        images=images_of(path.turns),
-    )
+            owned = [turn for turn in new if _temperature(turn) == temperature]
+            yield path[: path.index(owned[-1]) + 1], owned
 
 
 def _temperature(turn: Turn) -> float:

@@ -296,9 +296,9 @@ class _Reader:
                 prompt = dialogue.prompt([*before, *messages[:place]], tools, after=last)
                 last = dialogue.demonstrate(prompt, message)
         made: list[Demonstration] = []
-        for path in paths_of(dialogue.turns):
-            turns = [((turn.given_ids, False), (turn.output_ids, turn in path.owned)) for turn in path.turns]
-            made.append(_demonstration([part for turn in turns for part in turn], images_of(path.turns)))
+        for path, learned in paths_of(dialogue.turns):
+            turns = [((turn.given_ids, False), (turn.output_ids, turn in learned)) for turn in path]
+            made.append(_demonstration([part for turn in turns for part in turn], images_of(path)))
         return made
 
 
